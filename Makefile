@@ -1,0 +1,33 @@
+# make train   trains the demo GPT over two pipeline ranks on the CPU
+# make test    runs lint, types and tests
+# Each makes the environment that it needs first, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+# Installed first and pinned, so that a machine which has this version's CPU wheel takes that one: the
+# newest on PyPI brings gigabytes of CUDA. What stands here goes to pip: `make TORCH=torch train`.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+# Without bytecode every rank compiles torch and lightning anew at its start.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: train test
+# One thread a rank: two ranks on two cores would otherwise wait for each other's threads.
+train: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/pipeoffload-train trainer=cpu
+
+test: .venv/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip install --editable ".[hydra]"
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/pip install --editable ".[test]"
+	touch $@

@@ -1,0 +1,1 @@
+"""What the demo trains: a plain GPT and text that every Python installation carries."""
