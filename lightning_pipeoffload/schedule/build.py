@@ -1,0 +1,130 @@
+"""The names of schedules, and the one function that builds any of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .actions import ScheduleError
+from .classic import gpipe, interleaved_1f1b, one_f_one_b
+from .costs import Costs
+from .schedule import Schedule
+from .simulate import peak_memory
+from .validate import validate
+from .zero_bubble import zb_h1, zb_h2
+
+__all__ = ["SCHEDULES", "Recipe", "build"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a name becomes a schedule.
+
+    Attributes:
+        builder: ``(num_ranks, num_microbatches, num_chunks) -> Schedule``. Options beyond these,
+            ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
+        num_chunks: Stages per rank by default, and the fewest that it takes.
+        max_chunks: The most stages per rank that it takes; None for no limit.
+    """
+
+    builder: Callable[..., Schedule]
+    num_chunks: int = 1
+    max_chunks: int | None = 1
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that the builder takes."""
+        parameters = inspect.signature(self.builder).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+SCHEDULES = {
+    "gpipe": Recipe(gpipe),
+    "1f1b": Recipe(one_f_one_b),
+    "interleaved_1f1b": Recipe(interleaved_1f1b, num_chunks=2, max_chunks=None),
+    "zb_h1": Recipe(zb_h1),
+    "zb_h2": Recipe(zb_h2),
+}
+
+
+def build(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Build a schedule by its name, and check it.
+
+    Args:
+        name: One of ``SCHEDULES``.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank; None: the schedule's own.
+        costs: What the stages cost; builders that do not search ignore the times.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
+            activation of a stage and microbatch is 1.
+        **options: What the builder takes besides, such as ``group_size``.
+
+    Raises:
+        ScheduleError: There is no such schedule, or it needs more memory than it may.
+    """
+    recipe = _recipe(name)
+    _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    num_chunks = _checked_chunks(name, recipe, num_chunks)
+    _check_options(name, recipe, options)
+    offered = {"costs": costs, "memory_limit": memory_limit, **options}
+    taken = {option: offered[option] for option in recipe.options if option in offered}
+    schedule = recipe.builder(num_ranks, num_microbatches, num_chunks, **taken)
+    validate(schedule)
+    _check_memory(name, schedule, costs or Costs.unit(), memory_limit)
+    return replace(schedule, name=name)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} does not exist; use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name} ({size!r}) must be a whole number from 1 on; use {name}=4")
+
+
+def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
+    if num_chunks is None:
+        return recipe.num_chunks
+    _check_sizes(num_chunks=num_chunks)
+    at_most = recipe.max_chunks or num_chunks
+    if recipe.num_chunks <= num_chunks <= at_most:
+        return num_chunks
+    allowed = f"{recipe.num_chunks}" if recipe.max_chunks else f"{recipe.num_chunks} or more"
+    other = "interleaved_1f1b" if num_chunks > 1 else "1f1b"
+    raise ScheduleError(
+        f"num_chunks ({num_chunks}) must be {allowed} for {name}; use that, or schedule={other}"
+    )
+
+
+def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
+    for option in options:
+        if option not in recipe.options:
+            takes = ", ".join(recipe.options) or "no options"
+            raise ScheduleError(
+                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
+            )
+
+
+def _check_memory(name: str, schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
+    peaks = peak_memory(schedule, costs)
+    if memory_limit is not None and max(peaks) > memory_limit:
+        rank = peaks.index(max(peaks))
+        raise ScheduleError(
+            f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {name} needs on "
+            f"rank {rank}; raise the limit, or use a schedule that needs less"
+        )

@@ -1,0 +1,78 @@
+"""What the actions of a schedule cost: seconds and memory of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from .actions import ScheduleError
+
+__all__ = ["Costs", "PerStage"]
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per action and memory per activation, of a stage and one microbatch.
+
+    Each is one number for all stages, or a sequence with one number for every global stage. With
+    ``v`` chunks per rank a stage is ``1/v`` of a rank. Memory is in a unit of the caller's choice.
+
+    Attributes:
+        forward: Seconds of F.
+        backward_input: Seconds of B.
+        backward_weight: Seconds of W; BW takes the sum of both.
+        communication: Seconds of a hop between a stage and the next one, either way, if they are on
+            different ranks; in a sequence, of the hop after each stage. The sender is not held up.
+        activation: Memory that F keeps.
+        weight_residue: Memory that is alive from the end of B to the end of W; None: as much as
+            ``activation``.
+        offload: Seconds of the copy of one activation to the host.
+        reload: Seconds of the copy back.
+    """
+
+    forward: PerStage
+    backward_input: PerStage
+    backward_weight: PerStage
+    communication: PerStage = 0.0
+    activation: PerStage = 1.0
+    weight_residue: PerStage | None = None
+    offload: PerStage = 0.0
+    reload: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        if self.weight_residue is None:
+            object.__setattr__(self, "weight_residue", self.activation)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float)):
+                object.__setattr__(self, field.name, value := tuple(value))
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(number >= 0 for number in numbers):
+                raise ScheduleError(f"costs.{field.name} ({value}) must not be negative")
+
+    @classmethod
+    def unit(cls) -> Costs:
+        """Return F = B = W = 1 second and an activation of 1, the unit of the papers' figures."""
+        return cls(forward=1.0, backward_input=1.0, backward_weight=1.0)
+
+    def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
+        """Return one cost of every stage.
+
+        Args:
+            name: A field of this class, such as ``"forward"``.
+            num_stages: How many stages there are.
+
+        Raises:
+            ScheduleError: The cost is a sequence of another length.
+        """
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (float(value),) * num_stages
+        if len(value) != num_stages:
+            raise ScheduleError(
+                f"costs.{name} has {len(value)} values, and the schedule {num_stages} stages; "
+                f"give one number, or {num_stages}"
+            )
+        return value

@@ -1,0 +1,110 @@
+"""What an action waits for, and a replay of all ranks in an order that respects it.
+
+The validator asks whether such an order exists, the simulator when each action then runs; both go
+through the same replay, so a schedule that is accepted is one that can be timed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .actions import Action, Kind, ScheduleError
+from .grid import grid_around
+from .messages import recv_before, send_of
+from .schedule import Schedule
+
+__all__ = ["Dependencies", "Step", "replay"]
+
+
+class Step(NamedTuple):
+    """One action of a replay, and the outcome that it waited for (none: only its rank's order)."""
+
+    rank: int
+    action: Action
+    awaited: Action | None
+
+
+class Dependencies:
+    """What each action of a schedule waits for, beside the action before it on its rank.
+
+    One thing is enough: when the B of the next stage is done, so is this stage's F. Where transfers
+    are spelled out, F and B wait for a RECV, and a RECV for the SEND on the other rank; where they
+    are not, F and B wait for the neighbour's F and B.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._last_stage = schedule.num_stages - 1
+
+    def of(self, action: Action) -> Action | None:
+        """Return what an action waits for, with B for what is B or BW; None for nothing.
+
+        Kinds that only wait for the action before them on their rank give None.
+        """
+        kind, stage, microbatch = action
+        if self._schedule.has_transfers and (recv := recv_before(self._schedule, action)):
+            return recv
+        if kind is Kind.F:
+            return Action(Kind.F, stage - 1, microbatch) if stage > 0 else None
+        if kind in (Kind.B, Kind.BW):
+            last = stage == self._last_stage
+            return (
+                Action(Kind.F, stage, microbatch) if last else Action(Kind.B, stage + 1, microbatch)
+            )
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            return send_of(action)
+        return action._replace(kind=_OWN_STAGE[kind]) if kind in _OWN_STAGE else None
+
+
+_OWN_STAGE = {Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
+
+
+def outcome(action: Action) -> Action:
+    """Return what others wait for when they wait for this action (BW counts as B)."""
+    return action._replace(kind=Kind.B) if action.kind is Kind.BW else action
+
+
+def replay(schedule: Schedule) -> Iterator[Step]:
+    """Yield every action after what it waits for and after those before it on its rank.
+
+    Takes time proportional to the number of actions.
+
+    Raises:
+        ScheduleError: There is no such order, because ranks wait for each other.
+    """
+    awaited_by = Dependencies(schedule).of
+    position = [0] * schedule.num_ranks
+    done: set[Action] = set()
+    blocked: defaultdict[Action, list[int]] = defaultdict(list)
+    runnable = deque(range(schedule.num_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        while position[rank] < len(schedule[rank]):
+            action = schedule[rank][position[rank]]
+            awaited = awaited_by(action)
+            if awaited is not None and awaited not in done:
+                blocked[awaited].append(rank)
+                break
+            position[rank] += 1
+            yield Step(rank, action, awaited)
+            done.add(outcome(action))
+            runnable.extend(blocked.pop(outcome(action), ()))
+    if blocked:
+        raise _deadlock(schedule, blocked, position)
+
+
+def _deadlock(
+    schedule: Schedule, blocked: dict[Action, list[int]], position: list[int]
+) -> ScheduleError:
+    waits = sorted((rank, awaited) for awaited, ranks in blocked.items() for rank in ranks)
+    chain = "; ".join(
+        f"rank {rank} is at {schedule[rank][position[rank]]} and waits for {awaited}"
+        for rank, awaited in waits
+    )
+    rank = waits[0][0]
+    return ScheduleError(
+        f"deadlock: {chain}; put what is waited for before what waits\n"
+        + grid_around(schedule, rank, position[rank])
+    )

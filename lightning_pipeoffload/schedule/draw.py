@@ -1,0 +1,69 @@
+"""A schedule as text: one row per rank, time across, dots where a rank is idle."""
+
+from __future__ import annotations
+
+import shutil
+
+from .actions import Action
+from .costs import Costs
+from .schedule import Schedule
+from .simulate import simulate
+from .timeline import COMPUTE_LANE, Event, Timeline
+
+__all__ = ["draw"]
+
+IDLE = "."
+
+
+def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
+    """Draw when each rank computes what.
+
+    An action is as wide as it takes time: ``F3`` is the forward of microbatch 3, and where a rank
+    has several stages ``1F3`` that of stage 1. What is too narrow for its label shows its kind.
+
+    Args:
+        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()``.
+        width: Characters of a row; None: those of the terminal. The drawing is narrower where every
+            label has room.
+    """
+    timeline = simulate(drawn, Costs.unit()) if isinstance(drawn, Schedule) else drawn
+    events = [event for event in timeline.events if event.lane == COMPUTE_LANE]
+    labels = _labels(events)
+    margin = len(_heading(timeline.num_ranks - 1))
+    scale = _scale(events, labels, (width or shutil.get_terminal_size().columns) - margin)
+    rows = [[IDLE] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
+    for event in events:
+        start, end = round(event.start * scale), round(event.end * scale)
+        rows[event.rank][start:end] = _fit(labels[event.action], event.action, end - start)
+    return "\n".join(_heading(r).rjust(margin) + "".join(row) for r, row in enumerate(rows))
+
+
+def _heading(rank: int) -> str:
+    return f"rank {rank} "
+
+
+def _labels(events: list[Event]) -> dict[Action, str]:
+    stages = {(event.rank, event.action.stage) for event in events}
+    with_stage = len(stages) > len({rank for rank, _ in stages})
+    return {e.action: str(e.action) if with_stage else _without_stage(e.action) for e in events}
+
+
+def _without_stage(action: Action) -> str:
+    return f"{action.kind.value}{action.microbatch}"
+
+
+def _scale(events: list[Event], labels: dict[Action, str], width: int) -> float:
+    """Return characters per second: as many as the labels need, or as the width allows."""
+    timed = [event for event in events if event.end > event.start]
+    if not timed:
+        return 0.0
+    wanted = max((1 + len(labels[e.action])) / (e.end - e.start) for e in timed)
+    scale = min(wanted, max(1, width) / max(e.end for e in timed))
+    shortest = min(e.end - e.start for e in timed)
+    # Whole characters for the shortest action draw equal actions equally wide.
+    return max(1, int(scale * shortest + 1e-9)) / shortest if scale * shortest >= 1 else scale
+
+
+def _fit(label: str, action: Action, width: int) -> str:
+    shown = label if len(label) <= width else action.kind.value
+    return shown[:width].ljust(width)

@@ -1,0 +1,43 @@
+"""Which transfers a schedule needs: what is sent after an action, what is received before it.
+
+The transfer pass inserts these, the validator asks whether they are there.
+"""
+
+from __future__ import annotations
+
+from .actions import Action, Kind
+from .schedule import Schedule
+
+__all__ = ["recv_before", "recv_of", "send_after", "send_of"]
+
+
+def send_after(schedule: Schedule, action: Action) -> Action | None:
+    """Return the SEND of what an action computes; None if no other rank needs it."""
+    if action.kind is Kind.F and schedule.crosses_ranks(action.stage):
+        return action._replace(kind=Kind.SEND_F)
+    if action.kind in (Kind.B, Kind.BW) and schedule.crosses_ranks(action.stage - 1):
+        return action._replace(kind=Kind.SEND_B)
+    return None
+
+
+def recv_before(schedule: Schedule, action: Action) -> Action | None:
+    """Return the RECV of what an action needs; None if its own rank has it."""
+    if action.kind is Kind.F and schedule.crosses_ranks(action.stage - 1):
+        return action._replace(kind=Kind.RECV_F)
+    if action.kind in (Kind.B, Kind.BW) and schedule.crosses_ranks(action.stage):
+        return action._replace(kind=Kind.RECV_B)
+    return None
+
+
+def recv_of(send: Action) -> Action:
+    """Return the other end of a SEND: the RECV of the stage after (SEND_F) or before (SEND_B)."""
+    if send.kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
+    return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+
+
+def send_of(recv: Action) -> Action:
+    """Return the other end of a RECV: the SEND of the stage before (RECV_F) or after (RECV_B)."""
+    if recv.kind is Kind.RECV_F:
+        return Action(Kind.SEND_F, recv.stage - 1, recv.microbatch)
+    return Action(Kind.SEND_B, recv.stage + 1, recv.microbatch)

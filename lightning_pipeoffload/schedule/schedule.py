@@ -1,0 +1,122 @@
+"""A schedule as data: for every rank, the order of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from .actions import TRANSFERS, Action, Kind
+from .torch_csv import read_csv, write_csv
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What every rank does, in order; immutable, hashable and compared by its actions alone.
+
+    The sizes and the placement of stages are read off the actions, so that they cannot disagree.
+
+    Attributes:
+        actions: The actions of each rank, in the order in which it runs them.
+        name: What the schedule is called in reports and errors.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    name: str = field(default="custom", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple(tuple(rank) for rank in self.actions))
+
+    @classmethod
+    def of(cls, actions: Iterable[Iterable[Action]], name: str = "custom") -> Schedule:
+        """Make a schedule from any nesting of iterables, one for each rank."""
+        return cls(tuple(tuple(rank) for rank in actions), name)
+
+    @classmethod
+    def from_csv(cls, path: str | PathLike[str]) -> Schedule:
+        """Read a schedule in the compute-only format of ``torch.distributed.pipelining``.
+
+        Args:
+            path: A file with one line per rank; its stem becomes the name.
+
+        Raises:
+            ScheduleError: A cell is no compute action.
+        """
+        return cls.of(read_csv(path), name=Path(path).stem)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write the schedule for ``torch.distributed.pipelining``, one line per rank.
+
+        Raises:
+            ScheduleError: The schedule has other than compute actions: a plan is lowered anew.
+        """
+        write_csv(path, self.actions)
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return iter(self.actions)
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
+        return self.actions[rank]
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, num_ranks={self.num_ranks}, num_stages={self.num_stages}, "
+            f"num_microbatches={self.num_microbatches})"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, rank)) for rank in self.actions)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.actions)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks together."""
+        return 1 + max((action.stage for rank in self for action in rank), default=-1)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of one step."""
+        return 1 + max((action.microbatch for rank in self for action in rank), default=-1)
+
+    @property
+    def num_chunks(self) -> int:
+        """Largest number of stages on one rank."""
+        return max((len(self.stages_of(rank)) for rank in range(self.num_ranks)), default=0)
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether SEND and RECV are spelled out, as in a lowered plan."""
+        return any(action.kind in TRANSFERS for rank in self for action in rank)
+
+    @cached_property
+    def is_forward_only(self) -> bool:
+        """Whether no rank computes a gradient."""
+        backward = {Kind.B, Kind.W, Kind.BW}
+        return not any(action.kind in backward for rank in self for action in rank)
+
+    @cached_property
+    def _rank_by_stage(self) -> dict[int, int]:
+        return {action.stage: rank for rank, actions in enumerate(self) for action in actions}
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
+        return self._rank_by_stage[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in model order; the k-th is its chunk k."""
+        return tuple(sorted(s for s, owner in self._rank_by_stage.items() if owner == rank))
+
+    def crosses_ranks(self, stage: int) -> bool:
+        """Whether a stage and the next one are on different ranks, so that a message is needed."""
+        return 0 <= stage < self.num_stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)

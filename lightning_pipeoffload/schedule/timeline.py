@@ -1,0 +1,84 @@
+"""What a simulation gives: when each action runs, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .actions import Action
+
+__all__ = ["COMPUTE_LANE", "Event", "Timeline"]
+
+COMPUTE_LANE = "compute"
+
+
+class Event(NamedTuple):
+    """One action in time, in seconds from the start of the step.
+
+    A lane is what runs in order on its own: ``compute``, and for copies ``d2h`` and ``h2d``.
+    """
+
+    rank: int
+    lane: str
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a schedule runs.
+
+    Attributes:
+        events: Every action that takes time, earlier ones of a rank and lane first.
+        peak_memory: The largest memory of each rank, in the unit of the costs.
+    """
+
+    events: tuple[Event, ...]
+    peak_memory: tuple[float, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.peak_memory)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until the last action ends."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of each rank's compute lane that are work."""
+        return tuple(sum(e.end - e.start for e in events) for events in self._computed)
+
+    @cached_property
+    def span(self) -> tuple[float, ...]:
+        """Seconds of each rank from the start of its first action to the end of its last one."""
+        return tuple(e[-1].end - e[0].start if e else 0.0 for e in self._computed)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the ranks' time, from the first start to the last end of all."""
+        available = self.num_ranks * self.makespan
+        return 1 - sum(self.busy) / available if available else 0.0
+
+    @property
+    def bubble_unsynchronized(self) -> float:
+        """Idle share of the rank with the longest span, within that span.
+
+        The papers' rate for schedules whose optimizer does not synchronize the ranks: a rank that
+        starts later may end later.
+        """
+        span, busy = max(zip(self.span, self.busy, strict=True))
+        return 1 - busy / span if span else 0.0
+
+    @cached_property
+    def _computed(self) -> list[list[Event]]:
+        by_rank: defaultdict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.lane == COMPUTE_LANE:
+                by_rank[event.rank].append(event)
+        return [by_rank[rank] for rank in range(self.num_ranks)]

@@ -1,0 +1,155 @@
+"""Whether a schedule can run: checked as a whole, before anything does.
+
+A send never waits in the runtime, and a rank posts the receives of a step at its start, in the
+order of the plan. So even where a send does wait for its receive (rendezvous) it finds it posted,
+provided that each directed edge between two ranks is received in the order in which it is sent; the
+rest is what the replay finds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Set
+from typing import NamedTuple
+
+from .actions import COMPUTE, TRANSFERS, Action, Kind, ScheduleError
+from .dependencies import replay
+from .grid import grid_around
+from .messages import recv_of, send_after, send_of
+from .schedule import Schedule
+
+__all__ = ["validate"]
+
+FORWARD_ALONE = ((Kind.F,),)
+FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
+
+
+def validate(schedule: Schedule) -> None:
+    """Check a schedule of compute actions, or a lowered plan.
+
+    Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
+    every stage does only F. What is sent is received, in the same order on every directed edge. The
+    ranks never wait for each other in a circle.
+
+    Raises:
+        ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
+            place in a grid.
+    """
+    _check_not_empty(schedule)
+    _check_placement(schedule)
+    _check_compute(schedule)
+    if schedule.has_transfers:
+        _check_transfers(schedule)
+    for _ in replay(schedule):
+        pass
+
+
+class _Place(NamedTuple):
+    rank: int
+    step: int
+    action: Action
+
+
+def _places(schedule: Schedule) -> Iterator[_Place]:
+    for rank, actions in enumerate(schedule):
+        for step, action in enumerate(actions):
+            yield _Place(rank, step, action)
+
+
+def _broken(schedule: Schedule, place: _Place, rule: str) -> ScheduleError:
+    grid = grid_around(schedule, place.rank, place.step)
+    return ScheduleError(f"rank {place.rank}, {place.action}: {rule}\n{grid}")
+
+
+def _check_not_empty(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule):
+        if not actions:
+            raise ScheduleError(f"rank {rank} of {schedule!r} has no action; use fewer ranks")
+    if not len(schedule):
+        raise ScheduleError(f"{schedule!r} has no ranks; give at least one list of actions")
+
+
+def _check_placement(schedule: Schedule) -> None:
+    owner: dict[int, int] = {}
+    for place in _places(schedule):
+        stage = place.action.stage
+        if owner.setdefault(stage, place.rank) != place.rank:
+            rule = f"stage {stage} is on rank {owner[stage]} as well; a stage belongs to one rank"
+            raise _broken(schedule, place, rule)
+    if missing := sorted(set(range(schedule.num_stages)) - owner.keys()):
+        raise ScheduleError(f"no rank has stages {missing}; number the stages from 0 without gaps")
+
+
+def _check_compute(schedule: Schedule) -> None:
+    computed: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
+    for place in _places(schedule):
+        if place.action.kind in COMPUTE:
+            computed[place.action.stage, place.action.microbatch].append(place)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            _check_one_pass(schedule, stage, microbatch, computed[stage, microbatch])
+
+
+def _check_one_pass(schedule: Schedule, stage: int, microbatch: int, places: list[_Place]) -> None:
+    allowed = FORWARD_ALONE if schedule.is_forward_only else FORWARD_AND_BACKWARD
+    kinds = tuple(place.action.kind for place in places)
+    if kinds in allowed:
+        return
+    rule = (
+        f"stage {stage} has {_names(kinds)} for microbatch {microbatch}, in this order; "
+        f"it must be {' or '.join(map(_names, allowed))}, each once"
+    )
+    if not places:
+        raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
+    raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
+
+
+def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:
+    """Return the place where no allowed order begins as this one does; else the last."""
+    for end in range(len(kinds)):
+        if not any(order[: end + 1] == kinds[: end + 1] for order in allowed):
+            return end
+    return len(kinds) - 1
+
+
+def _names(kinds: tuple[Kind, ...]) -> str:
+    return " ".join(kind.value for kind in kinds) or "nothing"
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    there = {place.action for place in _places(schedule)}
+    needed: set[Action] = set()
+    for place in _places(schedule):
+        if send := send_after(schedule, place.action):
+            needed |= {send, recv_of(send)}
+            if missing := sorted(str(end) for end in {send, recv_of(send)} - there):
+                rule = f"another rank needs its result; add {' and '.join(missing)}"
+                raise _broken(schedule, place, rule)
+    _check_only(schedule, needed)
+    _check_edges(schedule)
+
+
+def _check_only(schedule: Schedule, needed: Set[Action]) -> None:
+    seen: set[Action] = set()
+    for place in _places(schedule):
+        if place.action.kind not in TRANSFERS:
+            continue
+        if place.action not in needed or place.action in seen:
+            raise _broken(schedule, place, "nothing waits for this transfer; take it out")
+        seen.add(place.action)
+
+
+def _check_edges(schedule: Schedule) -> None:
+    """Check that messages do not overtake each other between two ranks."""
+    sent: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    for rank, _, action in _places(schedule):
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            recv = recv_of(action)
+            sent[rank, schedule.rank_of(recv.stage)].append(recv)
+    for place in _places(schedule):
+        if place.action.kind in (Kind.RECV_F, Kind.RECV_B):
+            sender = schedule.rank_of(send_of(place.action).stage)
+            expected = sent[sender, place.rank].popleft()
+            if place.action != expected:
+                rule = f"rank {sender} sends first what {expected} waits for; receive in that order"
+                raise _broken(schedule, place, rule)
