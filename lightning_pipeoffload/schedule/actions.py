@@ -83,7 +83,7 @@ class Action(NamedTuple):
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind.__members__)
             raise ScheduleError(
-                f"{text!r} is no action; write stage, kind and microbatch, as in 2F0; kinds: {kinds}"
+                f"{text!r} is no action; write stage, kind and microbatch as in 2F0; kinds: {kinds}"
             )
         return cls(Kind[match[2]], int(match[1]), int(match[3]))
 

@@ -77,6 +77,7 @@ def build(
     _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
     _check_options(name, recipe, options)
+    _check_limit(memory_limit)
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
     schedule = recipe.builder(num_ranks, num_microbatches, num_chunks, **taken)
@@ -118,6 +119,13 @@ def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
             raise ScheduleError(
                 f"option {option!r} is unknown to schedule {name}, it takes {takes}"
             )
+
+
+def _check_limit(memory_limit: float | None) -> None:
+    if memory_limit is not None and not isinstance(memory_limit, (int, float)):
+        raise ScheduleError(
+            f"memory_limit ({memory_limit!r}) must be a number, in the unit of costs.activation"
+        )
 
 
 def _check_memory(name: str, schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:

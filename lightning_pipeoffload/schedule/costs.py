@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from .actions import ScheduleError
 
@@ -46,11 +47,9 @@ class Costs:
             object.__setattr__(self, "weight_residue", self.activation)
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, (int, float)):
-                object.__setattr__(self, field.name, value := tuple(value))
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(number >= 0 for number in numbers):
-                raise ScheduleError(f"costs.{field.name} ({value}) must not be negative")
+            if isinstance(value, Sequence):
+                object.__setattr__(self, field.name, tuple(value))
+            _check_cost(field.name, value)
 
     @classmethod
     def unit(cls) -> Costs:
@@ -76,3 +75,11 @@ class Costs:
                 f"give one number, or {num_stages}"
             )
         return value
+
+
+def _check_cost(name: str, value: PerStage) -> None:
+    numbers = value if isinstance(value, Sequence) else (value,)
+    if not all(isinstance(number, (int, float)) and 0 <= number < inf for number in numbers):
+        raise ScheduleError(
+            f"costs.{name} ({value}) must be a number from 0 on, or one for each stage"
+        )

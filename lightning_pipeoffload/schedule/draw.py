@@ -65,5 +65,7 @@ def _scale(events: list[Event], labels: dict[Action, str], width: int) -> float:
 
 
 def _fit(label: str, action: Action, width: int) -> str:
-    shown = label if len(label) <= width else action.kind.value
+    # A stage in front would run into the microbatch of the action before it, so it needs a blank.
+    needed = len(label) + label[0].isdigit()
+    shown = label if needed <= width else action.kind.value
     return shown[:width].ljust(width)

@@ -1,0 +1,85 @@
+"""Where the configuration is, and how a command runs with it: Hydra, with errors of one line.
+
+Hydra is an extra. It is imported when a command runs, so that a missing one is a message and not a
+traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["configuration_directory", "run_hydra_app"]
+
+REFUSED = 2
+"""Exit status for a plan or a configuration that cannot be."""
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's environment variable: with 1, errors are raised and show where they come from."""
+
+
+def configuration_directory() -> Path:
+    """Return the directory of the configuration groups: in the wheel, or in the repository."""
+    package = Path(__file__).parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
+    """Run a command with its configuration and the overrides of the command line.
+
+    A configuration that does not compose, and a ``ValueError`` of the task, end the process with
+    status 2 and one line on standard error; with ``HYDRA_FULL_ERROR=1`` they show their traceback.
+
+    Args:
+        config_name: A file of the configuration directory, without its ending.
+        task: What to run; it is given the composed configuration.
+    """
+    if importlib.util.find_spec("hydra") is None:
+        _refuse("this command needs Hydra; pip install lightning-pipeoffload[hydra]")
+    import hydra  # noqa: PLC0415 - see the module's docstring
+
+    directory = str(configuration_directory())
+    app = hydra.main(version_base=None, config_path=directory, config_name=config_name)
+    if os.environ.get(FULL_ERROR) == "1":
+        app(task)()
+        return
+
+    @functools.wraps(task)
+    def refusing_task(config: DictConfig) -> None:
+        os.environ.pop(FULL_ERROR, None)
+        with _refusals_of_one_line():
+            task(config)
+
+    # Hydra prints several lines for what it cannot compose, unless it is told to raise.
+    os.environ[FULL_ERROR] = "1"
+    with _refusals_of_one_line():
+        app(refusing_task)()
+
+
+@contextmanager
+def _refusals_of_one_line() -> Iterator[None]:
+    from hydra.errors import HydraException  # noqa: PLC0415 - see the module's docstring
+    from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        _refuse(" ".join(str(error).split()))
+    except ValueError as error:
+        # What follows the first line is a drawing of the place.
+        _refuse(str(error).partition("\n")[0])
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"{message}\n")
+    raise SystemExit(REFUSED)
