@@ -1,34 +1,88 @@
-"""``pipeoffload-train``: what conf/train.yaml describes is built and trained.
+"""``pipeoffload-train``: build what conf/train.yaml describes, and train it.
 
-It is a Hydra application. Lightning's launcher starts it again for every further rank of the machine,
+It is a Hydra application. Lightning's launcher starts it again for every further rank of a machine,
 with the same command line.
 """
 
-from hydra.utils import instantiate
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
 from lightning.pytorch import Trainer, seed_everything
-from omegaconf import DictConfig
 
 from lightning_pipeoffload.configuration import run_hydra_app
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["main", "train"]
+
 
 def train(config: DictConfig) -> None:
-    """Build the module, its data and the trainer that ``config`` names, and fit.
+    """Build the module, the data and the trainer that ``config`` describes, and fit.
 
     Args:
         config: conf/train.yaml with the command line's overrides.
+
+    Raises:
+        ValueError: Something cannot be built, or refuses to train, from this configuration.
+        RuntimeError: A ValueError came up later, in training.
     """
+    refuse_multirun()
     seed_everything(config.seed, workers=True, verbose=False)
-    module = instantiate(config.model)
-    data = instantiate(config.data)
-    trainer = build_trainer(config)
-    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    module, data, trainer = build(config, "model"), build(config, "data"), build_trainer(config)
+    with refusals_on_rank_zero(trainer):
+        trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+
+
+def refuse_multirun() -> None:
+    """Raise ValueError under ``--multirun``: one process cannot start its other ranks twice."""
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
+    from hydra.types import RunMode  # noqa: PLC0415
+
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError("--multirun is not supported; start the command once for each value")
+
+
+def build(config: DictConfig, key: str, **arguments: Any) -> Any:
+    """Return the object that ``config[key]`` describes, with ``arguments`` beside its own.
+
+    Raises:
+        ValueError: The object refuses its arguments; the message starts with ``key``.
+    """
+    from hydra.errors import InstantiationException  # noqa: PLC0415 - Hydra is an extra
+    from hydra.utils import instantiate  # noqa: PLC0415
+
+    try:
+        return instantiate(config[key], **arguments)
+    except InstantiationException as error:
+        message = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{key}: {message}") from error
 
 
 def build_trainer(config: DictConfig) -> Trainer:
     """Return the trainer of ``config``, with its strategy and callbacks."""
-    callbacks = [instantiate(callback) for callback in config.callbacks.values()]
-    strategy = instantiate(config.strategy)
-    return instantiate(config.trainer, strategy=strategy, callbacks=callbacks)
+    callbacks = list(build(config, "callbacks").values())
+    return build(config, "trainer", strategy=build(config, "strategy"), callbacks=callbacks)
+
+
+@contextmanager
+def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
+    """Let a ValueError through on global rank 0 if training has not begun: it is a refusal.
+
+    The other ranks refuse for the same reason, so they end without repeating it. A ValueError of a
+    later step becomes a RuntimeError, which shows its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if trainer.global_step:
+            raise RuntimeError(f"training failed after {trainer.global_step} steps") from error
+        if not trainer.is_global_zero:
+            raise SystemExit(2) from error
+        raise
 
 
 def main() -> None:

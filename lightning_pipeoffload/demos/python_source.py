@@ -57,12 +57,18 @@ class PythonSource(LightningDataModule):
         context: Bytes of one sequence.
         batch_size: Sequences of one batch.
         num_val_windows: Sequences of the validation set, spread evenly over its files; None: all.
+
+    Raises:
+        ValueError: If ``context`` or ``batch_size`` is not positive.
     """
 
     def __init__(
         self, context: int = 128, batch_size: int = 16, num_val_windows: int | None = None
     ) -> None:
         super().__init__()
+        for name, size in (("context", context), ("batch_size", batch_size)):
+            if size < 1:
+                raise ValueError(f"{name} ({size}) must be at least 1")
         self.context = context
         self.batch_size = batch_size
         self.num_val_windows = num_val_windows

@@ -1,0 +1,134 @@
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.schedule import SCHEDULES
+from lightning_pipeoffload.train import build_trainer, main
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@pytest.fixture(autouse=True)
+def _hydra_errors_are_short(monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+
+
+def names(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def train_config(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("name", names("model"))
+def test_model_is_built(name):
+    with torch.device("meta"):
+        assert isinstance(instantiate(train_config(f"model={name}").model), LightningModule)
+
+
+@pytest.mark.parametrize("name", names("data"))
+def test_data_is_built(name):
+    assert isinstance(instantiate(train_config(f"data={name}").data), LightningDataModule)
+
+
+@pytest.mark.parametrize("name", names("schedule"))
+def test_schedule_reaches_the_strategy(name):
+    config = train_config(f"schedule={name}").strategy
+    assert config.schedule == name
+    assert isinstance(instantiate(config), PipeOffloadStrategy)
+
+
+def test_every_schedule_has_its_option():
+    assert set(names("schedule")) == {*SCHEDULES, "auto"}
+
+
+@pytest.mark.parametrize("name", names("offload"))
+def test_offload_reaches_the_strategy(name):
+    assert train_config(f"offload={name}").strategy.offload == name
+
+
+@pytest.mark.parametrize("name", names("trainer"))
+def test_trainer_is_built(name):
+    trainer = build_trainer(train_config(f"trainer={name}", "trainer.accelerator=cpu"))
+    assert isinstance(trainer, Trainer)
+    assert trainer.max_steps == 300
+
+
+@pytest.mark.parametrize("name", names("cluster"))
+def test_cluster_reaches_the_trainer(name):
+    assert train_config(f"cluster={name}").trainer.num_nodes == 1
+
+
+def test_every_argument_of_the_strategy_is_at_its_default():
+    parameters = dict(signature(PipeOffloadStrategy.__init__).parameters)
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    config = instantiate(train_config().strategy, _target_="builtins.dict")
+    assert {name: defaults[name] for name in config} == config
+
+
+WRONG_OVERRIDES = {
+    "trainer.nonsense=1": "nonsense",
+    "nonsense=1": "nonsense",
+    "schedule=nonsense": "nonsense",
+    "strategy.schedule=nonsense": "nonsense",
+    "strategy.num_microbatches=many": "many",
+    "model.heads=5": "heads (5)",
+    "trainer.max_steps=-1": "max_steps (-1)",
+    "trainer.max_steps=abc": "model: ",
+    "trainer.devices=": "devices",
+    "data.batch_size=0": "batch_size (0)",
+}
+
+
+@pytest.mark.parametrize("override", WRONG_OVERRIDES)
+def test_wrong_override_ends_with_status_2_and_one_line(override, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pipeoffload-train", "trainer.accelerator=cpu", override])
+    with pytest.raises(SystemExit) as exit_status:
+        main()
+    lines = capfd.readouterr().err.splitlines()
+    assert exit_status.value.code == 2
+    assert len(lines) == 1, lines
+    assert WRONG_OVERRIDES[override] in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+TINY = [
+    *("trainer=cpu", "trainer.max_steps=2", "+trainer.limit_val_batches=1", "data.batch_size=4"),
+    *("model.width=16", "model.depth=2", "model.heads=2", "data.context=16"),
+]
+
+
+def run_train(folder, *overrides):
+    command = [sys.executable, "-m", "lightning_pipeoffload.train", *TINY, *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_two_ranks_get_the_same_overrides_and_leave_one_checkpoint(tmp_path):
+    done = run_train(tmp_path, "schedule=1f1b")
+    assert done.returncode == 0, done.stderr
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["checkpoints", "lightning_logs"]
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    saved = torch.load(checkpoint, weights_only=False)
+    assert saved["hyper_parameters"]["width"] == 16
+    assert "blocks.0.attention.qkv.weight" in saved["state_dict"]
+
+
+def test_a_model_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
+    done = run_train(tmp_path, "model.depth=1")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert "block" in lines[-1]
+    assert lines.count(lines[-1]) == 1
