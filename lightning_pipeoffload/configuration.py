@@ -62,8 +62,11 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
 
     # Hydra prints several lines for what it cannot compose, unless it is told to raise.
     os.environ[FULL_ERROR] = "1"
-    with _refusals_of_one_line():
-        app(refusing_task)()
+    try:
+        with _refusals_of_one_line():
+            app(refusing_task)()
+    finally:
+        os.environ.pop(FULL_ERROR, None)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Dependencies:
             )
         if kind in (Kind.RECV_F, Kind.RECV_B):
             return send_of(action)
-        return action._replace(kind=_OWN_STAGE[kind]) if kind in _OWN_STAGE else None
+        return Action(_OWN_STAGE[kind], stage, microbatch) if kind in _OWN_STAGE else None
 
 
 _OWN_STAGE = {Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
@@ -63,7 +63,8 @@ _OWN_STAGE = {Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 
 def outcome(action: Action) -> Action:
     """Return what others wait for when they wait for this action (BW counts as B)."""
-    return action._replace(kind=Kind.B) if action.kind is Kind.BW else action
+    kind, stage, microbatch = action
+    return Action(Kind.B, stage, microbatch) if kind is Kind.BW else action
 
 
 def replay(schedule: Schedule) -> Iterator[Step]:
@@ -81,16 +82,19 @@ def replay(schedule: Schedule) -> Iterator[Step]:
     runnable = deque(range(schedule.num_ranks))
     while runnable:
         rank = runnable.popleft()
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
+        actions = schedule[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
             awaited = awaited_by(action)
             if awaited is not None and awaited not in done:
                 blocked[awaited].append(rank)
                 break
             position[rank] += 1
             yield Step(rank, action, awaited)
-            done.add(outcome(action))
-            runnable.extend(blocked.pop(outcome(action), ()))
+            brought_about = outcome(action)
+            done.add(brought_about)
+            if brought_about in blocked:
+                runnable.extend(blocked.pop(brought_about))
     if blocked:
         raise _deadlock(schedule, blocked, position)
 

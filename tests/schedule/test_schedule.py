@@ -1,0 +1,91 @@
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+from plans import plan
+
+from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build, lower
+
+TWO_RANKS = """
+0F0 0F1 0BW0 0BW1
+1F0 1BW0 1F1 1BW1
+"""
+
+
+def test_sizes_are_read_off_the_actions():
+    schedule = build("interleaved_1f1b", num_ranks=4, num_microbatches=8, num_chunks=3)
+    assert schedule.num_ranks == len(schedule) == 4
+    assert schedule.num_stages == 12
+    assert schedule.num_chunks == 3
+    assert schedule.num_microbatches == 8
+
+
+def test_the_placement_is_read_off_the_actions():
+    schedule = build("interleaved_1f1b", num_ranks=4, num_microbatches=4)
+    assert schedule.stages_of(1) == (1, 5)
+    assert [schedule.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_it_prints_one_line_per_rank():
+    assert str(plan(TWO_RANKS)) == TWO_RANKS.strip()
+
+
+def test_it_iterates_over_ranks():
+    schedule = plan(TWO_RANKS)
+    assert list(schedule) == [schedule[0], schedule[1]]
+    assert isinstance(schedule[0], tuple)
+
+
+def test_the_name_does_not_count_for_equality():
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    nameless = Schedule(schedule.actions)
+    assert schedule.name == "1f1b"
+    assert schedule == nameless
+    assert hash(schedule) == hash(nameless)
+    assert schedule != build("gpipe", num_ranks=2, num_microbatches=2)
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        plan(TWO_RANKS).actions = ()
+
+
+def test_lists_become_tuples():
+    assert Schedule([list(rank) for rank in plan(TWO_RANKS)]) == plan(TWO_RANKS)
+
+
+def test_it_survives_pickling():
+    schedule = lower(build("zb_h1", num_ranks=2, num_microbatches=2))
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_csv_gives_the_schedule_back(name, tmp_path):
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    schedule.to_csv(tmp_path / "mine.csv")
+    read = Schedule.from_csv(tmp_path / "mine.csv")
+    assert read == schedule
+    assert read.name == "mine"
+
+
+def test_csv_has_the_kinds_of_torch(tmp_path):
+    plan("0F0 0B0 0W0 0F1 0BW1").to_csv(tmp_path / "s.csv")
+    assert (tmp_path / "s.csv").read_text().split() == ["0F0,0I0,0W0,0F1,0B1"]
+
+
+def test_csv_may_have_idle_slots(tmp_path):
+    (tmp_path / "s.csv").write_text("0F0,,0B0\n,1F0,1B0,\n")
+    assert Schedule.from_csv(tmp_path / "s.csv") == plan("0F0 0BW0\n1F0 1BW0")
+
+
+def test_csv_refuses_a_lowered_plan(tmp_path):
+    plan_of_two = lower(build("1f1b", num_ranks=2, num_microbatches=2))
+    with pytest.raises(ScheduleError, match=r"0SEND_F0 cannot be written.*before lower\(\)"):
+        plan_of_two.to_csv(tmp_path / "s.csv")
+    assert not (tmp_path / "s.csv").exists()
+
+
+def test_csv_names_the_cell_that_is_wrong(tmp_path):
+    (tmp_path / "s.csv").write_text("0F0,0SEND_F0\n")
+    with pytest.raises(ScheduleError, match=r"'0SEND_F0' in .*s\.csv is no compute action"):
+        Schedule.from_csv(tmp_path / "s.csv")

@@ -1,0 +1,132 @@
+import time
+
+import pytest
+from plans import plan
+
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    ScheduleError,
+    add_transfers,
+    build,
+    lower,
+    simulate,
+)
+
+UNEQUAL = Costs(3, 4, 2, communication=0.5, activation=10, weight_residue=7)
+
+
+def times(timeline):
+    return {str(e.action): (e.start, e.end) for e in timeline.events}
+
+
+def test_a_hop_between_ranks_takes_the_communication_time():
+    timeline = simulate(plan("0F0 0BW0\n1F0 1BW0"), Costs(1, 2, 4, communication=0.5))
+    assert times(timeline) == {
+        "0F0": (0, 1),
+        "1F0": (1.5, 2.5),
+        "1BW0": (2.5, 8.5),
+        "0BW0": (9, 15),
+    }
+
+
+def test_a_hop_on_one_rank_takes_no_time():
+    timeline = simulate(plan("0F0 1F0 1B0 0B0 1W0 0W0"), Costs(1, 1, 1, communication=9))
+    assert timeline.makespan == 6
+
+
+def test_the_sender_is_not_held_up():
+    timeline = simulate(plan("0F0 0F1\n1F0 1F1"), Costs(1, 1, 1, communication=9))
+    assert times(timeline)["0F1"] == (1, 2)
+
+
+def test_the_neighbour_does_not_wait_for_a_weight_gradient_once_lowered():
+    timeline = simulate(lower(plan("0F0 0BW0\n1F0 1BW0")), Costs(1, 2, 4, communication=0.5))
+    assert times(timeline)["1B0"] == (2.5, 4.5)
+    assert times(timeline)["0BW0"] == (5, 11)
+
+
+def test_every_stage_has_its_own_costs():
+    costs = Costs([1, 2], [3, 4], 5, communication=[0.5, 99])
+    timeline = simulate(plan("0F0 0B0 0W0\n1F0 1B0 1W0"), costs)
+    assert times(timeline)["1F0"] == (1.5, 3.5)
+    assert times(timeline)["0B0"] == (8, 11)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_spelling_the_transfers_out_changes_nothing(name):
+    schedule = build(name, 4, 8)
+    assert simulate(add_transfers(schedule), UNEQUAL) == simulate(schedule, UNEQUAL)
+
+
+def test_figures():
+    timeline = simulate(plan("0F0 0F1\n1F0 1F1"), Costs([1, 2], 1, 1))
+    assert timeline.makespan == 5
+    assert timeline.busy == (2, 4)
+    assert timeline.span == (2, 4)
+    assert timeline.bubble == pytest.approx(1 - 6 / 10)
+    assert timeline.bubble_unsynchronized == 0
+
+
+def test_waiting_for_a_message_is_idle_time():
+    timeline = simulate(add_transfers(plan("0F0 1F0\n2F0 3F0")), Costs.unit())
+    assert timeline.busy == (2, 2)
+    assert [event.lane for event in timeline.events] == ["compute"] * 4
+
+
+def test_no_time_at_all_has_no_bubble():
+    timeline = simulate(plan("0F0"), Costs(0, 0, 0))
+    assert (timeline.bubble, timeline.bubble_unsynchronized) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("actions", "residue", "peak"),
+    [
+        ("0F0 0BW0", 7, 10),
+        ("0F0 0F1 0B0 0B1 0W0 0W1", 7, 20),
+        ("0F0 0F1 0B0 0B1 0W0 0W1", 12, 24),  # B adds 2 at its start
+        ("0F0 0B0 0F1 0W0 0B1 0W1", 7, 17),
+        ("0F0 0B0 0W0 0F1 0B1 0W1", 0, 10),
+    ],
+)
+def test_peak_memory(actions, residue, peak):
+    costs = Costs(1, 1, 1, activation=10, weight_residue=residue)
+    assert simulate(plan(actions), costs).peak_memory == (peak,)
+
+
+def test_the_residue_is_as_large_as_the_activation_by_default():
+    costs = Costs(1, 1, 1, activation=[10, 20])
+    timeline = simulate(plan("0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"), costs)
+    assert timeline.peak_memory == (10, 40)
+
+
+def test_a_deadlock_is_not_timed():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(plan("0BW0 0F0"), Costs.unit())
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"forward": -1}, r"costs.forward \(-1\) must be a number from 0 on"),
+        ({"forward": "fast"}, r"costs.forward \(fast\) must be a number"),
+        ({"reload": float("nan")}, r"costs.reload \(nan\) must be a number"),
+        ({"activation": [1, -2]}, r"costs.activation \(\[1, -2\]\) must be a number"),
+        ({"forward": [1, 2, 3]}, "costs.forward has 3 values, and the schedule 4 stages"),
+    ],
+)
+def test_costs_that_cannot_be(costs, message):
+    with pytest.raises(ScheduleError, match=message):
+        simulate(build("1f1b", 4, 4), Costs(**{**vars(Costs.unit()), **costs}))
+
+
+def test_costs_are_hashable():
+    assert hash(Costs([1, 2], 1, 1)) == hash(Costs((1, 2), 1, 1))
+
+
+def test_fifty_thousand_actions_take_less_than_a_second():
+    schedule = SCHEDULES["zb_h2"].builder(16, 1050, 1)
+    start = time.perf_counter()
+    simulate(schedule, Costs.unit())
+    assert sum(map(len, schedule)) > 50_000
+    assert time.perf_counter() - start < 1

@@ -1,0 +1,144 @@
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_pipeoffload import configuration
+from lightning_pipeoffload.configuration import configuration_directory, run_hydra_app
+from lightning_pipeoffload.plan import main, plan
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+
+
+def plan_config(*overrides):
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        return compose("plan", overrides=list(overrides))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Run pipeoffload-plan; return its exit status, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *arguments])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
+    plan(plan_config("schedule=zb_h2", "format=json", "costs.communication=0.5"))
+    timeline = simulate(build("zb_h2", 4, 8), Costs(1, 1, 1, communication=0.5))
+    assert json.loads(capsys.readouterr().out) == {
+        "schedule": "zb_h2",
+        "num_ranks": 4,
+        "num_chunks": 1,
+        "num_microbatches": 8,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "bubble_unsynchronized": timeline.bubble_unsynchronized,
+        "peak_memory": [7, 7, 7, 7],
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_text_has_a_table_and_a_drawing(name, capsys):
+    plan(plan_config(f"schedule={name}"))
+    printed = capsys.readouterr().out
+    assert "peak memory" in printed
+    assert "makespan" in printed
+    assert "\nrank 3 ..." in printed
+
+
+def test_costs_may_be_given_for_every_stage(capsys):
+    plan(plan_config("costs.forward=[1,2,3,4]", "costs.activation=[4,3,2,1]", "format=json"))
+    assert json.loads(capsys.readouterr().out)["peak_memory"] == [16, 12, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("format=xml", r"format \(xml\) must be one of text, json"),
+        ("costs=3", r"costs \(3\) must have names and values; use costs\.NAME=VALUE"),
+        ("options=fast", r"options \(fast\) must have names and values"),
+        ("+options.speed=3", "option 'speed' is unknown to schedule zb_h1"),
+        ("costs.forward=fast", r"costs\.forward \(fast\) must be a number"),
+        ("memory_limit=3", r"memory_limit \(3\) is less than the 4"),
+    ],
+)
+def test_what_cannot_be_is_refused(override, message):
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config(override))
+
+
+def test_the_command_leaves_nothing_behind(command, tmp_path):
+    status, out, err = command("format=json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["schedule"] == "zb_h1"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("speed=3", "Could not override 'speed'"),
+        ("schedule=nonsense", "Could not find 'schedule/nonsense'"),
+        ("costs.speed=3", "Could not override 'costs.speed'"),
+        ("speed", "Error parsing override 'speed'"),
+        ("num_ranks=0", "num_ranks (0) must be a whole number"),
+        ("schedule=interleaved_1f1b num_microbatches=6", "must be a multiple of num_ranks (4)"),
+    ],
+)
+def test_a_refusal_is_status_2_and_one_line(command, argument, words):
+    status, out, err = command(*argument.split())
+    assert (status, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+
+
+def test_a_refusal_leaves_out_the_drawing_of_the_place(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeoffload-plan"])
+
+    def task(config):
+        raise ScheduleError("rank 0, 0F0: a rule\nstep  rank 0\n")
+
+    with pytest.raises(SystemExit):
+        run_hydra_app("plan", task)
+    assert capsys.readouterr().err == "rank 0, 0F0: a rule\n"
+
+
+def test_full_errors_are_raised_where_they_are_wanted(command, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ScheduleError, match="num_ranks"):
+        command("num_ranks=0")
+
+
+def test_a_missing_hydra_is_one_line(command, monkeypatch):
+    without = lambda name: None if name == "hydra" else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(configuration.importlib.util, "find_spec", without)
+    status, _, err = command()
+    assert status == 2
+    assert err == "this command needs Hydra; pip install lightning-pipeoffload[hydra]\n"
+
+
+def test_the_configuration_of_a_wheel_is_inside_the_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(configuration, "__file__", str(tmp_path / "package" / "configuration.py"))
+    assert configuration_directory() == tmp_path / "conf"
+    (tmp_path / "package" / "conf").mkdir(parents=True)
+    assert configuration_directory() == tmp_path / "package" / "conf"
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "lightning_pipeoffload.plan", "format=json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(done.stdout)["makespan"] == 27
