@@ -61,7 +61,7 @@ def test_offload_reaches_the_strategy(name):
 def test_trainer_is_built(name):
     trainer = build_trainer(train_config(f"trainer={name}", "trainer.accelerator=cpu"))
     assert isinstance(trainer, Trainer)
-    assert trainer.max_steps == 300
+    assert trainer.max_steps == 400
 
 
 @pytest.mark.parametrize("name", names("cluster"))

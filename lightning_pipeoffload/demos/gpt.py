@@ -98,14 +98,14 @@ class GPT(LightningModule):
         vocab_size: int = 256,
         context: int = 128,
         width: int = 128,
-        depth: int = 6,
+        depth: int = 4,
         heads: int = 4,
         dropout: float = 0.1,
         tie_weights: bool = False,
-        learning_rate: float = 1e-3,
+        learning_rate: float = 3e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
-        max_steps: int = 300,
+        max_steps: int = 400,
     ) -> None:
         super().__init__()
         if width % heads:
