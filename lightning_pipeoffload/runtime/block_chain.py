@@ -1,0 +1,130 @@
+"""The chain of blocks that is cut into stages, and the hook that sees each block's call.
+
+A block keeps its place, its name and its parameters: the one instance is given a subclass whose
+``__call__`` asks the pass under way what to do. (Python looks ``__call__`` up on the type, so an
+attribute of the instance would not do; a wrapper module would change the names in checkpoints.)
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Pass(Protocol):
+    """One run of the user's step: decides what a call of a block does."""
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Return the output of block ``index``; ``call()`` computes it, ``arguments`` is a pytree."""
+
+
+class BlockChain:
+    """Blocks in the order of their calls.
+
+    Args:
+        name: the container's name in the user's module.
+        blocks: its entries.
+    """
+
+    def __init__(self, name: str, blocks: list[nn.Module]) -> None:
+        self.name = name
+        self.blocks = blocks
+        self._pass: Pass | None = None
+        for index, block in enumerate(blocks):
+            _intercept_calls(self, index, block)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def block_name(self, index: int) -> str:
+        """Return the name of a block in the user's module."""
+        return f"{self.name}.{index}"
+
+    def call(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Route the call of a block to the pass under way."""
+        if self._pass is None:
+            return call()
+        return self._pass.call_block(index, call, arguments)
+
+    @contextmanager
+    def running(self, step_pass: Pass) -> Iterator[None]:
+        """Let ``step_pass`` decide about the blocks' calls."""
+        self._pass = step_pass
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def release(self) -> None:
+        """Give the blocks their own classes back."""
+        for block in self.blocks:
+            block.__class__ = type(block).__mro__[1]
+
+
+def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
+    """Find the ModuleList or Sequential to cut.
+
+    The one that leaves the most parameters outside of its largest entry, that is, the one whose
+    cutting can spread the most; an outer container that holds the chain as one entry loses to it.
+
+    Args:
+        module: the user's module.
+        name: of the container, where the user says it.
+
+    Raises:
+        ValueError: no such container, or several that are equally good.
+    """
+    containers = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)
+    }
+    if name is not None:
+        return _named_chain(containers, name)
+    spread = {path: _spread(child) for path, child in containers.items()}
+    best = max(spread.values(), default=0)
+    names = [path for path, value in spread.items() if value == best]
+    if best == 0:
+        raise ValueError(
+            f"found no ModuleList or Sequential of several blocks with parameters in "
+            f"{type(module).__name__}; keep the blocks of the model in one, or name it with blocks="
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"{' and '.join(names)} could both be the chain of blocks; say which with "
+            f'blocks="{names[0]}"'
+        )
+    return BlockChain(names[0], list(containers[names[0]]))
+
+
+def _named_chain(containers: dict[str, nn.Module], name: str) -> BlockChain:
+    if name not in containers:
+        raise ValueError(
+            f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "
+            f"{', '.join(containers) or 'none'}"
+        )
+    return BlockChain(name, list(containers[name].children()))
+
+
+def _spread(container: nn.Module) -> int:
+    sizes = [sum(p.numel() for p in block.parameters()) for block in container.children()]
+    return sum(sizes) - max(sizes)
+
+
+def _intercept_calls(chain: BlockChain, index: int, block: nn.Module) -> None:
+    plain = type(block)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return chain.call(index, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return copyreg.__newobj__, (plain,), self.__dict__.copy()  # type: ignore[attr-defined]
+
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    block.__class__ = type(
+        plain.__name__, (plain,), {"__call__": call, "__reduce_ex__": reduce, **names}
+    )

@@ -1,0 +1,184 @@
+"""Runs one rank's part of a plan, action by action.
+
+What each kind does is one method in one table; where the plan came from makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.transport import Transport
+from lightning_pipeoffload.schedule import Action, Kind, Schedule
+from lightning_pipeoffload.schedule.messages import recv_of
+
+_BACKWARD = {Kind.B, Kind.BW}
+
+
+class Executor:
+    """One rank of a pipeline.
+
+    Args:
+        rank: its place in the plan.
+        stages: its stages by index.
+        transport: to the other ranks.
+        timer: measures the actions.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: dict[int, StageRunner],
+        transport: Transport,
+        timer: ActionTimer,
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.transport = transport
+        self.timer = timer
+        self.current: Action | None = None
+        self._inbox: dict[Action, list[Tensor]] = {}
+        self._outbox: dict[Action, list[Tensor]] = {}
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.BW: self._backward,
+            Kind.W: self._weight,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+
+    def run(
+        self,
+        plan: Schedule,
+        microbatches: Sequence[Microbatch],
+        before_backward: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Execute the rank's actions.
+
+        Args:
+            plan: lowered; one without backwards evaluates.
+            microbatches: of the batch.
+            before_backward: called once, before the first backward.
+
+        Returns:
+            What the user's step returned for each microbatch; empty without the last stage.
+        """
+        for _ in self.steps(plan, microbatches, before_backward):
+            pass
+        return self.results
+
+    def steps(
+        self,
+        plan: Schedule,
+        microbatches: Sequence[Microbatch],
+        before_backward: Callable[[], None] | None = None,
+    ) -> Iterator[Action]:
+        """Execute action by action; yields each before it runs, so that ranks can take turns."""
+        self.results: list[Any] = []
+        self._plan = plan
+        self._keep = not plan.is_forward_only
+        self._microbatches = microbatches
+        self._post_receives()
+        self.timer.start_step()
+        for action in plan[self.rank]:
+            yield action
+            self.current = action
+            if before_backward is not None and action.kind in _BACKWARD:
+                before_backward()
+                before_backward = None
+            self._handlers[action.kind](action)
+        self.current = None
+        self.timer.end_step()
+        self.transport.finish_step()
+
+    def _post_receives(self) -> None:
+        for action in self._plan[self.rank]:
+            microbatch = self._microbatches[action.microbatch]
+            if action.kind is Kind.RECV_F:
+                specs = self.stages[action.stage].payload_in(microbatch)
+                self.transport.post(action, self._plan.rank_of(action.stage - 1), specs)
+            elif action.kind is Kind.RECV_B:
+                sent = self.stages[action.stage].payload_out(microbatch)
+                specs = [spec for spec in sent if spec.requires_grad]
+                self.transport.post(action, self._plan.rank_of(action.stage + 1), specs)
+
+    def _forward(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        tensors = [] if stage.is_first else self._inbox.pop(_input_of(action))
+        with self.timer.measuring(action):
+            output = stage.forward(self._microbatches[action.microbatch], tensors, self._keep)
+        if stage.is_last:
+            self.results.append(output)
+        else:
+            self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
+
+    def _backward(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        gradients = [] if stage.is_last else self._inbox.pop(_gradient_of(action))
+        with self.timer.measuring(action):
+            gradients = stage.backward(
+                self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
+            )
+        if not stage.is_first:
+            self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
+
+    def _weight(self, action: Action) -> None:
+        with self.timer.measuring(action):
+            self.stages[action.stage].weight(self._microbatches[action.microbatch])
+
+    def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
+        """Put a result where its SEND finds it, or right into the inbox of a stage of this rank."""
+        receive = recv_of(send)
+        if receive.stage in self.stages:
+            self._inbox[receive] = tensors
+        else:
+            self._outbox[send] = tensors
+
+    def _send(self, action: Action) -> None:
+        peer = self._plan.rank_of(recv_of(action).stage)
+        self.transport.send(action, peer, self._outbox.pop(action))
+
+    def _receive(self, action: Action) -> None:
+        self._inbox[action] = self.transport.wait(action)
+
+
+def _input_of(forward: Action) -> Action:
+    return Action(Kind.RECV_F, forward.stage, forward.microbatch)
+
+
+def _gradient_of(backward: Action) -> Action:
+    return Action(Kind.RECV_B, backward.stage, backward.microbatch)
+
+
+def run_in_turns(runs: Sequence[tuple[Executor, Iterator[Action]]]) -> None:
+    """Run several ranks in one process: each goes on until what it needs has not been sent yet.
+
+    Args:
+        runs: executors with what their ``steps`` returned.
+
+    Raises:
+        RuntimeError: no rank can go on, which a valid plan excludes.
+    """
+    waiting = [(executor, iterator, next(iterator, None)) for executor, iterator in runs]
+    while any(action is not None for _, _, action in waiting):
+        before = [action for _, _, action in waiting]
+        waiting = [(e, iterator, _advance(e, iterator, action)) for e, iterator, action in waiting]
+        if [action for _, _, action in waiting] == before:
+            raise RuntimeError(f"no rank can go on from {', '.join(map(str, before))}")
+
+
+def _advance(executor: Executor, actions: Iterator[Action], action: Action | None) -> Action | None:
+    """Run from ``action`` on; return the one that has to wait, None at the end."""
+    receives = {Kind.RECV_F, Kind.RECV_B}
+    while action is not None:
+        if action.kind in receives and not executor.transport.has_arrived(action):
+            break
+        action = next(actions, None)
+    return action

@@ -1,0 +1,98 @@
+"""All ranks of a pipeline in one process, taking turns.
+
+For tests, for one GPU (NCCL refuses two ranks on one), and to rehearse a pipeline that is larger
+than the machine. Each rank has a copy of the module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime.executor import Executor, run_in_turns
+from lightning_pipeoffload.runtime.pipeline import Pipeline, Settings
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.transport import InProcessTransport
+from lightning_pipeoffload.schedule import Schedule, lower
+
+
+class InProcessPipeline:
+    """Runs whole steps of a schedule.
+
+    Args:
+        module: the user's; it is copied for each rank.
+        schedule: of compute actions.
+        step: calls the user's step: ``step(module, microbatch)`` returns the loss.
+        options: ``blocks`` and ``split`` of :class:`.pipeline.Settings`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        step: Callable[[nn.Module, Any], Any],
+        **options: Any,
+    ) -> None:
+        self.plan = lower(schedule)
+        self._step = step
+        stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
+        device = next(module.parameters()).device
+        weight_grad.install_kernels(device.type)
+        self.ranks = [
+            Pipeline(copy.deepcopy(module), rank, Settings(stage_ranks, **options), device)
+            for rank in range(schedule.num_ranks)
+        ]
+        transport = InProcessTransport()
+        self.executors = [
+            Executor(rank, {}, transport, ActionTimer(device)) for rank in range(schedule.num_ranks)
+        ]
+
+    def run(self, batch: Any, size: int, seed: int = 0) -> list[Any]:
+        """Run one step; gradients are added to the ranks' parameters, those of shared ones summed.
+
+        Args:
+            batch: any pytree.
+            size: samples of a microbatch.
+            seed: of the batch's random numbers.
+
+        Returns:
+            What the step returned for each microbatch.
+        """
+        runs = []
+        for pipeline, executor in zip(self.ranks, self.executors, strict=True):
+            microbatches = pipeline.make_microbatches(
+                batch, size, lambda part, m=pipeline.module: self._step(m, part), "train", seed
+            )
+            for microbatch in microbatches:
+                microbatch.weight = 1 / len(microbatches)
+            executor.stages = pipeline.stages
+            runs.append((executor, executor.steps(self.plan, microbatches)))
+        for pipeline in self.ranks:
+            if not pipeline.committed:
+                pipeline.commit()
+        run_in_turns(runs)
+        self._sum_shared_gradients()
+        return next(e.results for e in self.executors if e.results)
+
+    def named_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of all ranks by parameter name."""
+        return {
+            name: parameter.grad
+            for pipeline in self.ranks
+            for name, parameter in pipeline.module.named_parameters(remove_duplicate=False)
+        }
+
+    def _sum_shared_gradients(self) -> None:
+        shared = [pipeline.shared_parameters() for pipeline in self.ranks]
+        keys = sorted({(key, tuple(ranks)) for entries in shared for key, _, ranks in entries})
+        for key, _ in keys:
+            parameters = [p for entries in shared for k, p, _ in entries if k == key]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            total = torch.stack(gradients).sum(0)
+            for parameter in parameters:
+                parameter.grad = total.clone()

@@ -1,0 +1,151 @@
+"""Cuts a batch into microbatches and puts their results together again.
+
+``torch.distributed.pipelining.microbatch`` does alike for positional arguments and tensors; a
+LightningModule's batch is one object of any shape, with strings beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Leaf = Callable[[Any], Any]
+_PRIME = 1_000_003
+
+
+def batch_size(batch: Any) -> int:
+    """Return the number of samples: the length of dimension 0, which all tensors share.
+
+    Raises:
+        ValueError: there is no tensor to cut, or the tensors differ in length.
+    """
+    sizes = {size for size in _sizes(batch) if size != 1} or set(_sizes(batch))
+    if not sizes:
+        raise ValueError("the batch holds no tensor with a dimension to cut into microbatches")
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the tensors of the batch have different lengths {sorted(sizes)} along dimension 0, which is "
+            f"cut into microbatches; let each have one row for every sample, or one row for all"
+        )
+    return sizes.pop()
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Cut ``batch`` into microbatches of ``size`` samples, the last one possibly smaller.
+
+    Tensors and lists of plain values with an entry for each sample are cut; what has one row for
+    all samples goes to each microbatch.
+    """
+    total = batch_size(batch)
+
+    def cut(start: int) -> Any:
+        def leaf(value: Any) -> Any:
+            if _is_list_of_values(value):
+                return value[start : start + size] if len(value) == total else value
+            if isinstance(value, Tensor) and value.dim() and len(value) == total:
+                return value[start : start + size]
+            return value
+
+        return _map(leaf, batch)
+
+    return [cut(start) for start in range(0, total, size)]
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Put the steps' results of one batch together.
+
+    Numbers and tensors without dimensions become their weighted mean, other tensors and lists are
+    joined along dimension 0; None stays None.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(outputs))
+    if isinstance(first, (Tensor, float)):
+        return sum(w * output for w, output in zip(weights, outputs, strict=True))
+    if _is_list_of_values(first):
+        return [entry for output in outputs for entry in output]
+    parts = [_parts(output) for output in outputs]
+    if parts[0] is None:
+        return first
+    merged = [merge_outputs(same, weights) for same in zip(*parts, strict=True)]
+    return _rebuild(first, merged)
+
+
+def checksum(batch: Any) -> int:
+    """Return a number that tells batches apart, from at most 4096 elements of each tensor."""
+    total = 0
+    for leaf in batch_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            value = _checksum_of(leaf)
+        else:
+            value = zlib.crc32(str(leaf).encode()) if isinstance(leaf, (str, int, float)) else 0
+        total = (total * _PRIME + value) % (1 << 61)
+    return total
+
+
+@torch.no_grad()
+def _checksum_of(tensor: Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, len(flat) // 4096)].contiguous()
+    numbers = sample.view(torch.uint8).long()
+    return int((numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum())
+
+
+def _sizes(batch: Any) -> list[int]:
+    return [len(leaf) for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _is_list_of_values(value: Any) -> bool:
+    return isinstance(value, list) and not any(
+        isinstance(entry, Tensor) or _parts(entry) is not None for entry in value
+    )
+
+
+def batch_leaves(tree: Any) -> list[Any]:
+    """List the tensors and values of a batch; lists of values entry by entry."""
+    found: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        found.extend(value if isinstance(value, list) else [value])
+        return value
+
+    _map(leaf, tree)
+    return found
+
+
+def _map(leaf: _Leaf, tree: Any) -> Any:
+    """Apply ``leaf`` to tensors, values and lists of values."""
+    if isinstance(tree, Tensor) or _is_list_of_values(tree):
+        return leaf(tree)
+    parts = _parts(tree)
+    if parts is None:
+        return leaf(tree)
+    return _rebuild(tree, [_map(leaf, part) for part in parts])
+
+
+def _parts(tree: Any) -> list[Any] | None:
+    """Return what a container holds; None for what is no container."""
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _rebuild(tree: Any, parts: list[Any]) -> Any:
+    """Make a container like ``tree`` of other parts."""
+    if isinstance(tree, Mapping):
+        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    if isinstance(tree, tuple):
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, list):
+        return parts
+    names = [field.name for field in dataclasses.fields(tree)]
+    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))

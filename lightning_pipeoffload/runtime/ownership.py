@@ -1,0 +1,110 @@
+"""Which parameters a rank has, and which of them each of its stages sees.
+
+Names never change and modules are never copied. What no stage of this rank owns leaves the module's
+parameters and stays as a shape-only attribute, so that ``.weight.dtype`` still reads; what another
+of the rank's stages owns is hidden while a stage runs, by exchanging the dicts of the few modules
+outside of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.probe import Slot, find_slots
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+
+_View = list[tuple[dict[str, Any], str, dict[str, Any]]]
+
+
+class Ownership:
+    """The parameters and buffers of one rank.
+
+    Args:
+        module: the user's module.
+        chain: its blocks.
+        owners: name of a parameter or buffer to the stages that own it.
+        local_stages: the stages of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        owners: Mapping[str, frozenset[int]],
+        local_stages: Iterable[int],
+    ) -> None:
+        self.owners = owners
+        self.local_stages = frozenset(local_stages)
+        self.slots = find_slots(module)
+        glue = [slot for slot in self.slots if not slot.name.startswith(f"{chain.name}.")]
+        with_parameters = {id(slot.module) for slot in glue if slot.kind == "_parameters"}
+        self._glue = [slot for slot in glue if id(slot.module) in with_parameters]
+        self._home = self._make_view(lambda slot: True)
+        self._hidden = self._make_view(lambda slot: False)
+        self._views = {
+            stage: self._make_view(lambda slot, s=stage: s in owners[slot.name])  # type: ignore[misc]
+            for stage in self.local_stages
+        }
+
+    def show(self, stage: int) -> None:
+        """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
+        _exchange(self._views[stage])
+
+    def hide(self) -> None:
+        """Let the modules outside of the blocks have nothing but shapes."""
+        _exchange(self._hidden)
+
+    def restore(self) -> None:
+        """Let every module have all that this rank owns."""
+        _exchange(self._home)
+
+    def is_local(self, name: str) -> bool:
+        """Whether a stage of this rank owns ``name``."""
+        return bool(self.owners[name] & self.local_stages)
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Return what this rank owns, by name."""
+        return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
+
+    def drop_foreign(self) -> list[Tensor]:
+        """Take what other ranks own out of the module; return it."""
+        foreign = [slot for slot in self.slots if not self.is_local(slot.name)]
+        dropped = [slot.tensor for slot in foreign]
+        for slot in foreign:
+            placeholder = _placeholder(slot, self.owners[slot.name])
+            for view in (self._home, self._hidden, *self._views.values()):
+                _forget(view, slot)
+            slot.module.__dict__[slot.kind].pop(slot.attribute, None)
+            object.__setattr__(slot.module, slot.attribute, placeholder)
+        self.slots = [slot for slot in self.slots if self.is_local(slot.name)]
+        return dropped
+
+    def _make_view(self, visible: Any) -> _View:
+        view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
+        for slot in self._glue:
+            place = slot.module.__dict__
+            key = id(slot.module), slot.kind
+            _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
+            if not visible(slot):
+                contents[slot.attribute] = _placeholder(slot, self.owners[slot.name])
+        return list(view.values())
+
+
+def _placeholder(slot: Slot, owners: frozenset[int]) -> ShapeOnly:
+    stages = " and ".join(str(stage) for stage in sorted(owners))
+    return ShapeOnly.like(slot.tensor, f"{slot.name} (of stage {stages})")
+
+
+def _exchange(view: _View) -> None:
+    for place, kind, contents in view:
+        place[kind] = contents
+
+
+def _forget(view: _View, slot: Slot) -> None:
+    for place, kind, contents in view:
+        if place is slot.module.__dict__ and kind == slot.kind:
+            contents.pop(slot.attribute, None)

@@ -1,0 +1,195 @@
+"""Cuts the chain of blocks into stages and says which stage owns which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from torch import nn
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.probe import Probe, Slot, find_slots
+from lightning_pipeoffload.schedule import Costs
+
+# What a parameter weighs against time: enough to decide where times are equal, or unknown.
+_PARAMETER_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A consecutive part of the model.
+
+    Attributes:
+        index: global, in model order.
+        blocks: indices of its blocks.
+        segments: the parts of the step that it runs; see :mod:`.probe`.
+    """
+
+    index: int
+    blocks: range
+    segments: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """What each segment costs, in units of an average block.
+
+    Attributes:
+        forward: work of F.
+        backward_input: work of B.
+        backward_weight: work of W.
+        parameters: numbers of elements.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    parameters: tuple[int, ...]
+
+
+def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> SegmentCosts:
+    """Estimate each segment's work from its floating-point operations.
+
+    A product has one gradient for each operand; the weight's is W's, the rest is B's.
+    """
+    unit = sum(probe.forward_flops[: len(chain)]) / len(chain) or 1.0
+    forward = [flops / unit for flops in probe.forward_flops]
+    weight = [flops / unit for flops in probe.weight_flops]
+    backward_input = [2 * f - w for f, w in zip(forward, weight, strict=True)]
+    parameters = [0] * (len(chain) + 1)
+    segments = find_segments(module, chain, probe)
+    for slot in find_slots(module):
+        if slot.kind == "_parameters":
+            parameters[min(segments[slot.name])] += slot.tensor.numel()
+    return SegmentCosts(tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters))
+
+
+def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[str, set[int]]:
+    """Say for each parameter and buffer which segments have to have it.
+
+    Those that use it; a block's are always its segment's too. What nothing uses goes to the first
+    segment if it was registered before the blocks, else to the last. Buffers go with the
+    parameters of their module; where it has none, as a table of positions, every segment has them.
+    """
+    found: dict[str, set[int]] = {}
+    default = 0
+    for slot in find_slots(module):
+        block = _block_of(chain, slot.name)
+        if block is not None:
+            default = len(chain)
+        uses = set(probe.segments.get(slot.name, ()))
+        if block is not None:
+            uses.add(block)
+        elif slot.kind == "_buffers":
+            uses = _uses_of_parameters(slot, found) or set(range(len(chain) + 1))
+        found[slot.name] = uses or {default}
+    return found
+
+
+def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
+    path = buffer.name[: len(buffer.name) - len(buffer.attribute)]
+    return set().union(*(found.get(path + name, ()) for name in buffer.module._parameters))
+
+
+def _block_of(chain: BlockChain, name: str) -> int | None:
+    if not name.startswith(f"{chain.name}."):
+        return None
+    entry = name[len(chain.name) + 1 :].split(".")[0]
+    return int(entry) if entry.isdigit() else None
+
+
+def cut(
+    chain: BlockChain, costs: SegmentCosts, num_stages: int, split: str | Sequence[int] = "auto"
+) -> list[Stage]:
+    """Cut the chain into stages.
+
+    Args:
+        chain: the blocks.
+        costs: of each segment, for ``split="auto"``.
+        num_stages: how many.
+        split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted;
+            "even" gives each stage as many blocks; or the number of blocks of each stage.
+
+    Raises:
+        ValueError: fewer blocks than stages, or a ``split`` that does not add up.
+    """
+    num_blocks = len(chain)
+    if num_blocks < num_stages:
+        raise ValueError(
+            f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
+            f"num_chunks, or a model of at least {num_stages} blocks"
+        )
+    counts = _count_blocks(costs, num_blocks, num_stages, split)
+    ends = list(accumulate(counts))
+    stages = []
+    for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        blocks = range(end - count, end)
+        last = {num_blocks} if index == num_stages - 1 else set()
+        stages.append(Stage(index, blocks, frozenset(blocks) | last))
+    return stages
+
+
+def _count_blocks(
+    costs: SegmentCosts, num_blocks: int, num_stages: int, split: str | Sequence[int]
+) -> list[int]:
+    if split == "auto":
+        return _balance(_weights(costs), num_stages)
+    if split == "even":
+        return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
+    if isinstance(split, str):
+        raise ValueError(f'split must be "auto", "even" or a list of block counts, not {split!r}')
+    counts = list(split)
+    if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
+        raise ValueError(
+            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) that "
+            f"add up to {num_blocks} blocks; its {len(counts)} entries add up to {sum(counts)}"
+        )
+    return counts
+
+
+def _weights(costs: SegmentCosts) -> list[float]:
+    mean = sum(costs.parameters) / len(costs.parameters) or 1.0
+    works = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+    weights = [
+        sum(work) + _PARAMETER_SHARE * (count / mean + 1e-3)
+        for work, count in zip(works, costs.parameters, strict=True)
+    ]
+    # What follows the last block cannot be cut from it.
+    return [*weights[:-2], weights[-2] + weights[-1]]
+
+
+def _balance(weights: list[float], num_stages: int) -> list[int]:
+    """Make the heaviest stage as light as can be, then the stages alike; in O(stages * blocks^2)."""
+    total = [0.0, *accumulate(weights)]
+
+    @cache
+    def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        if stages == 1:
+            return total[end], total[end] ** 2, (end,)
+        options = []
+        for start in range(stages - 1, end):
+            heaviest, squares, counts = best(start, stages - 1)
+            load = total[end] - total[start]
+            options.append((max(heaviest, load), squares + load**2, (*counts, end - start)))
+        return min(options)
+
+    for stages in range(1, num_stages):  # fills the cache from below: no deep recursion
+        for end in range(stages, len(weights) + 1):
+            best(end, stages)
+    return list(best(len(weights), num_stages)[2])
+
+
+def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
+    """Sum the segments' costs over each stage; activation in blocks, as times are."""
+
+    def total(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
+
+    return Costs(
+        forward=total(costs.forward),
+        backward_input=total(costs.backward_input),
+        backward_weight=total(costs.backward_weight),
+        activation=tuple(float(len(stage.blocks)) for stage in stages),
+    )

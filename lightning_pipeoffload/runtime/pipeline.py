@@ -1,0 +1,219 @@
+"""One rank's share of the user's module, as a pipeline that runs steps.
+
+The first batch decides: a probe of the step tells how it uses its blocks and parameters, then the
+chain is cut. Until :meth:`Pipeline.commit` the module stays whole on the host, so that a second
+kind of step (a validation may come before the first training step) can still show that it needs a
+parameter elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime.block_chain import find_chain
+from lightning_pipeoffload.runtime.microbatch import batch_leaves, split_batch
+from lightning_pipeoffload.runtime.ownership import Ownership
+from lightning_pipeoffload.runtime.partition import (
+    SegmentCosts,
+    cut,
+    estimate_costs,
+    find_segments,
+    stage_costs,
+)
+from lightning_pipeoffload.runtime.probe import Probe, probe_step
+from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
+from lightning_pipeoffload.schedule import Costs
+
+_MOST_PROBES = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to cut.
+
+    Attributes:
+        stage_ranks: the pipeline rank of each stage.
+        blocks: the container's name; None: found.
+        split: see :func:`.partition.cut`.
+    """
+
+    stage_ranks: tuple[int, ...]
+    blocks: str | None = None
+    split: str | Sequence[int] = "auto"
+
+
+class Pipeline:
+    """The stages of one rank.
+
+    Args:
+        module: the user's; stays whole until :meth:`commit`.
+        rank: of the pipeline.
+        settings: how to cut.
+        device: where the stages compute.
+
+    Raises:
+        ValueError: the module has no chain of blocks, or not enough of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, rank: int, settings: Settings, device: torch.device
+    ) -> None:
+        self.module = module
+        self.rank = rank
+        self.device = device
+        self.stages: dict[int, StageRunner] = {}
+        self.committed = False
+        self.names = list(module.state_dict(keep_vars=True))
+        self._settings = settings
+        self._chain = find_chain(module, settings.blocks)
+        self._probes: OrderedDict[Any, Probe] = OrderedDict()
+        self._segments: dict[str, set[int]] = {}
+        num_stages = len(settings.stage_ranks)
+        cut(self._chain, SegmentCosts((), (), (), ()), num_stages, self._split_to_check())
+        for parameter in module.parameters():
+            weight_grad.mark(parameter)
+
+    @property
+    def local_stages(self) -> list[int]:
+        """Stages of this rank."""
+        return [s for s, rank in enumerate(self._settings.stage_ranks) if rank == self.rank]
+
+    def make_microbatches(
+        self, batch: Any, size: int, run: Callable[[Any], Any], kind: str, seed: int
+    ) -> list[Microbatch]:
+        """Cut a batch, and look at the step where the shapes are new.
+
+        Args:
+            batch: any pytree.
+            size: samples of a microbatch.
+            run: calls the user's step on one.
+            kind: of the step; "train", say.
+            seed: of the batch.
+
+        Raises:
+            ValueError: the step cannot be cut at its blocks.
+        """
+        microbatches = []
+        for index, part in enumerate(split_batch(batch, size)):
+            call = _bind(run, part)
+            probe = self._probe(kind, part, call)
+            microbatches.append(
+                Microbatch(index, call, probe.outputs, self.device, mix_seed(seed, index))
+            )
+        return microbatches
+
+    def commit(self) -> list[Tensor]:
+        """Take what other ranks own out of the module; return it, so that optimizers forget it too."""
+        self.committed = True
+        return self.ownership.drop_foreign()
+
+    def shared_parameters(self) -> list[tuple[str, Tensor, list[int]]]:
+        """List (name, parameter, ranks) of this rank's parameters that other ranks own too.
+
+        A tied weight is one parameter with several names, each on another stage, maybe; its first
+        name stands for it. In the same order on every rank.
+        """
+        shared = {}
+        for name, tensor in self.ownership.local_tensors().items():
+            aliases = self._aliases(name)
+            stages = set().union(*(self.ownership.owners[alias] for alias in aliases))
+            ranks = sorted({self._settings.stage_ranks[stage] for stage in stages})
+            if len(ranks) > 1 and isinstance(tensor, nn.Parameter):
+                shared[min(aliases)] = min(aliases), tensor, ranks
+        return [shared[name] for name in sorted(shared)]
+
+    def owner_of(self, name: str) -> int:
+        """Return the rank that saves a parameter or buffer: the one with its last stage."""
+        return self._settings.stage_ranks[max(self.ownership.owners[name])]
+
+    @property
+    def weight_flops(self) -> int:
+        """Floating-point operations of all weight gradients of this rank, for a microbatch."""
+        segments = {s for i in self.local_stages for s in self.partition[i].segments}
+        return sum(self._first_probe.weight_flops[segment] for segment in segments)
+
+    def release(self) -> None:
+        """Give the blocks their own classes back."""
+        self._chain.release()
+
+    def _aliases(self, name: str) -> list[str]:
+        return [other for other, i in self._identity.items() if i == self._identity[name]]
+
+    def _split_to_check(self) -> str | Sequence[int]:
+        return "even" if self._settings.split == "auto" else self._settings.split
+
+    def _probe(self, kind: str, part: Any, call: Callable[[], Any]) -> Probe:
+        key = kind, self.module.training, _signature(part)
+        if key in self._probes:
+            self._probes.move_to_end(key)
+            return self._probes[key]
+        probe = self._probes[key] = probe_step(self.module, self._chain, call)
+        if len(self._probes) > _MOST_PROBES:
+            self._probes.popitem(last=False)
+        if not self.committed:
+            self._learn(probe)
+        return probe
+
+    def _learn(self, probe: Probe) -> None:
+        """Cut by the first probe; let stages own what a later one shows they use."""
+        if not self._segments:
+            self._first_probe = probe
+            self._cut(probe)
+        found = find_segments(self.module, self._chain, probe)
+        if all(uses <= self._segments.get(name, set()) for name, uses in found.items()):
+            return
+        for name, uses in found.items():
+            self._segments.setdefault(name, set()).update(uses)
+        self._assign()
+
+    def _cut(self, probe: Probe) -> None:
+        self._identity = {name: id(tensor) for name, tensor in _named_tensors(self.module).items()}
+        costs = estimate_costs(self.module, self._chain, probe)
+        num_stages = len(self._settings.stage_ranks)
+        self.partition = cut(self._chain, costs, num_stages, self._settings.split)
+        self.costs: Costs = stage_costs(costs, self.partition)
+        self.num_parameters = [
+            sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
+        ]
+
+    def _assign(self) -> None:
+        owners = {
+            name: frozenset(s.index for s in self.partition if s.segments & segments)
+            for name, segments in self._segments.items()
+        }
+        self.ownership = Ownership(self.module, self._chain, owners, self.local_stages)
+        for tensor in self.ownership.local_tensors().values():
+            tensor.data = tensor.data.to(self.device)
+        count = len(self.partition)
+        for index in self.local_stages:
+            runner = StageRunner(self.partition[index], count, self._chain, self.ownership)
+            self.stages[index] = runner
+
+    def block_names(self, stage: int) -> list[str]:
+        """Return the names of a stage's blocks."""
+        return [self._chain.block_name(index) for index in self.partition[stage].blocks]
+
+
+def _bind(run: Callable[[Any], Any], part: Any) -> Callable[[], Any]:
+    return lambda: run(part)
+
+
+def _signature(part: Any) -> Any:
+    return tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in batch_leaves(part)
+    )
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    named = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    return named

@@ -1,0 +1,299 @@
+"""The probe: one run of the user's step without values, to learn how it uses its blocks and parameters.
+
+It takes no memory and no arithmetic, and tells, for batches of these shapes, what each block hands
+on, which part of the step uses which parameter, and the floating-point operations of each part.
+
+The step is cut at its blocks into **segments**: segment k is what runs after block k-1 up to and
+including block k; the last segment is what follows the last block. Segment 0 so holds the
+embedding, the last one the head and the loss.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_iter,
+    tree_unflatten,
+)  # private: see shape_only
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shape_only import (
+    ShapeOnly,
+    ValueNeededError,
+    dropping_writes,
+    observing,
+)
+
+aten = torch.ops.aten
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it exists."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a block hands on: a pytree with specs for its tensors.
+
+    Attributes:
+        leaves: a TensorSpec for each tensor, plain values as they are.
+        is_template: false where a leaf is an object whose making is the block's own business; then
+            the block has to run, shape-only, to have one.
+    """
+
+    treespec: TreeSpec
+    leaves: tuple[Any, ...]
+    is_template: bool
+
+    @classmethod
+    def of(cls, output: Any) -> BlockOutput:
+        """Describe ``output``."""
+        leaves, treespec = tree_flatten(output)
+        described = tuple(_describe(leaf) for leaf in leaves)
+        plain = all(isinstance(leaf, (TensorSpec, *_PLAIN)) for leaf in described)
+        return cls(treespec, described, plain)
+
+    @property
+    def payload(self) -> list[TensorSpec]:
+        """The tensors that travel to the next stage."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    def fill(self, tensors: Iterator[Tensor]) -> Any:
+        """Build the output from one tensor for each spec."""
+        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in self.leaves]
+        return tree_unflatten(leaves, self.treespec)
+
+
+@dataclass
+class Probe:
+    """What one run of the step without values has shown.
+
+    Attributes:
+        outputs: of each block.
+        segments: name of a parameter, or of a buffer that the step writes, to the segments using
+        it.
+        forward_flops: of each segment, for one microbatch.
+        weight_flops: the part of it that has a weight gradient of as many operations.
+    """
+
+    outputs: list[BlockOutput]
+    segments: dict[str, set[int]]
+    forward_flops: list[int]
+    weight_flops: list[int]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module tree that holds a parameter or a buffer."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    kind: str  # the dict of the module it is in: "_parameters" or "_buffers"
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is in it."""
+        found: Tensor = self.module.__dict__[self.kind][self.attribute]
+        return found
+
+
+def find_slots(module: nn.Module) -> list[Slot]:
+    """List the parameters and buffers of ``module`` in the order of registration."""
+    return [
+        Slot(f"{path}.{attribute}" if path else attribute, child, attribute, kind)
+        for path, child in module.named_modules()
+        for kind in ("_parameters", "_buffers")
+        for attribute, tensor in child.__dict__[kind].items()
+        if tensor is not None
+    ]
+
+
+def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> Probe:
+    """Run the user's step once without values.
+
+    Args:
+        module: the user's module; it is left as it was.
+        chain: its blocks.
+        run: calls the step on one microbatch.
+
+    Raises:
+        ValueError: the step cannot be cut at its blocks; says what it does and where.
+    """
+    probing = _ProbePass(chain)
+    with ExitStack() as stack:
+        stack.enter_context(forked_randomness())
+        stack.enter_context(_unchanged(module))
+        stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(probing.on(module))
+        try:
+            run()
+        except ValueNeededError as error:
+            if probing.segment < len(chain):
+                raise ValueError(_explain(error, chain, probing.segment)) from None
+    probing.check_complete()
+    return probing.result
+
+
+class _ProbePass:
+    """Watches the calls of blocks and the operations in between."""
+
+    def __init__(self, chain: BlockChain) -> None:
+        count = len(chain) + 1
+        self.chain = chain
+        self.segment = 0
+        self.result = Probe([], defaultdict(set), [0] * count, [0] * count)
+        self._names: dict[int, str] = {}
+        self._training = torch.is_grad_enabled()
+
+    @contextmanager
+    def on(self, module: nn.Module) -> Iterator[None]:
+        buffers = {id(t): name for name, t in self._strip(module)}
+
+        def drop(written: Tensor) -> bool:
+            if id(written) in buffers:
+                self.result.segments[buffers[id(written)]].add(self.segment)
+            return True
+
+        with self.chain.running(self), observing(self._observe), dropping_writes(drop):
+            yield
+
+    def _strip(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Put shape-only tensors in the place of parameters, copies in that of buffers."""
+        for slot in find_slots(module):
+            place = slot.module.__dict__[slot.kind]
+            if slot.kind == "_buffers":
+                place[slot.attribute] = slot.tensor.detach().clone()
+                yield slot.name, place[slot.attribute]
+                continue
+            stripped = ShapeOnly.like(slot.tensor, slot.name, slot.tensor.requires_grad)
+            place[slot.attribute] = stripped
+            stripped.is_weight = True  # type: ignore[attr-defined]
+            self._names[id(stripped)] = slot.name
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        name = self.chain.block_name(index)
+        if index != self.segment:
+            expected = self.segment
+            what = f"before {self.chain.block_name(expected)}" if index > expected else "again"
+            raise ValueError(
+                f"the step calls {name} {what}; a pipeline needs each entry of {self.chain.name} called "
+                f"once and in order"
+            )
+        if self._training and not torch.is_grad_enabled():
+            raise ValueError(
+                f"the step calls {name} without gradients (torch.no_grad, or a reentrant checkpoint); "
+                f"use torch.utils.checkpoint(..., use_reentrant=False)"
+            )
+        output = call()
+        self.segment += 1
+        for leaf in tree_iter(output):
+            if isinstance(leaf, ShapeOnly):
+                leaf.origins = frozenset((f"the output of {name}",))
+        self.result.outputs.append(BlockOutput.of(output))
+        return output
+
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if id(tensor) in self._names:
+                self.result.segments[self._names[id(tensor)]].add(self.segment)
+        weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
+        if isinstance(result, ShapeOnly):
+            result.is_weight = all(weights)  # type: ignore[attr-defined]
+        flops = count_flops(func, args, result)
+        self.result.forward_flops[self.segment] += flops
+        if any(weights) and not all(weights):
+            self.result.weight_flops[self.segment] += flops
+
+    def check_complete(self) -> None:
+        if self.segment < len(self.chain):
+            raise ValueError(
+                f"the step does not call {self.chain.block_name(self.segment)}; a pipeline needs each "
+                f"entry of {self.chain.name} called once and in order"
+            )
+
+
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
+    """Count the floating-point operations of matrix products, convolutions and attention; else 0."""
+    packet = func.overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
+        packet = aten._scaled_dot_product_flash_attention
+    formula = flop_registry.get(packet)
+    return int(formula(*args, out_val=result)) if formula else 0
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad)
+    return leaf
+
+
+def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+    line = users_line(error)
+    return (
+        f"the step needs a value before {chain.block_name(segment)} has run that only one stage has: "
+        f"{error}{f' ({line})' if line else ''}; move it behind the blocks, or compute it from the batch"
+    )
+
+
+def users_line(error: BaseException) -> str:
+    """Name the deepest line of the traceback that is neither torch's, a library's nor ours."""
+    ours = Path(__file__).parents[1] / "runtime"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if "site-packages" not in path.parts and ours not in path.parents:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Give every attribute and container of the module tree its contents back afterwards."""
+    attributes = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
+    containers = [
+        (value, value.copy())
+        for _, saved in attributes
+        for value in saved.values()
+        if isinstance(value, (list, dict, set))
+    ]
+    for place, saved in attributes:
+        for name, value in saved.items():
+            if type(value) is Tensor:
+                place[name] = value.clone()
+    try:
+        yield
+    finally:
+        for container, contents in containers:
+            _refill(container, contents)
+        for place, saved in attributes:
+            _refill(place, saved)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(contents)
+    else:
+        container.update(contents)

@@ -1,0 +1,224 @@
+"""Tensors that have a shape, a dtype and a device, but no value.
+
+A stage runs the user's whole step although it owns only some of the parameters. What it does not
+own is shape-only: operations on it yield shape-only results, so the code before the stage's first
+block runs as it stands, and any use of a value that is not there is seen at once and named, where
+zeros or NaN would give a wrong number silently. ``FakeTensor`` would do alike, but needs a mode
+around everything and knows no origins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    tree_iter,
+    tree_map,
+)  # private: torch's own containers, HF outputs too
+
+aten = torch.ops.aten
+
+# The value of these is known from their arguments, or drawn: they are real on every stage.
+_FACTORIES = {
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like,
+    aten.randn_like, aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full,
+aten.new_empty,
+}  # fmt: skip
+
+
+class ValueNeededError(RuntimeError):
+    """Code asked for a value that exists on another stage only.
+
+    Attributes:
+        origins: what the value was computed from, by name.
+    """
+
+    def __init__(self, operation: str, origins: frozenset[str]) -> None:
+        super().__init__(f"{operation} needs the value of {describe(origins)}")
+        self.operation = operation
+        self.origins = origins
+
+
+def describe(origins: frozenset[str]) -> str:
+    """Name up to three origins in a readable way."""
+    names = sorted(origins)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "something computed from " + ", ".join(names[:3]) + more
+
+
+class ShapeOnly(Tensor):
+    """A tensor without a value. It reports the real device, and carries the names it comes from.
+
+    Args:
+        meta: gives shape, strides and dtype; on the meta device.
+        device: the device that it pretends to be on.
+        origins: names of the parameters and block outputs it was computed from.
+    """
+
+    meta: Tensor
+    origins: frozenset[str]
+
+    @staticmethod
+    def __new__(
+        cls,
+        meta: Tensor,
+        device: torch.device,
+        origins: frozenset[str],
+        requires_grad: bool = False,
+    ) -> ShapeOnly:
+        """Wrap ``meta``."""
+        # Private: the one way to make a tensor that has a device but no storage.
+        made: ShapeOnly = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        made.meta = meta
+        made.origins = origins
+        return made
+
+    @classmethod
+    def like(cls, tensor: Tensor, origin: str, requires_grad: bool = False) -> ShapeOnly:
+        """Return the shape-only counterpart of ``tensor``."""
+        return cls(_to_meta(tensor), tensor.device, frozenset((origin,)), requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeOnly:
+        return self
+
+    def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
+        return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on meta tensors and unite the origins of its arguments."""
+        kwargs = kwargs or {}
+        shape_only = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, ShapeOnly)]
+        device = kwargs.get("device") or shape_only[0].device
+        if func.overloadpacket in _FACTORIES:
+            return _call_factory(func, device, args, kwargs)
+        origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
+        _refuse_values(func, origins)
+        _refuse_writes(func, args, origins)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _advance_generator(func, shape_only[0], device)
+        out = func(*tree_map(_to_meta, args), **_on_meta(kwargs))
+        result = _wrap(func, args, out, device, origins)
+        for observe in _observers:
+            observe(func, args, result)
+        return result
+
+
+Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Call ``observer(operation, arguments, result)`` for every operation on shape-only tensors."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
+    """Yield the shape-only tensors in a pytree."""
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly))
+
+
+def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, ShapeOnly):
+        return leaf.meta
+    if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs = {name: tree_map(_to_meta, value) for name, value in kwargs.items()}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    return kwargs
+
+
+def _call_factory(
+    func: torch._ops.OpOverload, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    source = args[0]
+    real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+    made: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
+    return made
+
+
+def _refuse_values(func: torch._ops.OpOverload, origins: frozenset[str]) -> None:
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        raise ValueNeededError(f"{func.overloadpacket.__name__}()", origins)
+
+
+def _refuse_writes(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+) -> None:
+    """A value that is not there cannot be written into a tensor that is; see :func:`dropping_writes`."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(value, Tensor) and not isinstance(value, ShapeOnly):
+            if not any(drop(value) for drop in _drop_rules):
+                name = func.overloadpacket.__name__
+                raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
+
+
+_drop_rules: list[Callable[[Tensor], bool]] = []
+
+
+@contextmanager
+def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Leave out writes into real tensors for which ``drop(tensor)`` is true.
+
+    For buffers such as running statistics, whose true value is on the stage that computes them.
+    """
+    _drop_rules.append(drop)
+    try:
+        yield
+    finally:
+        _drop_rules.remove(drop)
+
+
+def _advance_generator(func: torch._ops.OpOverload, like: ShapeOnly, device: torch.device) -> None:
+    """Draw what the owner draws here, so that what is drawn next is the same on every stage."""
+    if func.overloadpacket is aten.native_dropout or func.overloadpacket is aten.bernoulli_:
+        torch.empty(like.shape, dtype=like.dtype, device=device).bernoulli_(0.5)
+
+
+def _wrap(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    out: Any,
+    device: torch.device,
+    origins: frozenset[str],
+) -> Any:
+    if func._schema.name.endswith("_") and args and isinstance(args[0], ShapeOnly):
+        args[0].origins = origins
+        return args[0]
+
+    def wrap(leaf: Any) -> Any:
+        return ShapeOnly(leaf, device, origins) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(wrap, out)

@@ -1,0 +1,361 @@
+"""Weight gradients apart from input gradients: the W of a zero-bubble schedule.
+
+Kernels at the dispatcher's autograd keys see each linear layer, matrix product and convolution,
+however the model calls it. Where the weight is one that :func:`mark` was told of, the backward
+returns the input gradient only and puts (input, output gradient) into the queue of that stage and
+microbatch, which W empties; nothing else of the graph stays alive.
+``torch.distributed.pipelining`` walks the autograd graph instead and keeps all of it until W.
+
+Parameters of other operations (norms, embeddings, einsum) get their gradient in B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+_MARK = "_pipeoffload_deferred"
+# Views and casts save no tensors, so backward may pass them once per use.
+_TRANSPARENT = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ToCopyBackward0", "SplitBackward0", "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0",
+}  # fmt: skip
+
+# Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
+# thread's or a context's variable.
+_active: WeightGradQueue | None = None
+
+
+class WeightGradQueue:
+    """Weight gradients of one stage and microbatch, from its B to its W.
+
+    Args:
+        immediate: compute each gradient at once, for a fused backward.
+
+    Attributes:
+        flops: of the gradients that came through here.
+    """
+
+    def __init__(self, immediate: bool = False) -> None:
+        self.immediate = immediate
+        self.flops = 0
+        self._entries: list[Callable[[], None]] = []
+        self._tensors: list[Tensor] = []
+
+    def put(self, compute: Callable[[], None], flops: int, tensors: tuple[Tensor, ...]) -> None:
+        """Keep ``compute`` for W; it holds ``tensors``."""
+        self.flops += flops
+        if self.immediate:
+            compute()
+            return
+        self._entries.append(compute)
+        self._tensors.extend(tensors)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Compute and accumulate all, in the order of the backward, each one's tensors freed after it."""
+        self._tensors.clear()
+        entries = self._entries[::-1]
+        self._entries.clear()
+        while entries:
+            entries.pop()()
+
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that wait for W, each storage once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+@contextmanager
+def deferring(queue: WeightGradQueue) -> Iterator[None]:
+    """Let marked weights' gradients go to ``queue``; for F too, whose graph decides it."""
+    global _active
+    outer, _active = _active, queue
+    try:
+        yield
+    finally:
+        _active = outer
+
+
+def mark(parameter: nn.Parameter, on: bool = True) -> None:
+    """Say that the gradient of ``parameter`` may be left for W."""
+    setattr(parameter, _MARK, on)
+
+
+def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+    """Leave the gradient of ``parameter`` for the W of this stage and microbatch.
+
+    For custom kernels: call it inside ``autograd.Function.backward`` and return None for the
+    parameter.
+
+    Args:
+        parameter: a parameter of the model.
+        compute: returns the gradient, shaped like ``parameter``; called once, at W, or at once when
+            no split is under way.
+    """
+
+    @torch.no_grad()
+    def add() -> None:
+        _accumulate(parameter, compute())
+
+    if _active is None:
+        add()
+    else:
+        _active.put(add, 0, ())
+
+
+class _Call:
+    """One call of an operation with a deferred weight; subclasses know the mathematics.
+
+    ``forward`` and ``input_gradient`` run under no_grad, ``weight_gradients`` too.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.options = options
+        self.trains_bias = bias is not None and bias.requires_grad
+        self.version = weight._version
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        raise NotImplementedError
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        raise NotImplementedError
+
+    def check_unchanged(self) -> None:
+        if self.weight._version != self.version:
+            raise RuntimeError(
+                f"a weight of shape {tuple(self.weight.shape)} was changed in place between the forward "
+                f"and the backward that needs it; change weights in the optimizer's step only"
+            )
+
+
+class _Linear(_Call):
+    """``x @ weight.T + bias`` with x ``[..., in]``, weight ``[out, in]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.linear.default(x, self.weight, self.bias)
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.matmul(self.weight)
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        rows = grad.reshape(-1, grad.shape[-1])
+        _accumulate_product(self.weight, rows.t(), x.reshape(-1, x.shape[-1]))
+        if self.trains_bias:
+            _accumulate(self.bias, rows.sum(0))
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        return 2 * grad.numel() * x.shape[-1]
+
+
+class _MatrixProduct(_Call):
+    """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return aten.mm.default(x, self.weight)
+        return aten.addmm.default(self.bias, x, self.weight)
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.mm(self.weight.t())
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        _accumulate_product(self.weight, x.t(), grad)
+        if self.trains_bias:
+            _accumulate(self.bias, grad.sum(0))
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        return 2 * grad.numel() * x.shape[-1]
+
+
+class _Convolution(_Call):
+    """``convolution(x, weight, bias, *options)`` as aten has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.convolution.default(x, self.weight, self.bias, *self.options)
+
+    def _gradients(self, x: Tensor, grad: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        sizes = None if self.bias is None else list(self.bias.shape)
+        return aten.convolution_backward.default(  # type: ignore[no-any-return]
+            grad, x, self.weight, sizes, *self.options, mask
+        )
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return self._gradients(x, grad, [True, False, False])[0]
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        _, weight_grad, bias_grad = self._gradients(x, grad, [False, True, self.trains_bias])
+        _accumulate(self.weight, weight_grad)
+        if self.trains_bias:
+            _accumulate(self.bias, bias_grad)
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        transposed = self.options[3]
+        pixels = x if transposed else grad
+        return 2 * pixels.numel() * math.prod(self.weight.shape[1:])
+
+
+class _DeferredCall(torch.autograd.Function):
+    """An operation whose only input to autograd is x; the weight is kept by reference."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = call
+        return call.forward(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        call: _Call = ctx.call
+        call.check_unchanged()
+        (x,) = ctx.saved_tensors
+        _queue_or_run(call, x, grad)
+        return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None
+
+
+def _queue_or_run(call: _Call, x: Tensor, grad: Tensor) -> None:
+    x = x.detach()
+    if _active is None:
+        call.accumulate(x, grad)
+    else:
+        _active.put(lambda: call.accumulate(x, grad), call.flops(x, grad), (x, grad))
+
+
+def _apply(call: _Call, x: Tensor) -> Tensor:
+    # The first layer's input needs no gradient, but its weight does: something must ask for one.
+    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
+    return _DeferredCall.apply(x, anchor, call)  # type: ignore[no-any-return]
+
+
+def _is_deferred(weight: Tensor | None) -> bool:
+    """Whether ``weight`` is a marked parameter, or a view or cast of one."""
+    if weight is None or not weight.requires_grad:
+        return False
+    if weight.is_leaf:
+        return getattr(weight, _MARK, False)
+    return _leads_to_mark(weight.grad_fn)
+
+
+def _leads_to_mark(node: Any) -> bool:
+    for _ in range(4):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return getattr(variable, _MARK, False)
+        if node.name() not in _TRANSPARENT:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _accumulate(parameter: Tensor | None, gradient: Tensor) -> None:
+    """Add to ``.grad`` as autograd does, hooks included."""
+    assert parameter is not None
+    if not parameter.is_leaf or _has_hooks(parameter):
+        torch.autograd.backward(parameter, gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``.grad``, without a temporary where that is possible."""
+    grad = parameter.grad if parameter.is_leaf else None
+    if grad is None or _has_hooks(parameter) or not grad.dtype == left.dtype == right.dtype:
+        _accumulate(parameter, left.mm(right))
+    else:
+        grad.addmm_(left, right)
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
+    if _active is None or not torch.is_grad_enabled() or not _is_deferred(weight):
+        return False
+    return bias is None or not bias.requires_grad or _is_deferred(bias)
+
+
+def _linear(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _takes_part(weight, bias):
+            return _apply(_Linear(weight, bias), x)
+        return original.call_boxed(keys, x, weight, bias)
+
+    return kernel
+
+
+def _mm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if _takes_part(right, None):
+            return _apply(_MatrixProduct(right, None), left)
+        if _takes_part(left, None):
+            return _apply(_MatrixProduct(left.t(), None), right.t()).t()
+        return original.call_boxed(keys, left, right)
+
+    return kernel
+
+
+def _addmm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
+        unscaled = all(scale == 1 for scale in scales.values())
+        if unscaled and bias.dim() == 1 and _takes_part(right, bias):
+            return _apply(_MatrixProduct(right, bias), left)
+        return original.call_boxed(keys, bias, left, right, **scales)
+
+    return kernel
+
+
+def _convolution(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        if _takes_part(weight, bias):
+            return _apply(_Convolution(weight, bias, *options), x)
+        return original.call_boxed(keys, x, weight, bias, *options)
+
+    return kernel
+
+
+_KERNELS = {"linear": _linear, "mm": _mm, "addmm": _addmm, "convolution": _convolution}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def install_kernels(device_type: str) -> None:
+    """Put the kernels in place for one type of device; again is harmless.
+
+    They cost 2 to 4 us a call while nothing is deferred, so :func:`remove_kernels` after training.
+    """
+    if device_type in _libraries:
+        return
+    key = f"Autograd{device_type.upper()}"
+    library = torch.library.Library("aten", "IMPL")
+    for name, make_kernel in _KERNELS.items():
+        original = torch.library.get_kernel(f"aten::{name}", key)
+        library.impl(name, make_kernel(original), key, with_keyset=True)
+    _libraries[device_type] = library
+
+
+def remove_kernels() -> None:
+    """Give the dispatcher its own kernels back."""
+    while _libraries:
+        # Private: a Library unregisters when it is collected, which is too late to rely on.
+        _libraries.popitem()[1]._destroy()
