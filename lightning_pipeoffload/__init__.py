@@ -1,3 +1,25 @@
-"""Zero-bubble pipeline parallelism with planned activation offload for PyTorch Lightning."""
+"""Zero-bubble pipeline parallelism with planned activation offload for PyTorch Lightning.
+
+Importing it registers the strategies: ``Trainer(strategy="pipeoffload")``, and one name for each
+schedule, ``"pipeoffload_zb_h1"`` for instance.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pipeoffload.runtime.weight_grad import defer_weight_grad
+from lightning_pipeoffload.schedule import SCHEDULES
+from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __version__ = "0.1.0"
+__all__ = ["PipeOffloadStrategy", "defer_weight_grad"]
+
+StrategyRegistry.register(
+    "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"
+)
+for _name in SCHEDULES:
+    StrategyRegistry.register(
+        f"pipeoffload_{_name}",
+        PipeOffloadStrategy,
+        description=f"Pipeline parallelism with the schedule {_name}",
+        schedule=_name,
+    )

@@ -34,8 +34,7 @@ class BlockChain:
         self.name = name
         self.blocks = blocks
         self._pass: Pass | None = None
-        for index, block in enumerate(blocks):
-            _intercept_calls(self, index, block)
+        self._intercepting = False
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -59,10 +58,19 @@ class BlockChain:
         finally:
             self._pass = None
 
+    def intercept(self) -> None:
+        """See the blocks' calls from now on; again is harmless."""
+        if not self._intercepting:
+            for index, block in enumerate(self.blocks):
+                _intercept_calls(self, index, block)
+        self._intercepting = True
+
     def release(self) -> None:
         """Give the blocks their own classes back."""
-        for block in self.blocks:
-            block.__class__ = type(block).__mro__[1]
+        if self._intercepting:
+            for block in self.blocks:
+                block.__class__ = type(block).__mro__[1]
+        self._intercepting = False
 
 
 def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
-from lightning_pipeoffload.schedule import Action, Kind, Schedule
+from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule
 from lightning_pipeoffload.schedule.messages import recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
@@ -86,16 +86,22 @@ class Executor:
         self._keep = not plan.is_forward_only
         self._microbatches = microbatches
         self._post_receives()
-        self.timer.start_step()
+        timer = self.timer if self._keep else None
+        if timer:
+            timer.start_step()
         for action in plan[self.rank]:
             yield action
             self.current = action
             if before_backward is not None and action.kind in _BACKWARD:
                 before_backward()
                 before_backward = None
+            started = timer.now() if timer and action.kind in COMPUTE else None
             self._handlers[action.kind](action)
+            if timer and started is not None:
+                timer.record(action, started)
         self.current = None
-        self.timer.end_step()
+        if timer:
+            timer.end_step()
         self.transport.finish_step()
 
     def _post_receives(self) -> None:
@@ -112,8 +118,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         tensors = [] if stage.is_first else self._inbox.pop(_input_of(action))
-        with self.timer.measuring(action):
-            output = stage.forward(self._microbatches[action.microbatch], tensors, self._keep)
+        output = stage.forward(self._microbatches[action.microbatch], tensors, self._keep)
         if stage.is_last:
             self.results.append(output)
         else:
@@ -122,16 +127,14 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         gradients = [] if stage.is_last else self._inbox.pop(_gradient_of(action))
-        with self.timer.measuring(action):
-            gradients = stage.backward(
-                self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
-            )
+        gradients = stage.backward(
+            self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
+        )
         if not stage.is_first:
             self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
 
     def _weight(self, action: Action) -> None:
-        with self.timer.measuring(action):
-            self.stages[action.stage].weight(self._microbatches[action.microbatch])
+        self.stages[action.stage].weight(self._microbatches[action.microbatch])
 
     def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
         """Put a result where its SEND finds it, or right into the inbox of a stage of this rank."""

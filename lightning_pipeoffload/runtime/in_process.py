@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.executor import Executor, run_in_turns
-from lightning_pipeoffload.runtime.pipeline import Pipeline, Settings
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import Schedule, lower
@@ -28,7 +27,7 @@ class InProcessPipeline:
         module: the user's; it is copied for each rank.
         schedule: of compute actions.
         step: calls the user's step: ``step(module, microbatch)`` returns the loss.
-        options: ``blocks`` and ``split`` of :class:`.pipeline.Settings`.
+        options: ``blocks`` and ``split`` of :class:`.pipeline.CutSettings`.
     """
 
     def __init__(
@@ -42,9 +41,8 @@ class InProcessPipeline:
         self._step = step
         stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
         device = next(module.parameters()).device
-        weight_grad.install_kernels(device.type)
         self.ranks = [
-            Pipeline(copy.deepcopy(module), rank, Settings(stage_ranks, **options), device)
+            Pipeline(copy.deepcopy(module), rank, CutSettings(stage_ranks, **options), device)
             for rank in range(schedule.num_ranks)
         ]
         transport = InProcessTransport()

@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.partition import (
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.probe import Probe, probe_step
+from lightning_pipeoffload.runtime.probe import Probe, TensorSpec, find_slots, probe_step
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
 from lightning_pipeoffload.schedule import Costs
@@ -36,7 +36,7 @@ _MOST_PROBES = 64
 
 
 @dataclass(frozen=True)
-class Settings:
+class CutSettings:
     """How to cut.
 
     Attributes:
@@ -64,14 +64,28 @@ class Pipeline:
     """
 
     def __init__(
-        self, module: nn.Module, rank: int, settings: Settings, device: torch.device
+        self, module: nn.Module, rank: int, settings: CutSettings, device: torch.device
     ) -> None:
         self.module = module
         self.rank = rank
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
-        self.names = list(module.state_dict(keep_vars=True))
+        state = module.state_dict(keep_vars=True)
+        self.names = list(state)
+        self.specs = {
+            key: TensorSpec(t.shape, t.dtype, False)
+            for key, t in state.items()
+            if isinstance(t, Tensor)
+        }
+        slots = find_slots(module)
+        by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
+        self._order = {slot.name: place for place, slot in enumerate(slots)}
+        self._identity = {slot.name: id(slot.tensor) for slot in slots}
+        self._trainable = {slot.name for slot in slots if slot.kind == "_parameters"}
+        self._slot_of = {
+            key: key if key in self._order else by_id[id(state[key])] for key in self.specs
+        }
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
         self._probes: OrderedDict[Any, Probe] = OrderedDict()
@@ -80,6 +94,7 @@ class Pipeline:
         cut(self._chain, SegmentCosts((), (), (), ()), num_stages, self._split_to_check())
         for parameter in module.parameters():
             weight_grad.mark(parameter)
+        self.attach()
 
     @property
     def local_stages(self) -> list[int]:
@@ -106,7 +121,7 @@ class Pipeline:
             call = _bind(run, part)
             probe = self._probe(kind, part, call)
             microbatches.append(
-                Microbatch(index, call, probe.outputs, self.device, mix_seed(seed, index))
+                Microbatch(index, part, call, probe.outputs, self.device, mix_seed(seed, index))
             )
         return microbatches
 
@@ -115,24 +130,48 @@ class Pipeline:
         self.committed = True
         return self.ownership.drop_foreign()
 
-    def shared_parameters(self) -> list[tuple[str, Tensor, list[int]]]:
+    def shared_parameters(self) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """List (name, parameter, ranks) of this rank's parameters that other ranks own too.
 
         A tied weight is one parameter with several names, each on another stage, maybe; its first
         name stands for it. In the same order on every rank.
         """
-        shared = {}
-        for name, tensor in self.ownership.local_tensors().items():
-            aliases = self._aliases(name)
-            stages = set().union(*(self.ownership.owners[alias] for alias in aliases))
-            ranks = sorted({self._settings.stage_ranks[stage] for stage in stages})
-            if len(ranks) > 1 and isinstance(tensor, nn.Parameter):
-                shared[min(aliases)] = min(aliases), tensor, ranks
-        return [shared[name] for name in sorted(shared)]
+        shared = {
+            name: (name, tensor, self._ranks_of(name))
+            for name, tensor in self.canonical_parameters().items()
+        }
+        return [entry for _, entry in sorted(shared.items()) if len(entry[2]) > 1]
 
-    def owner_of(self, name: str) -> int:
-        """Return the rank that saves a parameter or buffer: the one with its last stage."""
-        return self._settings.stage_ranks[max(self.ownership.owners[name])]
+    def ranks_sharing(self) -> list[tuple[int, ...]]:
+        """List every set of ranks that share a parameter, in the same order on every rank."""
+        found = {self._ranks_of(name) for name in self.ownership.owners if name in self._trainable}
+        return sorted(ranks for ranks in found if len(ranks) > 1)
+
+    def _ranks_of(self, name: str) -> tuple[int, ...]:
+        stages = set().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
+        return tuple(sorted({self._settings.stage_ranks[stage] for stage in stages}))
+
+    def common_buffers(self) -> list[Tensor]:
+        """List the buffers that every stage has, in the same order on every rank."""
+        count = len(self._settings.stage_ranks)
+        return [
+            tensor
+            for name, tensor in self.ownership.local_tensors().items()
+            if name not in self._trainable and len(self.ownership.owners[name]) == count
+        ]
+
+    def owner_of(self, key: str) -> int:
+        """Return the rank that saves an entry of the state dict: the one with its last stage."""
+        owners = self.ownership.owners[self._slot_of[key]]
+        return self._settings.stage_ranks[max(owners)]
+
+    def canonical_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's parameters by their first name in the whole module."""
+        parameters = {
+            min(self._aliases(name), key=self._order.__getitem__): tensor
+            for name, tensor in self.ownership.local_tensors().items()
+        }
+        return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
     @property
     def weight_flops(self) -> int:
@@ -140,9 +179,17 @@ class Pipeline:
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
         return sum(self._first_probe.weight_flops[segment] for segment in segments)
 
-    def release(self) -> None:
-        """Give the blocks their own classes back."""
+    def attach(self) -> None:
+        """Take charge of the blocks' calls and of their weight gradients."""
+        self._chain.intercept()
+        if self.stages:
+            self._move()
+        weight_grad.install_kernels(self.device.type)
+
+    def detach(self) -> None:
+        """Leave the module as any other one, but for what other ranks own."""
         self._chain.release()
+        weight_grad.remove_kernels()
 
     def _aliases(self, name: str) -> list[str]:
         return [other for other, i in self._identity.items() if i == self._identity[name]]
@@ -162,6 +209,7 @@ class Pipeline:
             self._learn(probe)
         return probe
 
+    @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
         """Cut by the first probe; let stages own what a later one shows they use."""
         if not self._segments:
@@ -175,7 +223,6 @@ class Pipeline:
         self._assign()
 
     def _cut(self, probe: Probe) -> None:
-        self._identity = {name: id(tensor) for name, tensor in _named_tensors(self.module).items()}
         costs = estimate_costs(self.module, self._chain, probe)
         num_stages = len(self._settings.stage_ranks)
         self.partition = cut(self._chain, costs, num_stages, self._settings.split)
@@ -190,12 +237,15 @@ class Pipeline:
             for name, segments in self._segments.items()
         }
         self.ownership = Ownership(self.module, self._chain, owners, self.local_stages)
-        for tensor in self.ownership.local_tensors().values():
-            tensor.data = tensor.data.to(self.device)
+        self._move()
         count = len(self.partition)
         for index in self.local_stages:
             runner = StageRunner(self.partition[index], count, self._chain, self.ownership)
             self.stages[index] = runner
+
+    def _move(self) -> None:
+        for tensor in self.ownership.local_tensors().values():
+            tensor.data = tensor.data.to(self.device)
 
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
@@ -211,9 +261,3 @@ def _signature(part: Any) -> Any:
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in batch_leaves(part)
     )
-
-
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    named = dict(module.named_parameters(remove_duplicate=False))
-    named.update(module.named_buffers(remove_duplicate=False))
-    return named

@@ -39,6 +39,7 @@ class Microbatch:
 
     Attributes:
         index: its place in the batch.
+        part: its samples.
         run: calls the user's step on it.
         outputs: what each block hands on, from the probe of its shapes.
         device: of its tensors.
@@ -48,6 +49,7 @@ class Microbatch:
     """
 
     index: int
+    part: Any
     run: Callable[[], Any]
     outputs: list[BlockOutput]
     device: torch.device
@@ -56,7 +58,7 @@ class Microbatch:
     differentiate: Callable[[Tensor], None] = Tensor.backward
 
 
-class StageExit(BaseException):  # noqa: N818 - no error: leaves the step, past her `except Exception`
+class StageExit(BaseException):
     """Leaves the user's step behind the stage's last block."""
 
     def __init__(self, output: Any) -> None:

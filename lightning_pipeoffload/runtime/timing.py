@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -57,12 +56,13 @@ class ActionTimer:
         )
         self._steps: deque = deque(maxlen=_KEPT)  # type: ignore[type-arg]
 
-    @contextmanager
-    def measuring(self, action: Action) -> Iterator[None]:
-        """Measure one F, B, W or BW."""
-        start = self._clock.now()
-        yield
-        self._actions[action.kind, action.stage].append((start, self._clock.now()))
+    def now(self) -> Any:
+        """Mark a moment."""
+        return self._clock.now()
+
+    def record(self, action: Action, started: Any) -> None:
+        """Measure one F, B, W or BW, from ``started`` to now."""
+        self._actions[action.kind, action.stage].append((started, self._clock.now()))
 
     def start_step(self) -> None:
         """Mark the start of a step."""
@@ -82,10 +82,10 @@ class ActionTimer:
         between = list(zip(starts, starts[1:], strict=False))
         return self._median(between or self._steps)
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self._actions.clear()
-        self._steps.clear()
+    @property
+    def num_steps(self) -> int:
+        """Steps that were measured."""
+        return len(self._steps)
 
     def _median(self, pairs: deque | list) -> float:  # type: ignore[type-arg]
         return median(self._clock.seconds(*pair) for pair in pairs) if pairs else 0.0

@@ -8,6 +8,8 @@ round; only the consumer waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,20 @@ from lightning_pipeoffload.schedule.messages import recv_of
 
 # A gloo tag holds the kind, stage, microbatch and place in the list of one tensor.
 _STAGES, _MICROBATCHES, _TENSORS = 1 << 9, 1 << 13, 1 << 7
+
+
+class PeerLostError(RuntimeError):
+    """Another rank went away: the cause is to be found there."""
+
+
+@contextmanager
+def blaming_peers(what: str) -> Iterator[None]:
+    """Turn what gloo and NCCL raise when another rank is gone into :class:`PeerLostError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerLostError(f"{what}: {reason}") from error
 
 
 class Transport(Protocol):
@@ -135,8 +151,9 @@ class ProcessGroupTransport:
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait for the tensors; on an accelerator its stream does, not the host."""
         tensors, works = self._posted.pop(receive)
-        for work in works:
-            work.wait()
+        with blaming_peers(f"lost the connection in {receive}"):
+            for work in works:
+                work.wait()
         return tensors
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:

@@ -1,0 +1,166 @@
+"""Brings the parts of the module and its optimizers together on global rank 0, and apart again.
+
+Keys are the plain module's; an optimizer's state has the plain optimizer's layout. So a checkpoint
+loads into the plain module, and into a pipeline of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+
+class StateCollector:
+    """Gathers states over the ranks of one pipeline.
+
+    Args:
+        pipeline: this rank's part.
+        group: the pipeline's processes.
+    """
+
+    def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
+        self._pipeline = pipeline
+        self._group = group.host_group
+        self._global_ranks = group.global_ranks
+        self._root = min(group.global_ranks)
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the whole state dict on global rank 0, an empty one elsewhere."""
+        local = self._pipeline.module.state_dict()
+        state = {}
+        with blaming_peers("lost a rank while collecting the module's state"):
+            for name in self._pipeline.names:
+                state[name] = self._fetch(name, local)
+        return state if dist.get_rank() == self._root else {}
+
+    def _fetch(self, name: str, local: Mapping[str, Any]) -> Any:
+        """Return one entry on the root; others send theirs, if it is theirs to send."""
+        spec = self._pipeline.specs.get(name)
+        if spec is None:  # no tensor: what a module's get_extra_state returns
+            return local.get(name)
+        owner, me = self._global_ranks[self._pipeline.owner_of(name)], dist.get_rank()
+        if owner == self._root:
+            return local[name].cpu() if me == owner else None
+        if me == owner:
+            dist.send(local[name].cpu().contiguous(), self._root, group=self._group)
+        if me != self._root:
+            return None
+        received = torch.empty(spec.shape, dtype=spec.dtype)
+        dist.recv(received, owner, group=self._group)
+        return received
+
+    def optimizer_state(self, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
+        """Return the plain optimizer's state dict on global rank 0, an empty one elsewhere.
+
+        Args:
+            optimizer: of this rank's parameters.
+            names: of the whole module's parameters in each of its groups.
+        """
+        name_of = {
+            id(tensor): name for name, tensor in self._pipeline.canonical_parameters().items()
+        }
+        local = {
+            name_of[id(parameter)]: _on_cpu(state) for parameter, state in optimizer.state.items()
+        }
+        parts: list[Any] | None = None
+        if dist.get_rank() == self._root:
+            parts = [None] * len(self._global_ranks)
+        with blaming_peers("lost a rank while collecting an optimizer's state"):
+            dist.gather_object(local, parts, dst=self._root, group=self._group)
+        if parts is None:
+            return {}
+        return _plain_layout(optimizer, names, {k: v for part in parts for k, v in part.items()})
+
+
+def _plain_layout(
+    optimizer: Optimizer, names: list[list[str]], states: Mapping[str, Any]
+) -> dict[str, Any]:
+    order = [name for group in names for name in group]
+    index = {name: place for place, name in enumerate(order)}
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [index[n] for n in members]}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {
+        "state": {index[name]: states[name] for name in order if name in states},
+        "param_groups": groups,
+    }
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    names: list[list[str]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Load what this rank owns of a plain optimizer's state dict.
+
+    Args:
+        optimizer: of this rank's parameters.
+        state: of the whole.
+        names: of the whole module's parameters in each group.
+        parameters: this rank's, by name.
+
+    Raises:
+        ValueError: the state is of other groups.
+    """
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != [len(group) for group in names]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"{[len(group) for group in names]}; resume with the same configure_optimizers"
+        )
+    place_of = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    local: dict[int, Any] = {}
+    groups = []
+    for group, members, own in zip(
+        state["param_groups"], names, optimizer.param_groups, strict=True
+    ):
+        for index, name in zip(group["params"], members, strict=True):
+            if name in parameters and index in state["state"]:
+                local[place_of[id(parameters[name])]] = state["state"][index]
+        groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
+    optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+
+def prune_optimizer(optimizer: Optimizer, kept: set[int]) -> None:
+    """Let an optimizer forget the parameters whose id is not in ``kept``."""
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+        del optimizer.state[parameter]
+
+
+def load_module_state(
+    module: nn.Module, state: Mapping[str, Any], names: list[str], strict: bool
+) -> None:
+    """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.
+
+    Raises:
+        RuntimeError: as ``Module.load_state_dict``.
+    """
+    missing, unexpected = set(names) - set(state), set(state) - set(names)
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
+            f"unexpected {sorted(unexpected)}"
+        )
+    local = module.state_dict(keep_vars=True)
+    module.load_state_dict({k: v for k, v in state.items() if k in local}, strict=False)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -1,0 +1,151 @@
+"""The ranks of one pipeline as processes: who is who, and what they do together.
+
+Nothing here is in the steady path but the sum of shared gradients, the norm if gradients are
+clipped, and the batch's checksum, for which nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, blaming_peers
+from lightning_pipeoffload.schedule import Schedule
+
+
+def global_ranks_of(schedule: Schedule) -> list[int]:
+    """Say which global rank each pipeline rank is: the one with the last stage is global rank 0.
+
+    Lightning's loggers, progress bar and rank-zero code are there. In a V the last stage is on
+    pipeline rank 0 already.
+    """
+    last = schedule.rank_of(schedule.num_stages - 1)
+    if last == 0:
+        return list(range(schedule.num_ranks))
+    return [(last - rank) % schedule.num_ranks for rank in range(schedule.num_ranks)]
+
+
+class PipelineGroup:
+    """One process's view of its pipeline.
+
+    Args:
+        schedule: tells which rank holds which stage.
+        global_rank: of this process.
+        device: where it computes.
+    """
+
+    def __init__(self, schedule: Schedule, global_rank: int, device: torch.device) -> None:
+        self.global_ranks = global_ranks_of(schedule)
+        self.rank = self.global_ranks.index(global_rank)
+        self.num_ranks = schedule.num_ranks
+        self.stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
+        self._global_rank = global_rank
+        self._device = device
+        self._root = min(self.global_ranks)
+        self.host_group: Any = dist.new_group(self.global_ranks, backend="gloo")
+        self.transport = ProcessGroupTransport(self.global_ranks, self.rank, self._edges(), device)
+        self._shared: list[tuple[Tensor, Any, bool]] = []
+        self._comparing: list[tuple[Any, Tensor]] = []
+
+    def _edges(self) -> set[tuple[int, int]]:
+        hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
+        downstream = {(a, b) for a, b in hops if a != b}
+        return downstream | {(b, a) for a, b in downstream}
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with blaming_peers("lost a rank in a barrier"):
+            dist.barrier(group=self.host_group)
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Return the object of global rank ``src``."""
+        box = [obj]
+        with blaming_peers("lost a rank in a broadcast"):
+            dist.broadcast_object_list(box, src, group=self.host_group)
+        return box[0]
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, in pipeline order."""
+        found: list[Any] = [None] * self.num_ranks
+        with blaming_peers("lost a rank while gathering"):
+            dist.all_gather_object(found, obj, group=self.host_group)
+        by_global_rank = dict(zip(sorted(self.global_ranks), found, strict=True))
+        return [by_global_rank[rank] for rank in self.global_ranks]
+
+    def agree(self, decision: bool, unanimous: bool) -> bool:
+        """Return whether all, or else any, of the ranks say yes."""
+        votes = self.gather(decision)
+        return all(votes) if unanimous else any(votes)
+
+    def start_comparing(self, checksum: int) -> Callable[[str], None]:
+        """Start sending this rank's checksum of a batch to the last stage.
+
+        Returns:
+            A function to call after the step, which raises RuntimeError if the ranks had different
+            batches. By then all of them have arrived: the step needed the ranks that sent them.
+        """
+        mine = torch.tensor([checksum])
+        if self._global_rank != self._root:
+            self._comparing = [(w, t) for w, t in self._comparing if not w.is_completed()]
+            root = dist.get_group_rank(self.host_group, self._root)
+            self._comparing.append((self.host_group.send([mine], root, 0), mine))
+            return lambda what: None
+        others = [rank for rank in self.global_ranks if rank != self._root]
+        theirs = {rank: torch.empty_like(mine) for rank in others}
+        works = [
+            self.host_group.recv([theirs[r]], dist.get_group_rank(self.host_group, r), 0)
+            for r in others
+        ]
+
+        def compare(what: str) -> None:
+            with blaming_peers("lost a rank while comparing batches"):
+                for work in works:
+                    work.wait()
+            different = [rank for rank, value in theirs.items() if int(value) != checksum]
+            if different:
+                raise RuntimeError(
+                    f"global ranks {different} read another {what} than global rank {self._root}; the "
+                    f"ranks of a pipeline must read the same data in the same order: seed what draws "
+                    f"samples (a sampler of your own, augmentation) alike in every process"
+                )
+
+        return compare
+
+    def share(self, pipeline: Pipeline) -> None:
+        """Agree on what several ranks own: their first one's value counts."""
+        groups = {
+            ranks: dist.new_group(sorted(self.global_ranks[rank] for rank in ranks))
+            for ranks in pipeline.ranks_sharing()
+        }
+        self._shared = []
+        for _, parameter, ranks in pipeline.shared_parameters():
+            source = self.global_ranks[ranks[0]]
+            dist.broadcast(parameter.data, source, group=groups[ranks])
+            self._shared.append((parameter, groups[ranks], self.rank == ranks[0]))
+        for buffer in pipeline.common_buffers():
+            dist.broadcast(buffer, self._root)
+
+    def sum_shared_gradients(self) -> None:
+        """Give all owners of a parameter the sum of their gradients."""
+        with blaming_peers("lost a rank while summing tied weights' gradients"):
+            for parameter, group, _ in self._shared:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that counts a parameter in what is summed over ranks."""
+        return all(first for shared, _, first in self._shared if shared is parameter)
+
+    def global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm over all ranks' gradients."""
+        local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        squared = local.to(self._device, torch.float64) ** 2
+        with blaming_peers("lost a rank while computing the gradient's norm"):
+            dist.all_reduce(squared)
+        return squared.sqrt().to(local.dtype)

@@ -1,0 +1,167 @@
+"""When one rank fails, all stop, and each says why.
+
+The rank at fault writes what happened onto a board that every rank can read (the run's TCPStore)
+and waits until they have. A thread of each rank reads it, because a rank that waits inside gloo or
+NCCL runs no Python. What stops without a word (a killed process) is noticed by who talks to it, or
+as its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+log = logging.getLogger(__name__)
+
+_CAUSE = "pipeoffload/failure"
+_SEEN = "pipeoffload/seen/"
+_POLL_SECONDS = 0.2
+# The cause of a broken connection has this long to show up; who reports waits as long to be heard.
+_GRACE_SECONDS = 5.0
+# What all ranks refuse, each refuses by itself: then nobody stops because of another.
+_OWN_ERROR_SECONDS = 1.0
+
+
+def connect_store(timeout: timedelta | None) -> dist.TCPStore:
+    """Open another connection to the store that the process group was made with.
+
+    Args:
+        timeout: how long to wait for a key that another rank sets.
+    """
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timeout or default_pg_timeout,
+    )
+
+
+class FailureBoard:
+    """One rank's view of whether the run has failed.
+
+    Args:
+        store: a connection to the run's TCPStore that nothing else uses.
+        global_rank: of this process.
+        world_size: of the run.
+        children: processes that this one launched, for global ranks 1, 2, ...
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        global_rank: int,
+        world_size: int,
+        children: Sequence[subprocess.Popen[bytes]] = (),
+    ) -> None:
+        self._store = store
+        self._global_rank = global_rank
+        self._world_size = world_size
+        self._children = children
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="failure-board", daemon=True)
+        self._thread.start()
+
+    def report(self, cause: str) -> None:
+        """Tell all ranks that this one failed, and wait a little until they know.
+
+        Args:
+            cause: one line: what happened and where.
+        """
+        self.stop()
+        try:
+            self._store.compare_set(_CAUSE, "", f"global rank {self._global_rank}: {cause}")
+            self._store.set(f"{_SEEN}{self._global_rank}", "")
+            self._wait_until_seen()
+        except dist.DistError:
+            log.debug("the run's store is gone, so nobody can be told", exc_info=True)
+        _exit_soon()
+
+    def stop_because_of_others(self, suspicion: str) -> NoReturn:
+        """End this process because of another rank.
+
+        Args:
+            suspicion: what this rank saw, for when nobody says what happened.
+        """
+        self.stop()
+        self._leave(self._find_cause(suspicion))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            cause = self._look()
+            if cause is not None and not self._stopped.wait(_OWN_ERROR_SECONDS):
+                self._leave(cause)
+
+    def _look(self) -> str | None:
+        for local_rank, child in enumerate(self._children, start=1):
+            if child.poll() not in (None, 0):
+                return self._find_cause(f"global rank {local_rank} {_how_it_ended(child)}")
+        try:
+            return self._store.get(_CAUSE).decode() if self._store.check([_CAUSE]) else None
+        except dist.DistError:
+            return "global rank 0 is gone"
+
+    def _find_cause(self, suspicion: str) -> str:
+        """Return what the rank at fault says, or else put ``suspicion`` on the board."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        try:
+            while time.monotonic() < deadline:
+                if self._store.check([_CAUSE]):
+                    return self._store.get(_CAUSE).decode()
+                time.sleep(_POLL_SECONDS)
+            return self._store.compare_set(_CAUSE, "", suspicion).decode()
+        except dist.DistError:
+            return "global rank 0 is gone"
+
+    def _wait_until_seen(self) -> None:
+        others = [f"{_SEEN}{r}" for r in range(self._world_size) if r != self._global_rank]
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and not self._store.check(others):
+            time.sleep(_POLL_SECONDS)
+
+    def _leave(self, cause: str) -> NoReturn:
+        with self._lock:
+            say(f"global rank {self._global_rank} stops because of {cause}")
+            try:
+                self._store.set(f"{_SEEN}{self._global_rank}", "")
+                if self._global_rank == 0:  # it hosts the store
+                    self._wait_until_seen()
+            except dist.DistError:
+                log.debug("the run's store is gone", exc_info=True)
+            # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
+            os._exit(1)
+
+
+def _how_it_ended(child: subprocess.Popen[bytes]) -> str:
+    if child.returncode < 0:
+        return f"was killed by {signal.Signals(-child.returncode).name}"
+    return f"ended with status {child.returncode}"
+
+
+def say(line: str) -> None:
+    """Write one line to standard error."""
+    sys.stderr.write(f"[pipeoffload] {line}\n")
+    sys.stderr.flush()
+
+
+def _exit_soon() -> None:
+    """End this process even if something holds up its regular end."""
+    timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,128 @@
+"""What the strategy tells about the pipeline: as a dict, and as two tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.schedule import Costs, Kind, Schedule, peak_memory, simulate
+
+_COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.BW)
+
+
+def predict(plan: Schedule, pipeline: Pipeline) -> dict[str, Any]:
+    """Say what the plan promises, in units of an average block: its work, and its activation."""
+    timeline = simulate(plan, pipeline.costs)
+    return {
+        "schedule": plan.name,
+        "num_ranks": plan.num_ranks,
+        "num_chunks": plan.num_chunks,
+        "num_microbatches": plan.num_microbatches,
+        "stages": [
+            {
+                "rank": plan.rank_of(stage),
+                "blocks": pipeline.block_names(stage),
+                "num_parameters": pipeline.num_parameters[stage],
+            }
+            for stage in range(plan.num_stages)
+        ],
+        "bubble": timeline.bubble,
+        "makespan": timeline.makespan,
+        "peak_memory": list(timeline.peak_memory),
+    }
+
+
+def measure(plan: Schedule, executor: Executor, weight_flops: int) -> dict[str, Any]:
+    """Say what one rank measured: seconds, bytes, and the share of weight gradients left for W.
+
+    The bubble is the idle share of a step's period, which ends where the next step starts.
+    """
+    seconds = executor.timer.action_seconds()
+    step_seconds = executor.timer.step_seconds()
+    busy = sum(
+        seconds.get((action.kind, action.stage), 0.0)
+        for action in plan[executor.rank]
+        if action.kind in _COMPUTE
+    )
+    memory = {index: runner.memory for index, runner in executor.stages.items()}
+    deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
+    costs = Costs(
+        0.0,
+        0.0,
+        0.0,
+        activation=_of_stages(plan, {i: s.activation_bytes for i, s in memory.items()}),
+        weight_residue=_of_stages(plan, {i: s.residue_bytes for i, s in memory.items()}),
+    )
+    return {
+        "step_seconds": step_seconds,
+        "bubble": 1 - busy / step_seconds if step_seconds else 0.0,
+        "peak_activation_bytes": int(peak_memory(plan, costs)[executor.rank]),
+        "offloaded_bytes": 0,
+        "deferred_flops": deferred,
+        "weight_flops": weight_flops,
+    }
+
+
+def _of_stages(plan: Schedule, known: dict[int, int | None]) -> tuple[float, ...]:
+    return tuple(float(known.get(stage) or 0) for stage in range(plan.num_stages))
+
+
+def print_prediction(report: dict[str, Any]) -> None:
+    """Print the table of the stages."""
+    table = Table(title=f"Pipeline: {_headline(report)}", title_justify="left")
+    for column in ("stage", "rank", "blocks", "parameters", "peak activations"):
+        table.add_column(column, justify="left" if column == "blocks" else "right")
+    for index, stage in enumerate(report["stages"]):
+        names = stage["blocks"]
+        blocks = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
+        peak = f"{report['peak_memory'][stage['rank']]:.1f}"
+        table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
+    _print(
+        table,
+        f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}; peaks are of the rank, in "
+        f"activations of an average block.",
+    )
+
+
+def print_measurement(report: dict[str, Any]) -> None:
+    """Print the table of what was measured on each rank."""
+    measured = report["measured"]
+    table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
+    for column in ("rank", "step", "bubble", "peak activations", "weight gradients left for W"):
+        table.add_column(column, justify="right")
+    for rank, seconds in enumerate(measured["step_seconds"]):
+        flops = measured["weight_flops"][rank]
+        share = f"{measured['deferred_flops'][rank] / flops:.1%}" if flops else "-"
+        table.add_row(
+            str(rank),
+            f"{seconds * 1e3:.1f} ms",
+            f"{measured['bubble'][rank]:.1%}",
+            f"{measured['peak_activation_bytes'][rank] / 2**20:.2f} MiB",
+            share,
+        )
+    _print(table, f"Predicted was a bubble of {report['bubble']:.1%}.")
+
+
+def join_measurements(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Turn one dict for each rank into one list for each figure, in pipeline order."""
+    return {name: [part[name] for part in parts] for name in parts[0]}
+
+
+def _headline(report: dict[str, Any]) -> str:
+    chunks = f" x {report['num_chunks']} chunks" if report["num_chunks"] > 1 else ""
+    return (
+        f"{report['schedule']}, {report['num_ranks']} ranks{chunks}, "
+        f"{report['num_microbatches']} microbatches"
+    )
+
+
+def _print(table: Table, note: str) -> None:
+    console = Console()
+    console.print()
+    console.print(table)
+    console.print(note, highlight=False)

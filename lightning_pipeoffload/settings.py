@@ -1,0 +1,168 @@
+"""The strategy's arguments: checked before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build
+
+ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
+
+DEFAULT_SCHEDULE = "zb_h1"
+_NOT_BUILT = {
+    "data_parallel_size": 1,
+    "offload": ("auto", "none"),
+    "recompute": "none",
+    "memory_limit": None,
+    "optimizer_sync": "auto",
+    "save_distributed_checkpoint": False,
+}
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
+
+    Raises:
+        ValueError: a value that cannot be, or is not built yet.
+    """
+
+    pipeline_parallel_size: int | str = "auto"
+    num_microbatches: int | str = "auto"
+    num_chunks: int | str = "auto"
+    schedule: ScheduleLike = "auto"
+    blocks: str | None = None
+    split: str | Sequence[int] = "auto"
+    microbatch_weight: str | Callable[[Any], float] = "samples"
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
+            value = getattr(self, name)
+            if value != "auto" and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            raise ValueError(
+                f"blocks={self.blocks!r}: lists of patterns are not built yet; give the name of one "
+                f"ModuleList or Sequential"
+            )
+        if self.microbatch_weight != "samples" and not callable(self.microbatch_weight):
+            raise ValueError(
+                f'microbatch_weight must be "samples" or a callable of the microbatch, not '
+                f"{self.microbatch_weight!r}"
+            )
+        if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
+            raise ScheduleError(
+                f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the path "
+                f"of a .csv file"
+            )
+
+    def num_ranks(self, world_size: int) -> int:
+        """Return the ranks of one pipeline.
+
+        Raises:
+            ValueError: the devices do not divide into pipelines, or make more than one.
+        """
+        num_ranks = self.pipeline_parallel_size
+        if not isinstance(num_ranks, int):
+            return world_size
+        if world_size % num_ranks:
+            raise ValueError(
+                f"devices ({world_size}) must be a multiple of pipeline_parallel_size ({num_ranks}); "
+                f"use devices={num_ranks}, or pipeline_parallel_size={world_size}"
+            )
+        if world_size > num_ranks:
+            raise ValueError(
+                f"devices ({world_size}) are more than pipeline_parallel_size ({num_ranks}), and "
+                f"replicas of the pipeline are not built yet; use devices={num_ranks}"
+            )
+        return num_ranks
+
+    def make_schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Build the schedule for that many microbatches.
+
+        Raises:
+            ScheduleError: there is none, or a given one is of another size.
+        """
+        schedule = self._make(num_ranks, num_microbatches)
+        if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
+            raise ScheduleError(
+                f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
+                f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
+                f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
+            )
+        return schedule
+
+    def provisional_schedule(self, num_ranks: int) -> Schedule:
+        """Build a schedule before the batch is known: it tells which rank holds which stage."""
+        if isinstance(self.num_microbatches, int):
+            return self.make_schedule(num_ranks, self.num_microbatches)
+        fixed = self._fixed_schedule()
+        return self.make_schedule(num_ranks, fixed.num_microbatches if fixed else 2 * num_ranks)
+
+    def choose_num_microbatches(self, num_ranks: int, batch_size: int) -> int:
+        """Choose how many microbatches the first batch is cut into.
+
+        Raises:
+            ValueError: the batch cannot be cut so.
+        """
+        if isinstance(self.num_microbatches, int):
+            wanted = self.num_microbatches
+        else:
+            fixed = self._fixed_schedule()
+            wanted = fixed.num_microbatches if fixed else self._legal_divisor(num_ranks, batch_size)
+        if batch_size % wanted:
+            raise ValueError(
+                f"a first batch of {batch_size} samples cannot be cut into {wanted} equal microbatches; "
+                f"use a batch_size that is a multiple of {wanted}, or another num_microbatches"
+            )
+        return wanted
+
+    def _legal_divisor(self, num_ranks: int, batch_size: int) -> int:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        enough = [n for n in divisors if n >= 2 * num_ranks]
+        for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):
+            try:
+                self.make_schedule(num_ranks, count)
+            except ScheduleError:
+                continue
+            return count
+        raise ValueError(
+            f"a batch of {batch_size} samples cannot be cut into microbatches for schedule "
+            f"{self.schedule} on {num_ranks} ranks; use a batch_size that is a multiple of {num_ranks}"
+        )
+
+    def _is_name(self) -> bool:
+        return isinstance(self.schedule, str) and not self.schedule.endswith(".csv")
+
+    def _fixed_schedule(self) -> Schedule | None:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        if callable(self.schedule) or self._is_name():
+            return None
+        return Schedule.from_csv(self.schedule)
+
+    def _make(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        fixed = self._fixed_schedule()
+        if fixed is not None:
+            return fixed
+        if callable(self.schedule):
+            return self.schedule(num_ranks, num_microbatches)
+        name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
+        num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
+        return build(name, num_ranks, num_microbatches, num_chunks=num_chunks)
+
+
+def refuse_unbuilt(**arguments: Any) -> None:
+    """Refuse arguments that have a name but no code yet.
+
+    Raises:
+        ValueError: one of them is not at its default.
+    """
+    for name, value in arguments.items():
+        default = _NOT_BUILT[name]
+        allowed = default if isinstance(default, tuple) else (default,)
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not built yet; leave it at {allowed[0]!r}")
