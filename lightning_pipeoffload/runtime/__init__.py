@@ -1,1 +1,1 @@
-"""One rank of a pipeline in torch: cuts the user's module into stages and executes a plan on them."""
+"""One rank of a pipeline in torch: cuts the user's module into stages and executes a plan."""

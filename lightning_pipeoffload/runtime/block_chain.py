@@ -8,7 +8,7 @@ attribute of the instance would not do; a wrapper module would change the names 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class Pass(Protocol):
     """One run of the user's step: decides what a call of a block does."""
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Return the output of block ``index``; ``call()`` computes it, ``arguments`` is a pytree."""
+        """Return block ``index``'s output; ``call()`` computes it, ``arguments`` is a pytree."""
 
 
 class BlockChain:
@@ -109,7 +109,7 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
     return BlockChain(names[0], list(containers[names[0]]))
 
 
-def _named_chain(containers: dict[str, nn.Module], name: str) -> BlockChain:
+def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
     if name not in containers:
         raise ValueError(
             f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +64,8 @@ class InProcessPipeline:
         """
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
-            microbatches = pipeline.make_microbatches(
-                batch, size, lambda part, m=pipeline.module: self._step(m, part), "train", seed
-            )
+            step = partial(self._step, pipeline.module)
+            microbatches = pipeline.make_microbatches(batch, size, step, "train", seed)
             for microbatch in microbatches:
                 microbatch.weight = 1 / len(microbatches)
             executor.stages = pipeline.stages

@@ -29,8 +29,9 @@ def batch_size(batch: Any) -> int:
         raise ValueError("the batch holds no tensor with a dimension to cut into microbatches")
     if len(sizes) > 1:
         raise ValueError(
-            f"the tensors of the batch have different lengths {sorted(sizes)} along dimension 0, which is "
-            f"cut into microbatches; let each have one row for every sample, or one row for all"
+            f"the tensors of the batch have different lengths {sorted(sizes)} along dimension 0, "
+            f"which is cut into microbatches; let each have one row for every sample, or one row "
+            f"for all"
         )
     return sizes.pop()
 

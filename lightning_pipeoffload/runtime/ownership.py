@@ -46,7 +46,7 @@ class Ownership:
         self._home = self._make_view(lambda slot: True)
         self._hidden = self._make_view(lambda slot: False)
         self._views = {
-            stage: self._make_view(lambda slot, s=stage: s in owners[slot.name])  # type: ignore[misc]
+            stage: self._make_view(lambda slot, s=stage: s in owners[slot.name])
             for stage in self.local_stages
         }
 

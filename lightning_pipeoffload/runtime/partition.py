@@ -143,8 +143,9 @@ def _count_blocks(
     counts = list(split)
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise ValueError(
-            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) that "
-            f"add up to {num_blocks} blocks; its {len(counts)} entries add up to {sum(counts)}"
+            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) "
+            f"that add up to {num_blocks} blocks; its {len(counts)} entries add up to "
+            f"{sum(counts)}"
         )
     return counts
 
@@ -161,7 +162,7 @@ def _weights(costs: SegmentCosts) -> list[float]:
 
 
 def _balance(weights: list[float], num_stages: int) -> list[int]:
-    """Make the heaviest stage as light as can be, then the stages alike; in O(stages * blocks^2)."""
+    """Make the heaviest stage as light as can be, then all alike; in O(stages * blocks^2)."""
     total = [0.0, *accumulate(weights)]
 
     @cache

@@ -126,7 +126,7 @@ class Pipeline:
         return microbatches
 
     def commit(self) -> list[Tensor]:
-        """Take what other ranks own out of the module; return it, so that optimizers forget it too."""
+        """Take what other ranks own out of the module; return it for optimizers to forget."""
         self.committed = True
         return self.ownership.drop_foreign()
 

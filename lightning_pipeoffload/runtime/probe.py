@@ -1,4 +1,4 @@
-"""The probe: one run of the user's step without values, to learn how it uses its blocks and parameters.
+"""The probe: one run of the user's step without values, to learn how it can be cut.
 
 It takes no memory and no arithmetic, and tells, for batches of these shapes, what each block hands
 on, which part of the step uses which parameter, and the floating-point operations of each part.
@@ -198,13 +198,13 @@ class _ProbePass:
             expected = self.segment
             what = f"before {self.chain.block_name(expected)}" if index > expected else "again"
             raise ValueError(
-                f"the step calls {name} {what}; a pipeline needs each entry of {self.chain.name} called "
-                f"once and in order"
+                f"the step calls {name} {what}; a pipeline needs each entry of {self.chain.name} "
+                f"called once and in order"
             )
         if self._training and not torch.is_grad_enabled():
             raise ValueError(
-                f"the step calls {name} without gradients (torch.no_grad, or a reentrant checkpoint); "
-                f"use torch.utils.checkpoint(..., use_reentrant=False)"
+                f"the step calls {name} without gradients (torch.no_grad, or a reentrant "
+                f"checkpoint); use torch.utils.checkpoint(..., use_reentrant=False)"
             )
         output = call()
         self.segment += 1
@@ -230,13 +230,13 @@ class _ProbePass:
     def check_complete(self) -> None:
         if self.segment < len(self.chain):
             raise ValueError(
-                f"the step does not call {self.chain.block_name(self.segment)}; a pipeline needs each "
-                f"entry of {self.chain.name} called once and in order"
+                f"the step does not call {self.chain.block_name(self.segment)}; a pipeline needs "
+                f"each entry of {self.chain.name} called once and in order"
             )
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """Count the floating-point operations of matrix products, convolutions and attention; else 0."""
+    """Count the operations of matrix products, convolutions and attention; 0 for others."""
     packet = func.overloadpacket
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
         packet = aten._scaled_dot_product_flash_attention
@@ -253,8 +253,9 @@ def _describe(leaf: Any) -> Any:
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
     line = users_line(error)
     return (
-        f"the step needs a value before {chain.block_name(segment)} has run that only one stage has: "
-        f"{error}{f' ({line})' if line else ''}; move it behind the blocks, or compute it from the batch"
+        f"the step needs a value before {chain.block_name(segment)} has run that only one stage "
+        f"has: {error}{f' ({line})' if line else ''}; move it behind the blocks, or compute it "
+        f"from the batch"
     )
 
 

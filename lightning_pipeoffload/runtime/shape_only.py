@@ -100,7 +100,7 @@ class ShapeOnly(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: tuple[type, ...],
@@ -176,13 +176,13 @@ def _refuse_values(func: torch._ops.OpOverload, origins: frozenset[str]) -> None
 def _refuse_writes(
     func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
 ) -> None:
-    """A value that is not there cannot be written into a tensor that is; see :func:`dropping_writes`."""
+    """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, Tensor) and not isinstance(value, ShapeOnly):
-            if not any(drop(value) for drop in _drop_rules):
-                name = func.overloadpacket.__name__
-                raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
+        is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
+        if written and is_real and not any(drop(value) for drop in _drop_rules):
+            name = func.overloadpacket.__name__
+            raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
 
 
 _drop_rules: list[Callable[[Tensor], bool]] = []

@@ -187,8 +187,8 @@ class StageRunner:
         if found != specs and (torch.is_grad_enabled() or not _same_shapes(found, specs)):
             name = self.chain.block_name(self.stage.blocks.stop - 1)
             raise RuntimeError(
-                f"{name} returned {found} where {specs} was expected from the shapes of the batch; what "
-                f"a block returns must not depend on the values of its input"
+                f"{name} returned {found} where {specs} was expected from the shapes of the batch; "
+                f"what a block returns must not depend on the values of its input"
             )
 
 
@@ -209,7 +209,7 @@ class _StagePass:
         self._left = False
 
     def run(self) -> Any:
-        """Call the step; return the output of the last owned block, or on the last stage its result."""
+        """Call the step; return the last owned block's output, or the step's on the last stage."""
         runner = self._runner
         seed_all(mix_seed(self._microbatch.seed, 0))
         if runner.is_first:
@@ -287,9 +287,9 @@ class _StagePass:
     def _explain(self, error: ValueNeededError) -> str:
         line = users_line(error)
         return (
-            f"{error.operation} needs the value of {describe(error.origins)}, which is not on stage "
-            f"{self._runner.stage.index} {f'({line})' if line else ''}; pass it on through the blocks, "
-            f"or compute it from the batch"
+            f"{error.operation} needs the value of {describe(error.origins)}, which is not on "
+            f"stage {self._runner.stage.index}{f' ({line})' if line else ''}; pass it on through "
+            f"the blocks, or compute it from the batch"
         )
 
 
@@ -320,7 +320,7 @@ class _Enter(torch.autograd.Function):
 def _enter(tensors: list[Tensor], received: _Received) -> tuple[Tensor, ...]:
     received.device = tensors[0].device if tensors else None
     anchor = torch.empty(0, requires_grad=True)
-    return _Enter.apply(anchor, tensors, received)  # type: ignore[no-any-return]
+    return _Enter.apply(anchor, tensors, received)
 
 
 def _gradients_to_send(received: _Received) -> list[Tensor]:

@@ -77,7 +77,7 @@ class ActionTimer:
         return {key: self._median(pairs) for key, pairs in self._actions.items()}
 
     def step_seconds(self) -> float:
-        """Return the median of the time from one step's start to the next one's; 0 before a step."""
+        """Return the median time from one step's start to the next one's; 0 before a step."""
         starts = [start for start, _ in self._steps]
         between = list(zip(starts, starts[1:], strict=False))
         return self._median(between or self._steps)

@@ -26,7 +26,8 @@ _MARK = "_pipeoffload_deferred"
 # Views and casts save no tensors, so backward may pass them once per use.
 _TRANSPARENT = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
-    "ToCopyBackward0", "SplitBackward0", "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0",
+    "ToCopyBackward0", "SplitBackward0", "SliceBackward0", "SelectBackward0",
+    "ReshapeAliasBackward0",
 }  # fmt: skip
 
 # Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
@@ -61,7 +62,7 @@ class WeightGradQueue:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute and accumulate all, in the order of the backward, each one's tensors freed after it."""
+        """Compute and accumulate all, in the order of the backward; each frees its tensors."""
         self._tensors.clear()
         entries = self._entries[::-1]
         self._entries.clear()
@@ -140,8 +141,9 @@ class _Call:
     def check_unchanged(self) -> None:
         if self.weight._version != self.version:
             raise RuntimeError(
-                f"a weight of shape {tuple(self.weight.shape)} was changed in place between the forward "
-                f"and the backward that needs it; change weights in the optimizer's step only"
+                f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
+                f"forward and the backward that needs it; change weights in the optimizer's step "
+                f"only"
             )
 
 
@@ -192,9 +194,7 @@ class _Convolution(_Call):
 
     def _gradients(self, x: Tensor, grad: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
         sizes = None if self.bias is None else list(self.bias.shape)
-        return aten.convolution_backward.default(  # type: ignore[no-any-return]
-            grad, x, self.weight, sizes, *self.options, mask
-        )
+        return aten.convolution_backward.default(grad, x, self.weight, sizes, *self.options, mask)
 
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         return self._gradients(x, grad, [True, False, False])[0]
@@ -221,7 +221,7 @@ class _DeferredCall(torch.autograd.Function):
         return call.forward(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         call: _Call = ctx.call
         call.check_unchanged()
@@ -241,7 +241,7 @@ def _queue_or_run(call: _Call, x: Tensor, grad: Tensor) -> None:
 def _apply(call: _Call, x: Tensor) -> Tensor:
     # The first layer's input needs no gradient, but its weight does: something must ask for one.
     anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-    return _DeferredCall.apply(x, anchor, call)  # type: ignore[no-any-return]
+    return _DeferredCall.apply(x, anchor, call)
 
 
 def _is_deferred(weight: Tensor | None) -> bool:
