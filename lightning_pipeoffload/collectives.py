@@ -52,6 +52,11 @@ class PipelineGroup:
         self._shared: list[tuple[Tensor, Any, bool]] = []
         self._comparing: list[tuple[Any, Tensor]] = []
 
+    @property
+    def is_root(self) -> bool:
+        """Whether this process is the one with the last stage, which reports."""
+        return self._global_rank == self._root
+
     def _edges(self) -> set[tuple[int, int]]:
         hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
         downstream = {(a, b) for a, b in hops if a != b}
@@ -109,9 +114,9 @@ class PipelineGroup:
             different = [rank for rank, value in theirs.items() if int(value) != checksum]
             if different:
                 raise RuntimeError(
-                    f"global ranks {different} read another {what} than global rank {self._root}; the "
-                    f"ranks of a pipeline must read the same data in the same order: seed what draws "
-                    f"samples (a sampler of your own, augmentation) alike in every process"
+                    f"global ranks {different} read another {what} than global rank {self._root}; "
+                    f"the ranks of a pipeline must read the same data in the same order: seed what "
+                    f"draws samples (a sampler of your own, augmentation) alike in every process"
                 )
 
         return compare

@@ -28,7 +28,12 @@ def own_generators(loader: object, seed: int) -> None:
         # Lightning's own would mix in the global rank.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
     generators = []
-    for holder in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    holders: tuple[Any, ...] = (
+        loader,
+        loader.sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    )
+    for holder in holders:
         if holder is not None and getattr(holder, "generator", False) is None:
             holder.generator = torch.Generator()
             generators.append(holder.generator)

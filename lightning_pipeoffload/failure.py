@@ -20,6 +20,10 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
+    Store,
+    TCPStore,
+)
 from torch.distributed.constants import default_pg_timeout
 
 log = logging.getLogger(__name__)
@@ -33,13 +37,13 @@ _GRACE_SECONDS = 5.0
 _OWN_ERROR_SECONDS = 1.0
 
 
-def connect_store(timeout: timedelta | None) -> dist.TCPStore:
+def connect_store(timeout: timedelta | None) -> TCPStore:
     """Open another connection to the store that the process group was made with.
 
     Args:
         timeout: how long to wait for a key that another rank sets.
     """
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
@@ -60,7 +64,7 @@ class FailureBoard:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         global_rank: int,
         world_size: int,
         children: Sequence[subprocess.Popen[bytes]] = (),

@@ -8,20 +8,20 @@ waits otherwise.
 
 from __future__ import annotations
 
-import pickle
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
     _LoggerConnector,  # private: it answers trainer.callback_metrics
 )
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
@@ -87,21 +87,17 @@ def _detach(value: Any) -> Any:
 
 
 def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
-    """Combine the microbatches' values of one name."""
+    """Combine the microbatches' values of one name; a metric has combined them itself."""
     if isinstance(values[-1], (Metric, MetricCollection)):
         return values[-1]
     stacked = torch.stack([torch.as_tensor(value, dtype=_float_type(value)) for value in values])
-    if callable(reduce_fx):
-        name = getattr(reduce_fx, "__name__", "")
-        if name not in ("mean", "sum", "min", "max", "amin", "amax"):
-            return reduce_fx(stacked)
-        reduce_fx = name
-    if reduce_fx == "mean":
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name == "mean":
         shares = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
         return (stacked * shares).sum() / shares.sum()
-    return {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[
-        reduce_fx.removeprefix("a")
-    ]()
+    reductions: dict[str, Any] = {"sum": stacked.sum, "min": stacked.min, "max": stacked.max}
+    reduce = reductions.get(name)
+    return reduce() if reduce is not None else reduce_fx(stacked)
 
 
 def _float_type(value: Any) -> torch.dtype:
@@ -117,12 +113,12 @@ class SharedMetricsConnector(_LoggerConnector):
     step, of an epoch) names a moment on all of them. Rank 0 publishes what it has at each tick.
     """
 
-    _store: dist.Store | None = None
+    _store: Store | None = None
     _tick = 0
     _fetched = 0
 
     @classmethod
-    def replacing(cls, plain: _LoggerConnector, store: dist.Store | None) -> SharedMetricsConnector:
+    def replacing(cls, plain: _LoggerConnector, store: Store | None) -> SharedMetricsConnector:
         """Make one with the state of ``plain``; without a store it is a plain one."""
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
@@ -130,7 +126,7 @@ class SharedMetricsConnector(_LoggerConnector):
         return made
 
     def leave(self) -> None:
-        """Fetch what there is, while global rank 0 is still there; be a plain connector from now on."""
+        """Fetch what there is while global rank 0 is still there; be a plain connector then."""
         self._fetch()
         self._store = None
 
@@ -143,7 +139,7 @@ class SharedMetricsConnector(_LoggerConnector):
             {name: float(value) for name, value in metrics.items()}
             for metrics in (super().callback_metrics, super().logged_metrics)
         )
-        self._store.set(_key(self._tick), pickle.dumps(published))
+        self._store.set(_key(self._tick), json.dumps(published))
         if self._tick > _KEPT_TICKS:
             self._store.delete_key(_key(self._tick - _KEPT_TICKS))
 
@@ -179,7 +175,7 @@ class SharedMetricsConnector(_LoggerConnector):
         if self._store is None or self.trainer.is_global_zero or self._fetched == self._tick:
             return
         self._fetched = self._tick
-        callback, logged = pickle.loads(self._store.get(_key(self._tick)))
+        callback, logged = json.loads(self._store.get(_key(self._tick)))
         self._callback_metrics.update({k: torch.tensor(v) for k, v in callback.items()})
         self._logged_metrics.update({k: torch.tensor(v) for k, v in logged.items()})
 

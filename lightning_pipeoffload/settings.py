@@ -45,8 +45,8 @@ class PipelineSettings:
                 raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
         if self.blocks is not None and not isinstance(self.blocks, str):
             raise ValueError(
-                f"blocks={self.blocks!r}: lists of patterns are not built yet; give the name of one "
-                f"ModuleList or Sequential"
+                f"blocks={self.blocks!r}: lists of patterns are not built yet; give the name of "
+                f"one ModuleList or Sequential"
             )
         if self.microbatch_weight != "samples" and not callable(self.microbatch_weight):
             raise ValueError(
@@ -55,8 +55,8 @@ class PipelineSettings:
             )
         if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
             raise ScheduleError(
-                f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the path "
-                f"of a .csv file"
+                f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "
+                f"path of a .csv file"
             )
 
     def num_ranks(self, world_size: int) -> int:
@@ -70,8 +70,8 @@ class PipelineSettings:
             return world_size
         if world_size % num_ranks:
             raise ValueError(
-                f"devices ({world_size}) must be a multiple of pipeline_parallel_size ({num_ranks}); "
-                f"use devices={num_ranks}, or pipeline_parallel_size={world_size}"
+                f"devices ({world_size}) must be a multiple of pipeline_parallel_size "
+                f"({num_ranks}); use devices={num_ranks}, or pipeline_parallel_size={world_size}"
             )
         if world_size > num_ranks:
             raise ValueError(
@@ -115,8 +115,9 @@ class PipelineSettings:
             wanted = fixed.num_microbatches if fixed else self._legal_divisor(num_ranks, batch_size)
         if batch_size % wanted:
             raise ValueError(
-                f"a first batch of {batch_size} samples cannot be cut into {wanted} equal microbatches; "
-                f"use a batch_size that is a multiple of {wanted}, or another num_microbatches"
+                f"a first batch of {batch_size} samples cannot be cut into {wanted} equal "
+                f"microbatches; use a batch_size that is a multiple of {wanted}, or another "
+                f"num_microbatches"
             )
         return wanted
 
@@ -131,7 +132,8 @@ class PipelineSettings:
             return count
         raise ValueError(
             f"a batch of {batch_size} samples cannot be cut into microbatches for schedule "
-            f"{self.schedule} on {num_ranks} ranks; use a batch_size that is a multiple of {num_ranks}"
+            f"{self.schedule} on {num_ranks} ranks; use a batch_size that is a multiple of "
+            f"{num_ranks}"
         )
 
     def _is_name(self) -> bool:

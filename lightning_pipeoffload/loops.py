@@ -1,0 +1,94 @@
+"""Where Lightning's loops are told that gradients come with the training step.
+
+Forwards and backwards of a pipeline interleave, so what Lightning runs between them (zero_grad, the
+hooks around backward) is handed to the strategy, which runs it where its first backward starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import (
+    _AutomaticOptimization,  # private: it decides what follows the training step
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Leaves zero_grad and backward to the strategy."""
+
+    @classmethod
+    def replacing(cls, plain: _AutomaticOptimization) -> PipelineOptimization:
+        """Make one that goes on counting where ``plain`` is."""
+        made = cls(plain.trainer)
+        made.optim_progress = plain.optim_progress
+        return made
+
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        zero_grad = super()._make_zero_grad_fn(batch_idx, optimizer)
+        self.trainer.strategy.zero_grad = zero_grad  # type: ignore[attr-defined]
+        return None
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        return None
+
+
+def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
+    """Put the pipeline's pieces into the trainer's loops.
+
+    Args:
+        trainer: whose loops to change; again is harmless.
+        metrics_store: where global rank 0 publishes metrics; None with one rank.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
+    # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
+    loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
+        _stop_if_told, trainer
+    )
+    trainer._logger_connector = SharedMetricsConnector.replacing(
+        trainer._logger_connector, metrics_store
+    )
+    keep_metrics_local(trainer)
+
+
+def _stop_if_told(trainer: Trainer) -> None:
+    if trainer.received_sigterm:
+        raise SIGTERMException
+
+
+def refuse_module(module: LightningModule, trainer: Trainer) -> None:
+    """Refuse what cannot be run stage by stage.
+
+    Raises:
+        ValueError: says what, and what would do.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization:
+        raise ValueError(
+            "manual optimization cannot be pipelined: training_step runs once for every stage and "
+            "microbatch, an optimizer step inside it would run as often; use automatic optimization"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut "
+            "into microbatches; use training_step(self, batch, batch_idx)"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            'precision="16-mixed" is not built yet: its loss scale has to be agreed on over the '
+            'stages; use "bf16-mixed"'
+        )

@@ -1,0 +1,228 @@
+"""One rank's run of a module: cuts batches, picks the plan that fits, executes it, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.checkpoint import prune_optimizer
+from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.report import (
+    join_measurements,
+    measure,
+    predict,
+    print_measurement,
+    print_prediction,
+)
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.stage import Microbatch
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.schedule import Schedule, forward_only, keep_microbatches, lower
+from lightning_pipeoffload.settings import PipelineSettings
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One batch to run.
+
+    Attributes:
+        kind: of the step: "training_step", say.
+        batch: any pytree.
+        call: calls the user's step on a microbatch.
+        seed: of the batch's random numbers.
+    """
+
+    kind: str
+    batch: Any
+    call: Callable[[Any], Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a batch gave on this rank.
+
+    Attributes:
+        value: what the user's steps returned, put together; None without the last stage.
+        sizes: samples of each microbatch.
+    """
+
+    value: Any
+    sizes: list[int]
+
+
+class PipelineRun:
+    """Batches of one module on one rank.
+
+    Args:
+        module: the user's.
+        group: the pipeline's processes.
+        settings: the strategy's.
+        device: where this rank computes.
+
+    Attributes:
+        schedule: of a full training batch; until there is one, with a provisional number of
+            microbatches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: PipelineGroup,
+        settings: PipelineSettings,
+        device: torch.device,
+    ) -> None:
+        cut = CutSettings(group.stage_ranks, settings.blocks, settings.split)
+        self.pipeline = Pipeline(module, group.rank, cut, device)
+        self.executor = Executor(
+            group.rank, self.pipeline.stages, group.transport, ActionTimer(device)
+        )
+        self.schedule = settings.provisional_schedule(group.num_ranks)
+        self._group = group
+        self._settings = settings
+        self._size: int | None = None
+        self._plan = cache(_make_plan)
+        self._measured: dict[str, list[Any]] | None = None
+
+    @property
+    def plan(self) -> Schedule:
+        """The lowered plan of a full training batch."""
+        return self._plan(self.schedule, self.schedule.num_microbatches, training=True)
+
+    @property
+    def is_on_last_stage(self) -> bool:
+        """Whether the last stage is running right now."""
+        action = self.executor.current
+        return action is not None and action.stage == self.schedule.num_stages - 1
+
+    @property
+    def place(self) -> str:
+        """Where in the plan this rank is: "stage 3, B of microbatch 5"; empty between steps."""
+        action = self.executor.current
+        if action is None:
+            return ""
+        return f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
+
+    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
+        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
+
+        Raises:
+            ValueError: the first batch cannot be cut, or the step not at its blocks.
+        """
+        total = batch_size(inputs.batch)
+        if self._size is None:
+            count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
+            self.schedule = self._settings.make_schedule(self._group.num_ranks, count)
+            self._size = total // count
+        return self._cut(inputs, max(self._size, self._smallest_size(total)))
+
+    def train(
+        self,
+        inputs: StepInputs,
+        microbatches: list[Microbatch],
+        accumulated: int,
+        before_backward: Callable[[], None],
+    ) -> StepOutput:
+        """Run all forwards and backwards of a batch.
+
+        Args:
+            inputs: the batch.
+            microbatches: of it.
+            accumulated: batches whose gradients add up to one optimizer step.
+            before_backward: called before the first backward.
+        """
+        return self._run(inputs, microbatches, accumulated, before_backward)
+
+    def evaluate(self, inputs: StepInputs) -> StepOutput:
+        """Run the forwards of a batch of any size, in no more microbatches than in training."""
+        microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+        return self._run(inputs, microbatches, 1, None)
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        microbatches: list[Microbatch],
+        accumulated: int,
+        before_backward: Callable[[], None] | None,
+    ) -> StepOutput:
+        finish_comparing = self._group.start_comparing(checksum(inputs.batch))
+        shares = self._weigh(microbatches, accumulated)
+        training = before_backward is not None
+        plan = self._plan(self.schedule, len(microbatches), training=training)
+        results = self.executor.run(plan, microbatches, before_backward)
+        finish_comparing(f"batch in {inputs.kind}")
+        sizes = [batch_size(microbatch.part) for microbatch in microbatches]
+        return StepOutput(merge_outputs(results, shares) if results else None, sizes)
+
+    def _weigh(self, microbatches: list[Microbatch], accumulated: int) -> list[float]:
+        """Set each microbatch's weight in the gradient; return its share of the batch's loss."""
+        weigh = self._settings.microbatch_weight
+        measure_weight = weigh if callable(weigh) else batch_size
+        weights = [float(measure_weight(microbatch.part)) for microbatch in microbatches]
+        shares = [weight / sum(weights) for weight in weights]
+        for microbatch, share in zip(microbatches, shares, strict=True):
+            microbatch.weight = share / accumulated
+        return shares
+
+    def _smallest_size(self, total: int) -> int:
+        return -(-total // self.schedule.num_microbatches)
+
+    def _cut(self, inputs: StepInputs, size: int) -> list[Microbatch]:
+        return self.pipeline.make_microbatches(
+            inputs.batch, size, inputs.call, inputs.kind, inputs.seed
+        )
+
+    def commit(self, optimizers: list[Optimizer]) -> None:
+        """Before the first training step: keep what this rank owns, and agree where ranks share."""
+        if self.pipeline.committed:
+            return
+        self.pipeline.commit()
+        kept = {id(p) for p in self.pipeline.canonical_parameters().values()}
+        for optimizer in optimizers:
+            prune_optimizer(optimizer, kept)
+        self._group.share(self.pipeline)
+        if self._group.is_root:
+            print_prediction(self.report())
+
+    def report(self) -> dict[str, Any]:
+        """Describe the pipeline; see ``PipeOffloadStrategy.report``.
+
+        Raises:
+            RuntimeError: before the first batch, which decides how the module is cut.
+        """
+        if not self.pipeline.stages:
+            raise RuntimeError("there is nothing to report before the first batch")
+        report = predict(self.plan, self.pipeline)
+        if self._measured is not None:
+            report["measured"] = self._measured
+        elif self.executor.timer.num_steps:
+            mine = self._measure()
+            missing = dict.fromkeys(mine)
+            ranks = range(self._group.num_ranks)
+            parts = [mine if rank == self._group.rank else missing for rank in ranks]
+            report["measured"] = join_measurements(parts)
+        return report
+
+    def end_training(self) -> None:
+        """Bring the measurements of all ranks together, and print them."""
+        if not self.executor.timer.num_steps:
+            return
+        self._measured = join_measurements(self._group.gather(self._measure()))
+        if self._group.is_root:
+            print_measurement(self.report())
+
+    def _measure(self) -> dict[str, Any]:
+        return measure(self.plan, self.executor, self.pipeline.weight_flops)
+
+
+def _make_plan(schedule: Schedule, count: int, training: bool) -> Schedule:
+    kept = keep_microbatches(schedule, count) if count < schedule.num_microbatches else schedule
+    return lower(kept if training else forward_only(kept))
