@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_pipeoffload.runtime import weight_grad
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let no test start torch's threads, nor see another test's random numbers or kernels."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    weight_grad.remove_kernels()

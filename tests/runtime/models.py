@@ -1,0 +1,224 @@
+"""Tiny models with a step, in float64, and what a plain run of them gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.schedule import Schedule, build
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
+DEPTH = 8  # blocks: enough for two stages on each of four ranks
+VOCABULARY = 16
+TOLERANCE = 1e-12
+
+
+class LanguageModel(nn.Module):
+    """A model of Hugging Face; its own loss would be computed in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def step(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class DemoGPT(nn.Module):
+    """The demo's LightningModule, without a Trainer to log to."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        sizes = {"vocab_size": VOCABULARY, "context": 6, "width": 8, "depth": DEPTH, "heads": 2}
+        self.gpt = GPT(**{**sizes, "dropout": 0.0, **options})
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.gpt(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Classifier(nn.Module):
+    """Whatever layers, in an ``nn.Sequential``."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers)
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(self.net(batch["x"]), batch["y"])
+
+
+class Regression(nn.Module):
+    """Blocks that a ``glue`` function may stand between; the step is squared error."""
+
+    def __init__(self, blocks: list[nn.Module], width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self(x).pow(2).mean()
+
+
+def linear_blocks(count: int, width: int = 4) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+def llama(tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LanguageModel(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=8,
+                intermediate_size=16,
+                num_hidden_layers=DEPTH,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                tie_word_embeddings=tied,
+            )
+        )
+    )
+
+
+def gpt2(tied: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return LanguageModel(
+        GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=8,
+                n_embd=8,
+                n_layer=DEPTH,
+                n_head=2,
+                tie_word_embeddings=tied,
+                bos_token_id=0,
+                eos_token_id=0,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
+    )
+
+
+def mlp() -> nn.Module:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU(inplace=True))]
+    return Classifier(*layers, nn.Linear(6, 5))
+
+
+def cnn() -> nn.Module:
+    def convolution(channels: int) -> list[nn.Module]:
+        return [nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)]
+
+    return Classifier(*convolution(2), *convolution(3), nn.Flatten(), nn.Linear(48, 5))
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randint(VOCABULARY, (count, 6))
+
+
+def vectors(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 6).double(), "y": torch.randint(5, (count,))}
+
+
+def images(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 2, 4, 4).double(), "y": torch.randint(5, (count,))}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the maker of its batches."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+
+
+MODELS = {
+    "gpt": Case(DemoGPT, tokens),
+    "gpt_tied": Case(lambda: DemoGPT(tie_weights=True), tokens),
+    "mlp": Case(mlp, vectors),
+    "cnn": Case(cnn, images),
+    "llama": Case(lambda: llama(tied=False), tokens),
+    "llama_tied": Case(lambda: llama(tied=True), tokens),
+    "gpt2": Case(lambda: gpt2(tied=False), tokens),
+    "gpt2_tied": Case(lambda: gpt2(tied=True), tokens),
+}
+
+
+def call_step(module: Any, part: Any) -> Tensor:
+    return module.step(part)
+
+
+@dataclass
+class Outcome:
+    """What a step leaves behind."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_plain(module: nn.Module, batch: Any, size: int, weights: list[float] | None = None) -> Any:
+    """Run a copy of ``module`` over the microbatches, one after the other."""
+    module = copy.deepcopy(module)
+    parts = split_batch(batch, size)
+    weights = weights or [1 / len(parts)] * len(parts)
+    losses = []
+    for part, weight in zip(parts, weights, strict=True):
+        loss = call_step(module, part)
+        if loss.requires_grad:
+            (loss * weight).backward()
+        losses.append(loss.detach())
+    gradients = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
+    return Outcome(losses, gradients, dict(module.named_buffers()))
+
+
+def run_pipeline(
+    module: nn.Module, schedule: Schedule, batch: Any, size: int, seed: int = 0, **options: Any
+) -> Outcome:
+    """Run one step in process."""
+    pipeline = InProcessPipeline(module, schedule, call_step, **options)
+    losses = pipeline.run(batch, size, seed)
+    buffers = {
+        name: buffer for rank in pipeline.ranks for name, buffer in rank.module.named_buffers()
+    }
+    return Outcome(losses, pipeline.named_gradients(), buffers)
+
+
+def assert_same(found: Outcome, plain: Outcome, tolerance: float = TOLERANCE) -> None:
+    """Compare losses, and gradients relative to the largest of the model."""
+    torch.testing.assert_close(found.losses, plain.losses, rtol=tolerance, atol=tolerance)
+    assert found.gradients.keys() == plain.gradients.keys()
+    largest = max(float(g.abs().max()) for g in plain.gradients.values() if g is not None)
+    for name, expected in plain.gradients.items():
+        actual = found.gradients[name]
+        assert (actual is None) == (expected is None), name
+        if actual is not None and expected is not None:
+            error = float((actual - expected).abs().max()) / largest
+            assert error <= tolerance, f"{name}: {error}"
+
+
+def assert_exact(module: nn.Module, batch: Any, size: int = 2, num_ranks: int = 2) -> None:
+    """Check that a zero-bubble pipeline does what the plain module does."""
+    count = len(split_batch(batch, size))
+    found = run_pipeline(module, build("zb_h1", num_ranks, count), batch, size)
+    assert_same(found, run_plain(module, batch, size))

@@ -1,0 +1,33 @@
+"""Loss and every gradient are the plain module's, for every schedule, size and kind of model."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from lightning_pipeoffload.schedule import build
+from tests.runtime.models import MODELS, SCHEDULES, assert_same, run_pipeline, run_plain
+
+
+@cache
+def prepared(name):
+    torch.manual_seed(0)
+    module, batch = MODELS[name].make().double(), MODELS[name].batch(8)
+    return module, batch, run_plain(module, batch, size=2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_plain_modules(name, schedule, num_ranks):
+    module, batch, plain = prepared(name)
+    found = run_pipeline(module, build(schedule, num_ranks, 4), batch, size=2)
+    assert_same(found, plain)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_running_statistics_are_the_plain_modules(schedule, num_ranks):
+    module, batch, plain = prepared("cnn")
+    found = run_pipeline(module, build(schedule, num_ranks, 4), batch, size=2)
+    torch.testing.assert_close(found.buffers, plain.buffers)
