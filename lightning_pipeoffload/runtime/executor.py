@@ -43,6 +43,7 @@ class Executor:
         self.current: Action | None = None
         self._inbox: dict[Action, list[Tensor]] = {}
         self._outbox: dict[Action, list[Tensor]] = {}
+        self._results: dict[int, Any] = {}
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -53,6 +54,11 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
         }
+
+    @property
+    def results(self) -> list[Any]:
+        """What the user's step returned for each microbatch, in their order; see :meth:`run`."""
+        return [self._results[index] for index in sorted(self._results)]
 
     def run(
         self,
@@ -81,7 +87,7 @@ class Executor:
         before_backward: Callable[[], None] | None = None,
     ) -> Iterator[Action]:
         """Execute action by action; yields each before it runs, so that ranks can take turns."""
-        self.results: list[Any] = []
+        self._results.clear()
         self._plan = plan
         self._keep = not plan.is_forward_only
         self._microbatches = microbatches
@@ -120,7 +126,7 @@ class Executor:
         tensors = [] if stage.is_first else self._inbox.pop(_input_of(action))
         output = stage.forward(self._microbatches[action.microbatch], tensors, self._keep)
         if stage.is_last:
-            self.results.append(output)
+            self._results[action.microbatch] = output
         else:
             self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
 
