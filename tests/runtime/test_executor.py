@@ -1,0 +1,214 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import (
+    COMPUTE,
+    MEMORY_EFFECTS,
+    Action,
+    Costs,
+    Kind,
+    MemoryEffect,
+    Schedule,
+    build,
+    simulate,
+)
+from tests.runtime.models import (
+    SCHEDULES,
+    DemoGPT,
+    Regression,
+    assert_same,
+    call_step,
+    linear_blocks,
+    run_pipeline,
+    run_plain,
+    tokens,
+)
+from tests.runtime.random_orders import random_schedule
+
+PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Call a function with executor and action before each action of any rank."""
+
+    def install(look):
+        plain = Executor.steps
+
+        def steps(self, *args):
+            for action in plain(self, *args):
+                look(self, action)
+                yield action
+
+        monkeypatch.setattr(Executor, "steps", steps)
+
+    return install
+
+
+def count_alive(executor):
+    return sum(stage.num_alive for stage in executor.stages.values())
+
+
+def actions(text):
+    return [Action.parse(word) for word in text.split()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_any_valid_order_gives_the_plain_gradients(placement, seed):
+    module, batch = DemoGPT(depth=4, tie_weights=True).double(), tokens(3)
+    found = run_pipeline(module, random_schedule(placement, 3, seed), batch, size=1)
+    assert_same(found, run_plain(module, batch, size=1))
+
+
+def test_random_orders_differ():
+    orders = {random_schedule(PLACEMENTS["v"], 3, seed) for seed in range(20)}
+    assert len(orders) == 20
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_as_much_is_alive_as_the_simulator_says(name, num_ranks, watch):
+    expected, peaks = [0] * num_ranks, [0] * num_ranks
+
+    def look(executor, action):
+        rank, effect = executor.rank, MEMORY_EFFECTS.get(action.kind, MemoryEffect(0, 0))
+        assert count_alive(executor) == expected[rank], action
+        peaks[rank] = max(peaks[rank], expected[rank], expected[rank] + sum(effect))
+        expected[rank] += sum(effect)
+
+    watch(look)
+    schedule = build(name, num_ranks, 8)
+    run_pipeline(Regression(linear_blocks(8)).double(), schedule, torch.randn(8, 4).double(), 1)
+    assert tuple(peaks) == simulate(schedule, Costs.unit()).peak_memory
+    assert expected == [0] * num_ranks
+
+
+class Held:
+    """What autograd has saved of one tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Watched(nn.Module):
+    """A block that remembers, weakly, what autograd saves in it, and what it computes."""
+
+    alive: weakref.WeakSet
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+    def pack(self, tensor):
+        held = Held(tensor)
+        Watched.alive.add(held)
+        return held
+
+    def forward(self, x):
+        with saved_tensors_hooks(self.pack, lambda held: held.tensor):
+            normed = self.norm(x)
+            out = torch.nn.functional.gelu(self.linear(normed)).sin()
+            Watched.alive.update([out])
+            return x + out
+
+
+@pytest.fixture
+def without_gc():
+    Watched.alive = weakref.WeakSet()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_gc")
+def test_after_backward_only_the_queue_is_alive(watch):
+    found = {}
+
+    def look(executor, action):
+        found[str(action)] = len(Watched.alive)
+
+    watch(look)
+    plan = Schedule.of([actions("0F0 0B0 0W0")])
+    pipeline = InProcessPipeline(Regression([Watched(), Watched()]).double(), plan, call_step)
+    pipeline.run(torch.randn(3, 4).double(), 3)
+    assert found["0B0"] > 10
+    assert found["0W0"] == 0
+    # inputs and output gradients of 4 linear layers, 3 rows of 4 doubles; the head's has 1 column
+    memory = pipeline.ranks[0].stages[0].memory
+    assert memory.residue_bytes == 8 * 3 * (4 * 4 + 3 * 4 + 1)
+
+
+@pytest.mark.usefixtures("without_gc")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_after_a_step_nothing_is_alive(num_ranks):
+    module = Regression([Watched() for _ in range(4)]).double()
+    run_pipeline(module, build("zb_h1", num_ranks, 4), torch.randn(4, 4).double(), 1)
+    assert not Watched.alive
+
+
+def test_forward_only_keeps_nothing(watch):
+    most = []
+    watch(lambda executor, action: most.append(count_alive(executor)))
+    plan = Schedule.of([actions("0F0 0F1"), actions("1F0 1F1")])
+    losses = InProcessPipeline(Regression(linear_blocks(4)), plan, call_step).run(
+        torch.randn(2, 4), 1
+    )
+    assert len(losses) == 2
+    assert max(most) == 0
+
+
+def test_before_backward_is_called_once_and_before_the_first_backward():
+    pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 1, 2), call_step)
+    pipeline.run(torch.randn(2, 4), 1)
+    executor, rank, seen = pipeline.executors[0], pipeline.ranks[0], []
+    microbatches = rank.make_microbatches(torch.randn(2, 4), 1, rank.module.step, "train", 0)
+    executor.run(pipeline.plan, microbatches, lambda: seen.append(executor.current))
+    assert seen == [Action(Kind.BW, 0, 0)]
+
+
+def test_times_of_every_compute_action_are_kept():
+    pipeline = InProcessPipeline(Regression(linear_blocks(4)), build("zb_h1", 2, 2), call_step)
+    pipeline.run(torch.randn(2, 4), 1)
+    measured = [set(executor.timer.action_seconds()) for executor in pipeline.executors]
+    computed = [
+        {(action.kind, action.stage) for action in rank if action.kind in COMPUTE}
+        for rank in pipeline.plan
+    ]
+    assert measured == computed
+    assert all(executor.timer.num_steps == 1 for executor in pipeline.executors)
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        if x.shape[0] == 1:
+            raise ArithmeticError("a microbatch of one")
+        return super().forward(x)
+
+
+def test_a_failure_leaves_the_action_where_it_was():
+    blocks = [nn.Linear(4, 4), Failing(4, 4)]
+    pipeline = InProcessPipeline(Regression(blocks), build("1f1b", 2, 2), call_step)
+    pipeline.run(torch.randn(4, 4), 2)
+    blocks = pipeline.ranks[1].module.blocks
+    blocks[1].register_forward_pre_hook(lambda block, args: (args[0][:1],))
+    with pytest.raises(ArithmeticError):
+        pipeline.run(torch.randn(4, 4), 2)
+    assert pipeline.executors[1].current == Action(Kind.F, 1, 0)
+
+
+def test_ranks_that_wait_for_each_other_are_an_error():
+    pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 2, 2), call_step)
+    receive_first = actions("1RECV_F1 1RECV_F0 1F0 1F1")
+    pipeline.plan = Schedule.of([actions("0F0 0SEND_F0"), receive_first])
+    with pytest.raises(RuntimeError, match="no rank can go on from None, 1RECV_F1"):
+        pipeline.run(torch.randn(2, 4), 1)
