@@ -26,8 +26,8 @@ _MARK = "_pipeoffload_deferred"
 # Views and casts save no tensors, so backward may pass them once per use.
 _TRANSPARENT = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
-    "ToCopyBackward0", "SplitBackward0", "SliceBackward0", "SelectBackward0",
-    "ReshapeAliasBackward0",
+    "ToCopyBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
+    "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0",
 }  # fmt: skip
 
 # Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
