@@ -1,0 +1,395 @@
+"""Each kind of weight gets the gradient, and each hook the calls, that plain autograd gives."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    deferring,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
+
+
+class Product(nn.Module):
+    """A matrix and a vector, and a function of them and of x ``[rows, 4]``."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.weight, self.bias, x)
+
+
+class Attention(nn.Module):
+    def __init__(self, cross=False):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.cross = cross
+
+    def forward(self, x):
+        x = x[None]
+        other = x.flip(1) if self.cross else x
+        return self.attention(x, other, other)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(4, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x[None])[0]
+
+
+class Over(nn.Module):
+    """A convolution over x seen as channels and pixels."""
+
+    def __init__(self, convolution, shape):
+        super().__init__()
+        self.convolution = convolution
+        self.shape = shape
+
+    def forward(self, x):
+        return self.convolution(x.reshape(self.shape))
+
+
+def frozen_bias():
+    linear = nn.Linear(4, 4)
+    linear.bias.requires_grad_(False)
+    return linear
+
+
+def frozen_weight():
+    linear = nn.Linear(4, 4)
+    linear.weight.requires_grad_(False)
+    return linear
+
+
+def twice(x, weight):
+    return functional.linear(functional.linear(x, weight), weight)
+
+
+def both(x, weights):
+    first, second = weights
+    return x[:, : len(first)] @ first + x[:, : len(second)] @ second
+
+
+# The name of a call; how many gradients of it wait for W; the call, of weight w, bias b and x.
+PRODUCTS = {
+    "linear twice": (2, lambda w, b, x: twice(x, w)),
+    "x @ w": (1, lambda w, b, x: x @ w + b),
+    "batched x @ w": (1, lambda w, b, x: x[None] @ w),
+    "w @ x": (1, lambda w, b, x: w @ x.t()),
+    "x @ w.t()": (1, lambda w, b, x: x @ w.t()),
+    "w.t() @ x": (1, lambda w, b, x: w.t() @ x.t()),
+    "addmm": (1, lambda w, b, x: torch.addmm(b, x, w)),
+    "view of a weight": (1, lambda w, b, x: functional.linear(x[:, :2], w.view(8, 2))),
+    "row of a weight": (1, lambda w, b, x: functional.linear(x, w[:2])),
+    "chunks of a weight": (2, lambda w, b, x: both(x, w.chunk(2, 1))),
+    "parts of a weight": (2, lambda w, b, x: both(x, w.split([1, 3]))),
+    "weights in a stack": (2, lambda w, b, x: both(x, w.view(2, 2, 4).unbind())),
+    "cast of a weight": (1, lambda w, b, x: x.float() @ w.float()),
+    "scaled addmm": (0, lambda w, b, x: torch.addmm(b, x, w, alpha=2)),
+    "product of weights": (0, lambda w, b, x: x @ (w * b)),
+    "einsum with three operands": (0, lambda w, b, x: torch.einsum("ni,io,o->no", x, w, b)),
+}
+MODULES = {
+    "linear": (1, lambda: nn.Linear(4, 3)),
+    "linear without bias": (1, lambda: nn.Linear(4, 3, bias=False)),
+    "linear with frozen bias": (1, frozen_bias),
+    "linear with frozen weight": (0, frozen_weight),
+    "conv1d": (1, lambda: Over(nn.Conv1d(4, 3, 3, padding=1), (2, 4, 3))),
+    "conv1d without bias": (1, lambda: Over(nn.Conv1d(4, 3, 3, bias=False), (2, 4, 3))),
+    "grouped conv2d": (1, lambda: Over(nn.Conv2d(2, 4, 2, stride=2, groups=2), (1, 2, 4, 3))),
+    "transposed conv1d": (1, lambda: Over(nn.ConvTranspose1d(4, 3, 2), (2, 4, 3))),
+    "transposed conv2d": (1, lambda: Over(nn.ConvTranspose2d(2, 3, 2, stride=2), (1, 2, 4, 3))),
+    "self attention": (2, Attention),
+    "cross attention": (3, lambda: Attention(cross=True)),
+    "layer norm": (0, lambda: nn.LayerNorm(4)),
+    "weight norm": (0, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+}
+CALLS = MODULES | {
+    name: (count, partial(Product, function)) for name, (count, function) in PRODUCTS.items()
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    install_kernels("cpu")
+    yield
+    remove_kernels()
+
+
+def mark_all(module):
+    for parameter in module.parameters():
+        mark(parameter)
+    return module
+
+
+def gradients(module, x):
+    return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+
+def backward(module, x, call=None, between=lambda: None):
+    """Run F, B and W; return the gradients, and how many of them were left for W."""
+    queue = WeightGradQueue()
+    with deferring(queue):
+        (call or module)(x).pow(2).sum().backward()
+    waiting = len(queue._entries)
+    between()
+    queue.run()
+    return gradients(module, x), waiting
+
+
+def plain(module, x):
+    module, x = copy.deepcopy(module), x.detach().clone().requires_grad_(x.requires_grad)
+    module(x).pow(2).sum().backward()
+    return gradients(module, x)
+
+
+def make_input(requires_grad=True):
+    return torch.randn(6, 4, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("first_layer", [False, True])
+@pytest.mark.parametrize(("count", "make"), CALLS.values(), ids=CALLS)
+def test_gradients_are_plains(count, make, first_layer):
+    module, x = make().double(), make_input(requires_grad=not first_layer)
+    expected = plain(module, x)
+    found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected)
+    assert waiting == count
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_weights(kind):
+    module, x = Recurrent(kind).double(), make_input()
+    expected = plain(module, x)
+    found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected)
+    assert waiting > 0
+
+
+@pytest.mark.parametrize(("count", "make"), CALLS.values(), ids=CALLS)
+def test_gradients_add_up(count, make):
+    module, x = make().double(), make_input()
+    expected = plain(module, x)
+    mark_all(module)
+    backward(module, x)
+    found, _ = backward(module, x)
+    torch.testing.assert_close(
+        found, {name: None if g is None else 2 * g for name, g in expected.items()}
+    )
+
+
+def test_weights_wait_for_w():
+    module, x = mark_all(nn.Linear(4, 4).double()), make_input()
+    seen = []
+    backward(module, x, between=lambda: seen.append((x.grad is None, module.weight.grad)))
+    assert seen == [(False, None)]
+    assert module.weight.grad is not None
+
+
+def test_weights_nobody_marked_do_not_wait():
+    _, waiting = backward(nn.Linear(4, 4).double(), make_input())
+    assert waiting == 0
+
+
+def test_nothing_waits_without_a_queue():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    mark_all(module)(x).pow(2).sum().backward()
+    torch.testing.assert_close(gradients(module, x), expected)
+
+
+def test_a_fused_backward_leaves_nothing():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    queue = WeightGradQueue(immediate=True)
+    with deferring(queue):
+        mark_all(module)(x).pow(2).sum().backward()
+    assert (queue.nbytes(), len(queue._entries)) == (0, 0)
+    torch.testing.assert_close(gradients(module, x), expected)
+
+
+def test_flops_and_bytes_of_a_linear_layer():
+    module, x = mark_all(nn.Linear(4, 3).double()), make_input()
+    queue = WeightGradQueue()
+    with deferring(queue):
+        module(x).sin().backward(torch.ones(6, 3).double())
+    assert queue.flops == 2 * 6 * 4 * 3
+    assert queue.nbytes() == 8 * (6 * 4 + 6 * 3)
+    queue.run()
+    assert queue.nbytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "flops"),
+    [
+        (nn.Conv1d(4, 3, 2), (2, 4, 5), 2 * (2 * 4 * 3) * (4 * 2)),
+        (nn.Conv2d(2, 4, 2, groups=2), (1, 2, 3, 3), 2 * (4 * 4) * (1 * 4)),
+        (nn.ConvTranspose1d(4, 3, 2), (2, 4, 5), 2 * (2 * 4 * 5) * (3 * 2)),
+    ],
+    ids=["conv1d", "grouped conv2d", "transposed conv1d"],
+)
+def test_flops_of_convolutions(layer, shape, flops):
+    queue = WeightGradQueue()
+    with deferring(queue):
+        mark_all(layer)(torch.randn(shape)).sum().backward()
+    assert queue.flops == flops
+
+
+class Calls:
+    """Both kinds of hook on a parameter, and what they were called with."""
+
+    def __init__(self, parameter):
+        self.gradients, self.accumulated = [], []
+        parameter.register_hook(self.gradient)
+        parameter.register_post_accumulate_grad_hook(self.accumulation)
+
+    def gradient(self, grad):
+        self.gradients.append(grad.clone())
+
+    def accumulation(self, parameter):
+        self.accumulated.append(parameter.grad.clone())
+
+
+def hooked(deferred, uses):
+    """Use a weight ``uses`` times in a step; return the calls of its hooks."""
+    torch.manual_seed(1)
+    module, x = nn.Linear(4, 4).double(), make_input()
+    calls = Calls(module.weight)
+    if deferred:
+        mark_all(module)
+    for _ in range(2):
+        queue = WeightGradQueue()
+        with deferring(queue):
+            y = x
+            for _ in range(uses):
+                y = module(y).sin()
+            y.pow(2).sum().backward()
+        queue.run()
+    return calls
+
+
+def test_hooks_are_called_as_plain_autograd_does():
+    found, expected = hooked(deferred=True, uses=1), hooked(deferred=False, uses=1)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+    torch.testing.assert_close(found.accumulated, expected.accumulated)
+    assert len(found.gradients) == len(found.accumulated) == 2
+
+
+def test_hooks_of_a_weight_used_twice_see_the_same_total():
+    found, expected = hooked(deferred=True, uses=2), hooked(deferred=False, uses=2)
+    torch.testing.assert_close(sum(found.gradients), sum(expected.gradients))
+    torch.testing.assert_close(found.accumulated[-1], expected.accumulated[-1])
+
+
+def test_a_hook_may_change_the_gradient():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    module.weight.register_hook(lambda grad: 3 * grad)
+    found, _ = backward(mark_all(module), x)
+    torch.testing.assert_close(found["weight"], 3 * expected["weight"])
+
+
+def test_a_weight_changed_in_place_is_an_error():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
+    with deferring(WeightGradQueue()):
+        loss = module(x).sum()
+        with torch.no_grad():
+            module.weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"weight of shape \(4, 4\) was changed in place"):
+            loss.backward()
+
+
+def test_checkpointed_blocks_recompute_in_b():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double(), make_input()
+    expected, forwards = plain(module, x), []
+    module[0].register_forward_hook(lambda *args: forwards.append(1))
+    recomputed = partial(checkpoint, module, use_reentrant=False)
+    found, waiting = backward(mark_all(module), x, recomputed)
+    torch.testing.assert_close(found, expected)
+    assert (waiting, len(forwards)) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "x @ w", "addmm", "conv1d", "self attention"])
+def test_autocast(name):
+    count, make = CALLS[name]
+    module, x = make(), torch.randn(6, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(module, x)
+        found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert waiting == count
+
+
+class Scale(torch.autograd.Function):
+    """A kernel of a user, that takes part in the split."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        defer_weight_grad(ctx.weight, lambda: (grad * x).sum(0))
+        return grad * ctx.weight, None
+
+
+def scale():
+    return Product(lambda w, b, x: Scale.apply(x, b))
+
+
+def test_a_users_kernel_waits_for_w():
+    module, x, seen = scale().double(), make_input(), []
+    backward(module, x, between=lambda: seen.append(module.bias.grad))
+    assert seen == [None]
+    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
+
+
+def test_a_users_kernel_runs_at_once_outside_of_a_split():
+    module, x = scale().double(), make_input()
+    module(x).pow(2).sum().backward()
+    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
+
+
+def test_a_queue_that_ran_keeps_nothing():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
+    queue = WeightGradQueue()
+    with deferring(queue):
+        module(x).sum().backward()
+    queue.run()
+    module.weight.grad = None
+    queue.run()
+    assert module.weight.grad is None
+
+
+def test_kernels_are_removed_again():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    with deferring(WeightGradQueue()):
+        ours = type(module(x).grad_fn).__name__
+        remove_kernels()
+        theirs = type(module(x).grad_fn).__name__
+    assert (ours, theirs) == ("_DeferredCallBackward", "AddmmBackward0")
+
+
+def test_installing_twice_is_harmless():
+    install_kernels("cpu")
+    _, waiting = backward(mark_all(nn.Linear(4, 4).double()), make_input())
+    assert waiting == 1
