@@ -91,7 +91,7 @@ class Executor:
         self._plan = plan
         self._keep = not plan.is_forward_only
         self._microbatches = microbatches
-        self._post_receives()
+        self._receives_posted = False
         timer = self.timer if self._keep else None
         if timer:
             timer.start_step()
@@ -155,6 +155,9 @@ class Executor:
         self.transport.send(action, peer, self._outbox.pop(action))
 
     def _receive(self, action: Action) -> None:
+        if not self._receives_posted:  # as late as here, where the rank is about to be idle
+            self._post_receives()
+            self._receives_posted = True
         self._inbox[action] = self.transport.wait(action)
 
 

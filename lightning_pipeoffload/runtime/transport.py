@@ -1,8 +1,8 @@
 """How tensors travel between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-probe. Receives are posted when a step starts, so a send never waits for the receiver to come
-round; only the consumer waits.
+probe. The receives of a step are posted before its first one is needed, so a send never waits for
+the receiver to come round; only the consumer waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Transport(Protocol):
         """Start sending; never waits."""
 
     def finish_step(self) -> None:
-        """Let go of what was sent and has arrived."""
+        """Let go of what was sent in the step before."""
 
 
 class InProcessTransport:
@@ -119,6 +119,7 @@ class ProcessGroupTransport:
         self._groups = self._make_groups(edges)
         self._posted: dict[Action, tuple[list[Tensor], list[Any]]] = {}
         self._sent: list[tuple[list[Tensor], list[Any]]] = []
+        self._sent_before: list[tuple[list[Tensor], list[Any]]] = []
 
     def _make_groups(self, edges: set[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         if self._device.type == "cpu":
@@ -169,12 +170,15 @@ class ProcessGroupTransport:
         self._sent.append((tensors, works))
 
     def finish_step(self) -> None:
-        """Let go of what has arrived; the rest is looked at after the next step."""
-        self._sent = [
-            (tensors, works)
-            for tensors, works in self._sent
-            if not all(work.is_completed() for work in works)
-        ]
+        """Let go of what was sent in the step before; wait for it if a peer is that far behind.
+
+        Without a wait a gloo send never counts as completed.
+        """
+        with blaming_peers("lost a connection while sending"):
+            for _, works in self._sent_before:
+                for work in works:
+                    work.wait()
+        self._sent, self._sent_before = [], self._sent
 
 
 def _tag(receive: Action, place: int) -> int:
