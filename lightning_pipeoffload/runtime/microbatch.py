@@ -39,14 +39,14 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut ``batch`` into microbatches of ``size`` samples, the last one possibly smaller.
 
-    Tensors and lists of plain values with an entry for each sample are cut; what has one row for
-    all samples goes to each microbatch.
+    Tensors, lists of plain values and tuples of strings with an entry for each sample are cut; what
+    has one row for all samples goes to each microbatch.
     """
     total = batch_size(batch)
 
     def cut(start: int) -> Any:
         def leaf(value: Any) -> Any:
-            if _is_list_of_values(value):
+            if _is_column(value):
                 return value[start : start + size] if len(value) == total else value
             if isinstance(value, Tensor) and value.dim() and len(value) == total:
                 return value[start : start + size]
@@ -68,8 +68,8 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
         return torch.cat(list(outputs))
     if isinstance(first, (Tensor, float)):
         return sum(w * output for w, output in zip(weights, outputs, strict=True))
-    if _is_list_of_values(first):
-        return [entry for output in outputs for entry in output]
+    if _is_column(first):
+        return type(first)(entry for output in outputs for entry in output)
     parts = [_parts(output) for output in outputs]
     if parts[0] is None:
         return first
@@ -93,15 +93,17 @@ def checksum(batch: Any) -> int:
 def _checksum_of(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, len(flat) // 4096)].contiguous()
-    numbers = sample.view(torch.uint8).long()
-    return int((numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum())
+    return zlib.crc32(sample.view(torch.uint8).cpu().numpy().tobytes())
 
 
 def _sizes(batch: Any) -> list[int]:
     return [len(leaf) for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _is_list_of_values(value: Any) -> bool:
+def _is_column(value: Any) -> bool:
+    """Whether ``value`` lists plain values; a tuple of strings is what torch's collate makes."""
+    if type(value) is tuple:
+        return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
     return isinstance(value, list) and not any(
         isinstance(entry, Tensor) or _parts(entry) is not None for entry in value
     )
@@ -112,7 +114,7 @@ def batch_leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
 
     def leaf(value: Any) -> Any:
-        found.extend(value if isinstance(value, list) else [value])
+        found.extend(value if _is_column(value) else [value])
         return value
 
     _map(leaf, tree)
@@ -121,7 +123,7 @@ def batch_leaves(tree: Any) -> list[Any]:
 
 def _map(leaf: _Leaf, tree: Any) -> Any:
     """Apply ``leaf`` to tensors, values and lists of values."""
-    if isinstance(tree, Tensor) or _is_list_of_values(tree):
+    if isinstance(tree, Tensor) or _is_column(tree):
         return leaf(tree)
     parts = _parts(tree)
     if parts is None:
