@@ -1,0 +1,135 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.microbatch import (
+    batch_size,
+    checksum,
+    merge_outputs,
+    split_batch,
+)
+
+Pair = namedtuple("Pair", ["x", "names"])
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    names: list[str]
+
+
+X = torch.arange(5.0)
+NAMES = list("abcde")
+CONTAINERS = {
+    "tuple": lambda x, names: (x, names),
+    "list": lambda x, names: [x, names],
+    "namedtuple": Pair,
+    "dict": lambda x, names: {"x": x, "names": names},
+    "ordered dict": lambda x, names: OrderedDict(x=x, names=names),
+    "dataclass": Sample,
+    "nested": lambda x, names: {"a": [x, (names, None)], "b": "text"},
+}
+
+
+def same(left, right):
+    """Compare trees of tensors, which have no equality of their own."""
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_batches_of_any_kind_are_cut(make):
+    batch = make(X, NAMES)
+    parts = split_batch(batch, 2)
+    assert batch_size(batch) == 5
+    expected = [make(X[k : k + 2], NAMES[k : k + 2]) for k in (0, 2, 4)]
+    assert all(map(same, parts, expected))
+    assert len(parts) == len(expected)
+
+
+def test_a_tensor_is_cut():
+    assert [part.tolist() for part in split_batch(X, 3)] == [[0, 1, 2], [3, 4]]
+
+
+def test_a_tuple_of_strings_is_cut_as_lightning_collates_it():
+    batch = torch.utils.data.default_collate(list(zip(X, NAMES, strict=True)))
+    assert [part[1] for part in split_batch(batch, 3)] == [("a", "b", "c"), ("d", "e")]
+
+
+def test_what_all_samples_share_goes_to_each():
+    shared = {"mask": torch.ones(1, 3), "scale": torch.tensor(2.0), "classes": ["cat", "dog"]}
+    for part in split_batch({"x": X, **shared}, 2):
+        assert all(same(part[name], value) for name, value in shared.items())
+
+
+def test_parts_are_views():
+    assert split_batch(X, 2)[1].data_ptr() == X[2:].data_ptr()
+
+
+@pytest.mark.parametrize("batch", [{}, "text", (torch.tensor(1.0), ["a"])])
+def test_a_batch_without_samples_is_refused(batch):
+    with pytest.raises(ValueError, match="holds no tensor with a dimension to cut"):
+        batch_size(batch)
+
+
+def test_tensors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"different lengths \[4, 6\] along dimension 0"):
+        batch_size((torch.ones(4), torch.ones(6)))
+
+
+OUTPUTS = [
+    (torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.5)),
+    (1.0, 3.0, 2.5),
+    (torch.tensor([1.0]), torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0, 3.0])),
+    (["a"], ["b", "c"], ["a", "b", "c"]),
+    (("a",), ("b", "c"), ("a", "b", "c")),
+    (None, None, None),
+    (
+        {"loss": torch.tensor(1.0), "out": (torch.ones(1), None)},
+        {"loss": torch.tensor(3.0), "out": (torch.zeros(2), None)},
+        {"loss": torch.tensor(2.5), "out": (torch.tensor([1.0, 0.0, 0.0]), None)},
+    ),
+    (Pair(1.0, ["a"]), Pair(3.0, ["b"]), Pair(2.5, ["a", "b"])),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "merged"), OUTPUTS)
+def test_results_are_put_together(first, second, merged):
+    assert same(merge_outputs([first, second], [0.25, 0.75]), merged)
+
+
+CHANGED = [
+    torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0]),
+    X.flip(0),
+    X.double() + 1e-9,
+    (X, ["a", "b", "c", "d", "f"]),
+    (X, X),
+]
+
+
+@pytest.mark.parametrize("other", CHANGED)
+def test_checksums_tell_batches_apart(other):
+    like = (X, NAMES) if isinstance(other, tuple) else X
+    assert checksum(other) != checksum(like)
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_equal_batches_have_equal_checksums(make):
+    assert checksum(make(X, NAMES)) == checksum(make(X.clone(), list(NAMES)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64, torch.complex64])
+def test_checksums_of_any_dtype(dtype):
+    assert checksum(torch.ones(3, 2, dtype=dtype)) != checksum(torch.zeros(3, 2, dtype=dtype))
+
+
+def test_a_checksum_of_a_large_tensor_looks_at_all_parts_of_it():
+    large = torch.zeros(100_000)
+    seen = {checksum(large)}
+    for start in range(0, 100_000, 25_000):
+        changed = large.clone()
+        changed[start : start + 100] = 1
+        seen.add(checksum(changed))
+    assert len(seen) == 5
