@@ -31,7 +31,7 @@ class StateCollector:
         self._pipeline = pipeline
         self._group = group.host_group
         self._global_ranks = group.global_ranks
-        self._root = min(group.global_ranks)
+        self._root = group.root
 
     def module_state(self) -> dict[str, Any]:
         """Return the whole state dict on global rank 0, an empty one elsewhere."""

@@ -46,7 +46,7 @@ class PipelineGroup:
         self.stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
         self._global_rank = global_rank
         self._device = device
-        self._root = min(self.global_ranks)
+        self.root = min(self.global_ranks)
         self.host_group: Any = dist.new_group(self.global_ranks, backend="gloo")
         self.transport = ProcessGroupTransport(self.global_ranks, self.rank, self._edges(), device)
         self._shared: list[tuple[Tensor, Any, bool]] = []
@@ -55,7 +55,7 @@ class PipelineGroup:
     @property
     def is_root(self) -> bool:
         """Whether this process is the one with the last stage, which reports."""
-        return self._global_rank == self._root
+        return self._global_rank == self.root
 
     def _edges(self) -> set[tuple[int, int]]:
         hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
@@ -95,14 +95,14 @@ class PipelineGroup:
             batches. By then all of them have arrived: the step needed the ranks that sent them.
         """
         mine = torch.tensor([checksum])
-        if self._global_rank != self._root:
+        if self._global_rank != self.root:
             if self._comparing is not None:
                 with blaming_peers("lost global rank 0 while comparing batches"):
                     self._comparing[0].wait()  # one batch back; gloo never says completed otherwise
-            root = dist.get_group_rank(self.host_group, self._root)
+            root = dist.get_group_rank(self.host_group, self.root)
             self._comparing = self.host_group.send([mine], root, 0), mine
             return lambda what: None
-        others = [rank for rank in self.global_ranks if rank != self._root]
+        others = [rank for rank in self.global_ranks if rank != self.root]
         theirs = {rank: torch.empty_like(mine) for rank in others}
         works = [
             self.host_group.recv([theirs[r]], dist.get_group_rank(self.host_group, r), 0)
@@ -116,7 +116,7 @@ class PipelineGroup:
             different = [rank for rank, value in theirs.items() if int(value) != checksum]
             if different:
                 raise RuntimeError(
-                    f"global ranks {different} read another {what} than global rank {self._root}; "
+                    f"global ranks {different} read another {what} than global rank {self.root}; "
                     f"the ranks of a pipeline must read the same data in the same order: seed what "
                     f"draws samples (a sampler of your own, augmentation) alike in every process"
                 )
@@ -135,7 +135,7 @@ class PipelineGroup:
             dist.broadcast(parameter.data, source, group=groups[ranks])
             self._shared.append((parameter, groups[ranks], self.rank == ranks[0]))
         for buffer in pipeline.common_buffers():
-            dist.broadcast(buffer, self._root)
+            dist.broadcast(buffer, self.root)
 
     def sum_shared_gradients(self) -> None:
         """Give all owners of a parameter the sum of their gradients."""

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
+    PrefixStore,
     Store,
     TCPStore,
 )
@@ -28,8 +29,8 @@ from torch.distributed.constants import default_pg_timeout
 
 log = logging.getLogger(__name__)
 
-_CAUSE = "pipeoffload/failure"
-_SEEN = "pipeoffload/seen/"
+_CAUSE = "failure"
+_SEEN = "seen/"
 _POLL_SECONDS = 0.2
 # The cause of a broken connection has this long to show up; who reports waits as long to be heard.
 _GRACE_SECONDS = 5.0
@@ -37,19 +38,21 @@ _GRACE_SECONDS = 5.0
 _OWN_ERROR_SECONDS = 1.0
 
 
-def connect_store(timeout: timedelta | None) -> TCPStore:
+def connect_store(run: str, timeout: timedelta | None) -> Store:
     """Open another connection to the store that the process group was made with.
 
     Args:
+        run: a name of this run; one process group may see several.
         timeout: how long to wait for a key that another rank sets.
     """
-    return TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         wait_for_workers=False,
         timeout=timeout or default_pg_timeout,
     )
+    return PrefixStore(f"pipeoffload/{run}", store)
 
 
 class FailureBoard:

@@ -176,12 +176,16 @@ class SharedMetricsConnector(_LoggerConnector):
             return
         self._fetched = self._tick
         callback, logged = json.loads(self._store.get(_key(self._tick)))
-        self._callback_metrics.update({k: torch.tensor(v) for k, v in callback.items()})
-        self._logged_metrics.update({k: torch.tensor(v) for k, v in logged.items()})
+        self._callback_metrics.update(_as_tensors(callback))
+        self._logged_metrics.update(_as_tensors(logged))
+
+
+def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
 def _key(tick: int) -> str:
-    return f"pipeoffload/metrics/{tick}"
+    return f"metrics/{tick}"
 
 
 def keep_metrics_local(trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ Lightning repeats this part in each of its own strategies; here it is apart, bel
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 from typing import Any
 
@@ -115,9 +116,10 @@ class PipelineProcesses(ParallelStrategy):
         self._group = PipelineGroup(schedule, self.global_rank, self.root_device)
         if self.world_size == 1:
             return
-        self._metrics_store = connect_store(self._timeout)
+        run = self._group.broadcast(secrets.token_hex(8), self._group.root)
+        self._metrics_store = connect_store(run, self._timeout)
         children = getattr(self.launcher, "procs", ())
-        store = connect_store(self._timeout)
+        store = connect_store(run, self._timeout)
         self._board = FailureBoard(store, self.global_rank, self.world_size, children)
 
     @override

@@ -10,6 +10,7 @@ from typing import Any
 from .actions import ScheduleError
 from .classic import gpipe, interleaved_1f1b, one_f_one_b
 from .costs import Costs
+from .grouped import gis, gis_h, grouped, uniform
 from .schedule import Schedule
 from .simulate import peak_memory
 from .validate import validate
@@ -46,6 +47,10 @@ SCHEDULES = {
     "interleaved_1f1b": Recipe(interleaved_1f1b, num_chunks=2, max_chunks=None),
     "zb_h1": Recipe(zb_h1),
     "zb_h2": Recipe(zb_h2),
+    "gis": Recipe(gis, num_chunks=2, max_chunks=None),
+    "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
+    "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),
+    "uniform": Recipe(uniform, num_chunks=2, max_chunks=None),
 }
 
 

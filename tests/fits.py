@@ -1,0 +1,158 @@
+"""What the rank processes of the strategy's tests run: small fits that return what is to be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_pipeoffload import PipeOffloadStrategy
+
+SILENT = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 1,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(nn.functional.gelu(self.linear(x)))
+
+
+class Net(L.LightningModule):
+    """Eight small blocks with dropout, an embedding and a head; in float64."""
+
+    def __init__(self, tie: bool = False, dropout: float = 0.1, depth: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 32, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.accuracy = MeanMetric()
+        self.double()
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        self.accuracy((logits.argmax(-1) == batch["y"]).double())
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("val_accuracy", self.accuracy)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        decayed = [p for n, p in self.named_parameters() if n.endswith("weight")]
+        plain = [p for n, p in self.named_parameters() if not n.endswith("weight")]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def collate(samples: list[Any]) -> dict[str, Any]:
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    return {"x": x, "y": y, "names": [f"sample {int(i)}" for i in x]}
+
+
+def samples(count: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randint(32, (count,), generator=generator),
+        torch.randint(32, (count,), generator=generator),
+    )
+
+
+class Stream(IterableDataset):
+    """Samples from a stream, drawn by the global generator."""
+
+    def __iter__(self) -> Any:
+        for _ in range(40):
+            yield torch.randint(32, ()), torch.randint(32, ())
+
+
+def loader(kind: str = "map", batch_size: int = 8) -> DataLoader:
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size, collate_fn=collate)
+    return DataLoader(samples(), batch_size, shuffle=kind == "shuffled", collate_fn=collate)
+
+
+class Record(L.Callback):
+    """Keeps what was trained on and logged."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.batches: list[list[int]] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        self.batches.append(batch["x"].tolist())
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def strategy(num_devices: int, **options: Any) -> Any:
+    return PipeOffloadStrategy(**{"num_microbatches": 4, **options}) if num_devices else "auto"
+
+
+def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
+    """Fit for two epochs; 0 devices: on one, without the strategy."""
+    module_options = options.pop("module", {})
+    data = options.pop("data", {})
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer_options = {"max_epochs": 2, "gradient_clip_val": 0.5, **options.pop("trainer", {})}
+    L.seed_everything(7, workers=True, verbose=False)
+    record = Record()
+    checkpoint = ModelCheckpoint(folder, "last", monitor="val_loss", enable_version_counter=False)
+    module = Net(**module_options)
+    trainer = L.Trainer(
+        **SILENT,
+        devices=num_devices or 1,
+        strategy=strategy(num_devices, **options),
+        callbacks=[record, checkpoint],
+        **trainer_options,
+    )
+    trainer.fit(module, loader(**data), loader(), ckpt_path=ckpt_path)
+    return {
+        "losses": record.losses,
+        "batches": record.batches,
+        "rates": record.rates,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best": checkpoint.best_model_path,
+        "parameters": [name for name, _ in module.named_parameters()],
+        "report": trainer.strategy.report() if num_devices else None,
+    }

@@ -1,0 +1,181 @@
+"""The strategy in real processes, against Lightning's own loop on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from tests import fits
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
+EXACT = {"rel": 1e-10, "abs": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Without the strategy and without dropout, over the same batches."""
+    folder = tmp_path_factory.mktemp("plain")
+    return fits.fit(0, str(folder), module={"dropout": 0.0}) | {"folder": folder}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_equals_one_device(ranks, plain, tmp_path, schedule, num_ranks):
+    options = {"module": {"dropout": 0.0}, "schedule": schedule}
+    if schedule == "interleaved_1f1b" and num_ranks == 1:
+        options["num_chunks"] = 2
+    results = ranks(num_ranks).run(_fit, num_ranks, str(tmp_path), options)
+    for result in results:
+        assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
+        assert result["rates"] == plain["rates"]
+        assert result["batches"] == plain["batches"]
+        assert result["metrics"] == pytest.approx(plain["metrics"], **EXACT)
+
+
+def _fit(num_ranks, folder, options):
+    return fits.fit(num_ranks, folder, **options)
+
+
+def test_tied_weights_train_as_on_one_device(ranks, tmp_path):
+    options = {"module": {"dropout": 0.0, "tie": True}}
+    expected = fits.fit(0, str(tmp_path), module={"dropout": 0.0, "tie": True})
+    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
+        assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
+
+
+@pytest.mark.parametrize("data", ["map", "shuffled", "stream"])
+def test_dropout_and_data_do_not_depend_on_the_number_of_ranks(ranks, tmp_path, data):
+    options = {"data": {"kind": data}, "trainer": {"gradient_clip_val": None}}
+    (expected,) = ranks(1).run(_fit, 1, str(tmp_path), options)
+    for num_ranks, schedule in ((2, "zb_h1"), (2, "interleaved_1f1b"), (4, "1f1b")):
+        results = ranks(num_ranks).run(
+            _fit, num_ranks, str(tmp_path), {**options, "schedule": schedule}
+        )
+        for result in results:
+            assert result["batches"] == expected["batches"]
+            assert result["losses"] == expected["losses"]
+
+
+def test_shuffled_epochs_differ(ranks, tmp_path):
+    (result,) = ranks(1).run(_fit, 1, str(tmp_path), {"data": {"kind": "shuffled"}})
+    assert result["batches"][:5] != result["batches"][5:]
+
+
+def test_a_shorter_last_batch_counts_each_sample_alike(ranks, tmp_path):
+    options = {"module": {"dropout": 0.0}, "data": {"batch_size": 12}}  # 40 samples: 12, 12, 12, 4
+    expected = fits.fit(0, str(tmp_path), **options)
+    options = {"module": {"dropout": 0.0}, "data": {"batch_size": 12}}
+    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
+        assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
+
+
+def test_accumulated_batches_make_one_step(ranks, tmp_path):
+    options = {"module": {"dropout": 0.0}, "trainer": {"accumulate_grad_batches": 2}}
+    expected = fits.fit(0, str(tmp_path), **options)
+    options = {"module": {"dropout": 0.0}, "trainer": {"accumulate_grad_batches": 2}}
+    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
+        assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
+
+
+def test_each_rank_keeps_its_own_part_under_the_plain_names(ranks, tmp_path):
+    first, last = reversed(ranks(2).run(_fit, 2, str(tmp_path), {}))
+    whole = [name for name, _ in fits.Net().named_parameters()]
+    assert sorted(first["parameters"] + last["parameters"]) == sorted(whole)
+    assert "embed.weight" in first["parameters"]
+    assert "head.weight" in last["parameters"]
+
+
+def test_the_report_has_what_the_interface_names(ranks, tmp_path):
+    report = ranks(2).run(_fit, 2, str(tmp_path), {})[0]["report"]
+    assert report["schedule"] == "zb_h1"
+    assert (report["num_ranks"], report["num_chunks"], report["num_microbatches"]) == (2, 1, 4)
+    assert [len(stage["blocks"]) for stage in report["stages"]] == [4, 4]
+    assert 0 < report["bubble"] < 1
+    measured = report["measured"]
+    assert len(measured["step_seconds"]) == len(measured["peak_activation_bytes"]) == 2
+    assert measured["deferred_flops"] == measured["weight_flops"]
+
+
+@pytest.mark.parametrize("written_at", [1, 2, 4])
+def test_a_checkpoint_is_one_file_of_the_plain_module(ranks, tmp_path, written_at):
+    result = ranks(written_at).run(_fit, written_at, str(tmp_path), {})[0]
+    assert Path(result["best"]).is_file()
+    module = fits.Net.load_from_checkpoint(result["best"], map_location="cpu")
+    module.eval()
+    losses = [module.loss(batch).item() for batch in fits.loader()]
+    assert sum(losses) / len(losses) == pytest.approx(result["metrics"]["val_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("written_at", [0, 1, 2, 4])
+@pytest.mark.parametrize("read_at", [0, 2, 4])
+def test_training_goes_on_at_another_size(ranks, tmp_path, written_at, read_at):
+    options = {"module": {"dropout": 0.0}}
+    whole = fits.fit(0, str(tmp_path / "whole"), **options, trainer={"max_epochs": 3})
+    half = {**options, "trainer": {"max_epochs": 2}}
+    written = _run(ranks, written_at, str(tmp_path / "half"), half)
+    rest = {**options, "trainer": {"max_epochs": 3}, "ckpt_path": written["best"]}
+    resumed = _run(ranks, read_at, str(tmp_path / "rest"), rest)
+    assert resumed["losses"] == pytest.approx(whole["losses"][10:], **EXACT)
+
+
+def _run(ranks, num_ranks, folder, options):
+    if num_ranks == 0:
+        return fits.fit(0, folder, **options)
+    return ranks(num_ranks).run(_fit, num_ranks, folder, options)[0]
+
+
+def test_predictions_are_where_the_last_stage_is(ranks):
+    on_last, elsewhere = ranks(2).run(_predict)
+    assert on_last.shape == (40, 32)
+    assert elsewhere is None
+
+
+def _predict():
+    L.seed_everything(3, verbose=False)
+    module = fits.Net(dropout=0.0)
+    trainer = L.Trainer(**fits.SILENT, devices=2, strategy=fits.strategy(2))
+    outputs = trainer.predict(module, fits.loader())
+    return None if outputs[0] is None else torch.cat(outputs)
+
+
+def test_predictions_equal_the_plain_modules(ranks):
+    predicted = ranks(2).run(_predict)[0]
+    L.seed_everything(3, verbose=False)
+    module = fits.Net(dropout=0.0).eval()
+    expected = torch.cat([module.predict_step(batch, 0) for batch in fits.loader()])
+    assert torch.equal(predicted, expected)
+
+
+def test_fast_dev_run(ranks):
+    results = ranks(2).run(_fast_dev_run)
+    assert results[0] == results[1] == 1
+
+
+def _fast_dev_run():
+    trainer = L.Trainer(
+        **fits.SILENT, devices=2, strategy="pipeoffload_1f1b", fast_dev_run=True
+    )
+    trainer.fit(fits.Net(), fits.loader(), fits.loader())
+    return trainer.global_step
+
+
+def test_evaluation_alone_and_after_a_fit(ranks):
+    before, after, logged = ranks(2).run(_evaluate_around_a_fit)[1]
+    assert before > after == pytest.approx(logged)
+
+
+def _evaluate_around_a_fit():
+    L.seed_everything(3, verbose=False)
+    module = fits.Net(dropout=0.0)
+    trainer = L.Trainer(
+        **fits.SILENT, devices=2, strategy=fits.strategy(2), max_epochs=2, enable_checkpointing=False
+    )
+    trainer.validate(module, fits.loader(), verbose=False)
+    before = float(trainer.callback_metrics["val_loss"])
+    trainer.fit(module, fits.loader(), fits.loader())
+    logged = float(trainer.callback_metrics["val_loss"])
+    trainer.validate(module, fits.loader(), verbose=False)
+    return before, float(trainer.callback_metrics["val_loss"]), logged
