@@ -1,0 +1,217 @@
+"""Squeeze an order: no rank waits longer than it must, and W fills what would be idle.
+
+The three last steps of a schedule from building blocks (Qi et al., "Pipeline Parallelism with
+Controllable Memory", sections 3.2 and appendix A) are one list scheduling here. Squeezed: a pass
+starts as soon as its rank is free and its input is there. Reordered: where the next pass of the
+order is not ready, another may overtake it, unless the rest of the order would then exceed the
+memory. W: when nothing else can run, or memory must be freed. The order that goes in has no circle
+and its next pass always fits, so there is never a deadlock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+from .building_block import Order, Pass
+from .route import Route
+
+__all__ = ["POLICIES", "Policy", "squeeze"]
+
+TOLERANCE = 1e-9
+
+
+class Policy(NamedTuple):
+    """What a rank does when there is a choice.
+
+    Attributes:
+        overtakes_after_warm_up: Whether F may overtake the order after the rank's first B.
+        overtakes_weights: Whether F may do so while a W is left to run.
+        weights_first: Whether W runs right after its B as long as there are forwards.
+    """
+
+    overtakes_after_warm_up: bool
+    overtakes_weights: bool
+    weights_first: bool
+
+
+POLICIES = (
+    Policy(True, True, False),
+    Policy(False, True, False),
+    Policy(True, False, False),
+    Policy(False, True, True),
+)
+
+
+class _Rank:
+    """What a rank has done, and what is left of its order."""
+
+    def __init__(self, order: list[Pass]) -> None:
+        self.order = order
+        self.steps = sorted({step for step, _ in order})
+        self.head = 0
+        self.forwards_left = 0
+        self.in_flight = 0
+        self.live = 0.0
+        self.weights: deque[Pass] = deque()
+        self.clock = 0.0
+        self.idle = 0.0
+        self.done: list[Pass] = []
+
+
+def squeeze(
+    order: Order, route: Route, memory: float, residue: float = 1.0, policy: Policy = POLICIES[0]
+) -> Order:
+    """Return the order in which the ranks run F, B and W when none waits longer than it must.
+
+    Takes time proportional to the passes, and for those that overtake to how many they overtake.
+
+    Args:
+        order: F and B of every rank, in an order without circles.
+        route: What the passes cost.
+        memory: The most memory of a rank, in activations; at least what is in flight in ``order``.
+        residue: What is alive from the end of B to the end of W, in activations; at most 1.
+        policy: What a rank does when there is a choice.
+    """
+    return _Squeeze(order, route, memory, 0.0 if route.is_fused else residue, policy).run()
+
+
+class _Squeeze:
+    def __init__(
+        self, order: Order, route: Route, memory: float, residue: float, policy: Policy
+    ) -> None:
+        self._route, self._policy = route, policy
+        self._memory, self._residue = memory + TOLERANCE, residue
+        self._num_stages = route.num_stages
+        self._tolerance = TOLERANCE * max(route.seconds)
+        self._ranks = [_Rank(rank) for rank in order]
+        num_steps = 2 * route.num_stages
+        self._places: list[list[int]] = [[] for _ in range(num_steps)]
+        self._started = [0] * num_steps
+        self._arrivals: list[list[float]] = [[] for _ in range(num_steps)]
+        self._agenda = [(0.0, rank) for rank in range(len(order))]
+        self._place_passes()
+
+    def _place_passes(self) -> None:
+        for rank in self._ranks:
+            for place, (step, _) in enumerate(rank.order):
+                self._places[step].append(place)
+                rank.forwards_left += step < self._num_stages
+        self._arrivals[0] = [0.0] * len(self._places[0])
+
+    def run(self) -> Order:
+        while self._agenda:
+            time, number = heapq.heappop(self._agenda)
+            rank = self._ranks[number]
+            if rank.clock <= time + self._tolerance:
+                chosen = self._choose(rank, time)
+                if chosen is not None:
+                    self._start(rank, chosen, time)
+                    heapq.heappush(self._agenda, (rank.clock, number))
+        return [rank.done for rank in self._ranks]
+
+    def _choose(self, rank: _Rank, time: float) -> Pass | None:
+        if rank.weights and rank.forwards_left and self._policy.weights_first:
+            return rank.weights[0]
+        for place in sorted(self._ready(rank, time)):
+            step, microbatch = rank.order[place]
+            if step >= self._num_stages:
+                return step, microbatch
+            if self._may_forward(rank, place):
+                is_full = rank.live + 1 > self._memory
+                return rank.weights[0] if is_full else (step, microbatch)
+        if rank.weights and not self._should_wait(rank, time):
+            return rank.weights[0]
+        return None
+
+    def _ready(self, rank: _Rank, time: float) -> Iterator[int]:
+        for step in rank.steps:
+            started = self._started[step]
+            arrivals = self._arrivals[step]
+            if started < len(arrivals) and arrivals[started] <= time + self._tolerance:
+                yield self._places[step][started]
+
+    def _may_forward(self, rank: _Rank, place: int) -> bool:
+        if rank.in_flight + 1 > self._memory:
+            return False
+        if place == self._advance_head(rank):
+            return True
+        if not self._policy.overtakes_after_warm_up and rank.in_flight < len(rank.done):
+            return False
+        if not self._policy.overtakes_weights and rank.weights:
+            return False
+        return self._fits_before(rank, place)
+
+    def _advance_head(self, rank: _Rank) -> int:
+        while self._is_started(rank.order[rank.head]):
+            rank.head += 1
+        return rank.head
+
+    def _is_started(self, passed: Pass) -> bool:
+        step, microbatch = passed
+        return microbatch < self._started[step]
+
+    def _fits_before(self, rank: _Rank, place: int) -> bool:
+        """Whether what the pass overtakes still fits into memory with the pass done before it."""
+        in_flight = rank.in_flight + 1
+        for passed in rank.order[rank.head : place]:
+            if not self._is_started(passed):
+                in_flight += 1 if passed[0] < self._num_stages else -1
+                if in_flight > self._memory:
+                    return False
+        return True
+
+    def _should_wait(self, rank: _Rank, time: float) -> bool:
+        """Whether to leave W for later, since a B comes before W would be over.
+
+        Only in the cool-down, where W can fill the end, and only on a rank that has been idle less
+        than another one: it can afford the wait.
+        """
+        if rank.forwards_left:
+            return False
+        gap = self._next_arrival(rank, time) - time
+        if gap >= self._route.seconds[rank.weights[0][0]] - self._tolerance:
+            return False
+        return rank.idle + gap <= max(other.idle for other in self._ranks) + self._tolerance
+
+    def _next_arrival(self, rank: _Rank, time: float) -> float:
+        known = (s for s in rank.steps if self._started[s] < len(self._arrivals[s]))
+        arrivals = (self._arrivals[step][self._started[step]] for step in known)
+        return min((arrival for arrival in arrivals if arrival > time), default=inf)
+
+    def _start(self, rank: _Rank, chosen: Pass, time: float) -> None:
+        step, microbatch = chosen
+        if rank.done:
+            rank.idle += time - rank.clock
+        rank.clock = time + self._route.seconds[step]
+        rank.done.append(chosen)
+        self._count(rank, chosen)
+        if step < 2 * self._num_stages:
+            self._started[step] += 1
+            self._announce(step, rank.clock)
+
+    def _count(self, rank: _Rank, chosen: Pass) -> None:
+        step, microbatch = chosen
+        if step < self._num_stages:
+            rank.forwards_left -= 1
+            rank.in_flight += 1
+            rank.live += 1
+        elif step < 2 * self._num_stages:
+            rank.in_flight -= 1
+            rank.live -= 1 - self._residue
+            if not self._route.is_fused:
+                rank.weights.append((step + self._num_stages, microbatch))
+        else:
+            rank.weights.popleft()
+            rank.live -= self._residue
+
+    def _announce(self, step: int, end: float) -> None:
+        """Note when the next step's input is there, and look at its rank again by then."""
+        if step + 1 < len(self._arrivals):
+            arrival = end + self._route.hops[step]
+            self._arrivals[step + 1].append(arrival)
+            number = self._route.ranks[step + 1]
+            heapq.heappush(self._agenda, (max(arrival, self._ranks[number].clock), number))
