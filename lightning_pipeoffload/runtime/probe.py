@@ -38,7 +38,8 @@ from lightning_pipeoffload.runtime.shape_only import (
 )
 
 aten = torch.ops.aten
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+# Numbers and strings are none of them: they may come from the batch.
+_CONSTANT = (type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class BlockOutput:
 
     Attributes:
         leaves: a TensorSpec for each tensor, plain values as they are.
-        is_template: false where a leaf is an object whose making is the block's own business; then
-            the block has to run, shape-only, to have one.
+        is_template: false where a leaf is neither a tensor nor the same for every batch; then the
+            block has to run, shape-only, to have it.
     """
 
     treespec: TreeSpec
@@ -69,8 +70,8 @@ class BlockOutput:
         """Describe ``output``."""
         leaves, treespec = tree_flatten(output)
         described = tuple(_describe(leaf) for leaf in leaves)
-        plain = all(isinstance(leaf, (TensorSpec, *_PLAIN)) for leaf in described)
-        return cls(treespec, described, plain)
+        is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
+        return cls(treespec, described, is_template)
 
     @property
     def payload(self) -> list[TensorSpec]:

@@ -114,7 +114,7 @@ class ShapeOnly(Tensor):
         if func.overloadpacket in _FACTORIES:
             return _call_factory(func, device, args, kwargs)
         origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
-        _refuse_values(func, origins)
+        _refuse_values(func, args, origins)
         _refuse_writes(func, args, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _advance_generator(func, shape_only[0], device)
@@ -168,9 +168,19 @@ def _call_factory(
     return made
 
 
-def _refuse_values(func: torch._ops.OpOverload, origins: frozenset[str]) -> None:
-    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+def _refuse_values(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+) -> None:
+    dynamic = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
+    if dynamic or torch.Tag.data_dependent_output in func.tags:
         raise ValueNeededError(f"{func.overloadpacket.__name__}()", origins)
+
+
+def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether ``func`` is an indexing whose result has a known shape, as no mask's has."""
+    return func.overloadpacket is aten.index and not any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 def _refuse_writes(
