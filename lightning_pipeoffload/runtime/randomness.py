@@ -1,7 +1,7 @@
 """Random numbers that do not depend on how the model is cut.
 
-Each block of each microbatch draws from a seed of its own, and so does what lies between two
-blocks: then dropout gives the same numbers for every number of ranks and every schedule, where a
+Each block of each microbatch, with what lies between it and the block before, draws from a seed of
+its own: then dropout gives the same numbers for every number of ranks and every schedule, where a
 stage's position in one common stream would not.
 """
 

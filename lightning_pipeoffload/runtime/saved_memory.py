@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.ownership import Ownership
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 
 
@@ -44,7 +45,7 @@ class SavedMemory:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if _address(tensor) not in parameters:
+            if not isinstance(tensor, ShapeOnly) and _address(tensor) not in parameters:
                 saved[_address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 

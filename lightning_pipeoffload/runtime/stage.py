@@ -238,20 +238,23 @@ class _StagePass:
         if index == blocks.start - 1:
             output = self._hand_over(index, call)
             self._runner.ownership.show(self._runner.stage.index)
-            seed_torch(mix_seed(self._microbatch.seed, 2 * index + 2))
+            self._seed_after(index)
             return output
         return self._shapes_of(index, call)
 
     def _run_owned(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         for leaf in shape_only_leaves(arguments):
             raise ValueNeededError(self._runner.chain.block_name(index), leaf.origins)
-        seed_torch(mix_seed(self._microbatch.seed, 2 * index + 1))
         output = call()
-        seed_torch(mix_seed(self._microbatch.seed, 2 * index + 2))
+        self._seed_after(index)
         if index == self._runner.stage.blocks.stop - 1 and not self._runner.is_last:
             self._left = True
             raise StageExit(output)
         return output
+
+    def _seed_after(self, index: int) -> None:
+        # Not before the block: a checkpoint around its call has saved the generator by then.
+        seed_torch(mix_seed(self._microbatch.seed, index + 1))
 
     def _hand_over(self, index: int, call: Callable[[], Any]) -> Any:
         tensors, self._tensors = self._tensors, []
