@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.executor import Executor, run_in_turns
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import Schedule, lower
@@ -73,7 +74,8 @@ class InProcessPipeline:
         for pipeline in self.ranks:
             if not pipeline.committed:
                 pipeline.commit()
-        run_in_turns(runs)
+        with forked_randomness():
+            run_in_turns(runs)
         self._sum_shared_gradients()
         return next(e.results for e in self.executors if e.results)
 
