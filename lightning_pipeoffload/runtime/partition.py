@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.probe import Probe, Slot, find_slots
+from lightning_pipeoffload.runtime.shape_only import describe
 from lightning_pipeoffload.schedule import Costs
 
 # What a parameter weighs against time: enough to decide where times are equal, or unknown.
@@ -180,6 +181,31 @@ def _balance(weights: list[float], num_stages: int) -> list[int]:
         for end in range(stages, len(weights) + 1):
             best(end, stages)
     return list(best(len(weights), num_stages)[2])
+
+
+def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Check that all that goes from stage to stage goes through the blocks.
+
+    Raises:
+        ValueError: a value of one stage is needed on another, beside what the blocks hand on.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    for crossing in probe.crossings:
+        made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
+        if made != used:
+            raise ValueError(
+                f"the step needs {describe(crossing.origins)} "
+                f"{_where(chain, crossing.used_in)}, on stage {used}, but computes it "
+                f"{_where(chain, crossing.made_in)}, on stage {made}"
+                f"{f' ({crossing.line})' if crossing.line else ''}; pass it on through the blocks, "
+                f"or compute it from the batch"
+            )
+
+
+def _where(chain: BlockChain, segment: int) -> str:
+    if segment == len(chain):
+        return "behind the blocks"
+    return f"before or in {chain.block_name(segment)}"
 
 
 def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:

@@ -22,6 +22,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_leaves, split_batch
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import (
     SegmentCosts,
+    check_crossings,
     cut,
     estimate_costs,
     find_segments,
@@ -207,6 +208,7 @@ class Pipeline:
             self._probes.popitem(last=False)
         if not self.committed:
             self._learn(probe)
+        check_crossings(probe, self._chain, self.partition)
         return probe
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later

@@ -14,7 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,23 @@ class BlockOutput:
         return tree_unflatten(leaves, self.treespec)
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one segment to a later one beside the blocks' outputs.
+
+    Attributes:
+        made_in: segment that computes it.
+        used_in: segment that needs it.
+        origins: what it is computed from, by name.
+        line: of the user's code that needs it; "" if none is found.
+    """
+
+    made_in: int
+    used_in: int
+    origins: frozenset[str]
+    line: str
+
+
 @dataclass
 class Probe:
     """What one run of the step without values has shown.
@@ -94,12 +111,15 @@ class Probe:
         it.
         forward_flops: of each segment, for one microbatch.
         weight_flops: the part of it that has a weight gradient of as many operations.
+        crossings: one for each pair of segments that has any; the step can only be cut between
+            others.
     """
 
     outputs: list[BlockOutput]
     segments: dict[str, set[int]]
     forward_flops: list[int]
     weight_flops: list[int]
+    crossings: list[Crossing] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -212,6 +232,7 @@ class _ProbePass:
         for leaf in tree_iter(output):
             if isinstance(leaf, ShapeOnly):
                 leaf.origins = frozenset((f"the output of {name}",))
+                leaf.segment = self.segment  # type: ignore[attr-defined]
         self.result.outputs.append(BlockOutput.of(output))
         return output
 
@@ -220,13 +241,24 @@ class _ProbePass:
         for tensor in tensors:
             if id(tensor) in self._names:
                 self.result.segments[self._names[id(tensor)]].add(self.segment)
+            if getattr(tensor, "segment", self.segment) < self.segment:
+                self._note_crossing(tensor)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
-        if isinstance(result, ShapeOnly):
-            result.is_weight = all(weights)  # type: ignore[attr-defined]
+        for leaf in tree_iter(result):
+            if isinstance(leaf, ShapeOnly):
+                leaf.is_weight = all(weights)  # type: ignore[attr-defined]
+                leaf.segment = self.segment  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         self.result.forward_flops[self.segment] += flops
         if any(weights) and not all(weights):
             self.result.weight_flops[self.segment] += flops
+
+    def _note_crossing(self, value: Any) -> None:
+        known = {(crossing.made_in, crossing.used_in) for crossing in self.result.crossings}
+        if (value.segment, self.segment) not in known:
+            line = _deepest_users_line(traceback.extract_stack())
+            crossing = Crossing(value.segment, self.segment, value.origins, line)
+            self.result.crossings.append(crossing)
 
     def check_complete(self) -> None:
         if self.segment < len(self.chain):
@@ -262,8 +294,12 @@ def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
 
 def users_line(error: BaseException) -> str:
     """Name the deepest line of the traceback that is neither torch's, a library's nor ours."""
+    return _deepest_users_line(traceback.extract_tb(error.__traceback__))
+
+
+def _deepest_users_line(frames: traceback.StackSummary) -> str:
     ours = Path(__file__).parents[1] / "runtime"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    for frame in reversed(frames):
         path = Path(frame.filename)
         if "site-packages" not in path.parts and ours not in path.parents:
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
