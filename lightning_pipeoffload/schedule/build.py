@@ -11,9 +11,12 @@ from .actions import ScheduleError
 from .classic import gpipe, interleaved_1f1b, one_f_one_b
 from .costs import Costs
 from .grouped import gis, gis_h, grouped, uniform
+from .heuristic import zb, zb_1p, zb_2p
+from .problem import ROUNDING
 from .schedule import Schedule
 from .simulate import peak_memory
 from .validate import validate
+from .zb_v import zb_v
 from .zero_bubble import zb_h1, zb_h2
 
 __all__ = ["SCHEDULES", "Recipe", "build"]
@@ -47,6 +50,10 @@ SCHEDULES = {
     "interleaved_1f1b": Recipe(interleaved_1f1b, num_chunks=2, max_chunks=None),
     "zb_h1": Recipe(zb_h1),
     "zb_h2": Recipe(zb_h2),
+    "zb_1p": Recipe(zb_1p),
+    "zb_2p": Recipe(zb_2p),
+    "zb": Recipe(zb),
+    "zb_v": Recipe(zb_v, num_chunks=2, max_chunks=2),
     "gis": Recipe(gis, num_chunks=2, max_chunks=None),
     "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
     "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),
@@ -135,7 +142,7 @@ def _check_limit(memory_limit: float | None) -> None:
 
 def _check_memory(name: str, schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
     peaks = peak_memory(schedule, costs)
-    if memory_limit is not None and max(peaks) > memory_limit:
+    if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
         rank = peaks.index(max(peaks))
         raise ScheduleError(
             f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {name} needs on "

@@ -1,0 +1,106 @@
+"""ZB-V: two stages per rank in a V, no bubble at equal times, and the same memory on every rank.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from math import inf
+
+from .actions import Kind
+from .costs import Costs
+from .fill_gaps import Filled, Order, fill_gaps
+from .fixed_order import FixedOrder
+from .in_flight import InFlight
+from .placement import v
+from .problem import Problem
+from .schedule import Schedule
+
+__all__ = ["zb_v"]
+
+# Shares of an F that a rank may wait in all, to start a B in time. Where memory is plenty, waiting
+# once in the warm-up shortens every later cycle.
+PUNCTUALITIES = (0.0, 0.25, 0.5, 1.0, 2.0)
+
+
+def zb_v(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The hand-made order; with costs or a limit the shortest schedule that a search finds.
+
+    Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
+    taken from ``costs``; W goes where there is room for it, and what is short is the longest span
+    of a rank, which counts on an optimizer without barrier. The search times at most 12 candidates,
+    most of them only until they are longer than the best so far; each takes time proportional to
+    p * m.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: Times and memory of the stages; None: ``Costs.unit()``.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; None: what p microbatches
+            hold on a rank, which is the memory of 1F1B.
+
+    Raises:
+        ScheduleError: The limit is too small for a single microbatch.
+    """
+    problem = Problem(v(num_ranks), num_microbatches, costs or Costs.unit())
+    default = num_ranks * problem.smallest_limit
+    problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
+    best: Filled | None = None
+    for order, patient in _candidates(problem):
+        best = fill_gaps(problem, order, patient, best.longest_span if best else inf) or best
+        if costs is None and memory_limit is None:
+            break
+    assert best is not None
+    return best.schedule
+
+
+def _candidates(problem: Problem) -> Iterator[tuple[Order, bool]]:
+    for patient in (True, False):
+        yield FixedOrder(problem, hand_made(problem.num_ranks, problem.num_microbatches)), patient
+    depths = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
+    for share, patient in product(PUNCTUALITIES, (True, False)):
+        punctuality = share * max(problem.forward)
+        yield InFlight(problem, depths, punctuality), patient
+
+
+def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, int]]]:
+    """Return the order of F and B on every rank, as kind and stage.
+
+    Written for at least 2p - 1 microbatches; of fewer the surplus is left out.
+    """
+    written_for = max(num_microbatches, 2 * num_ranks - 1)
+    return [
+        list(_first_of_each(_rank_order(num_ranks, rank, written_for), num_microbatches))
+        for rank in range(num_ranks)
+    ]
+
+
+def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tuple[Kind, int]]:
+    """Give the phases of one rank; the last ones give more than there is."""
+    down, up = rank, 2 * num_ranks - 1 - rank
+    f0, b0, f1, b1 = (Kind.F, down), (Kind.B, down), (Kind.F, up), (Kind.B, up)
+    yield from [f0] * (2 * (num_ranks - rank) - 1)
+    yield from [f1, f0] * rank
+    yield from [f1, b1] * (num_ranks - rank)
+    yield from [f0, b0, f1, b1] * (num_microbatches - num_ranks)
+    yield from [b0, b1] * rank
+    yield from [b0] * (num_ranks - rank)
+
+
+def _first_of_each(order: Iterator[tuple[Kind, int]], number: int) -> Iterator[tuple[Kind, int]]:
+    seen: Counter[tuple[Kind, int]] = Counter()
+    for action in order:
+        seen[action] += 1
+        if seen[action] <= number:
+            yield action
