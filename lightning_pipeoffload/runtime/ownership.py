@@ -76,6 +76,7 @@ class Ownership:
         dropped = [slot.tensor for slot in foreign]
         for slot in foreign:
             placeholder = _placeholder(slot, self.owners[slot.name])
+            placeholder.requires_grad_(slot.tensor.requires_grad)  # as later probes have to see it
             for view in (self._home, self._hidden, *self._views.values()):
                 _forget(view, slot)
             slot.module.__dict__[slot.kind].pop(slot.attribute, None)
