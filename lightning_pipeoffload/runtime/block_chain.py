@@ -130,7 +130,9 @@ def _intercept_calls(chain: BlockChain, index: int, block: nn.Module) -> None:
         return chain.call(index, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        return copyreg.__newobj__, (plain,), self.__dict__.copy()  # type: ignore[attr-defined]
+        # Not copyreg.__newobj__, with which pickle insists on the object's own class.
+        state = object.__reduce_ex__(self, 2)[2]
+        return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     block.__class__ = type(
