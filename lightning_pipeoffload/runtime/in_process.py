@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.executor import Executor, run_in_turns
+from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.timing import ActionTimer
@@ -55,6 +56,8 @@ class InProcessPipeline:
     def run(self, batch: Any, size: int, seed: int = 0) -> list[Any]:
         """Run one step; gradients are added to the ranks' parameters, those of shared ones summed.
 
+        Each microbatch weighs as much as its share of the samples.
+
         Args:
             batch: any pytree.
             size: samples of a microbatch.
@@ -68,7 +71,7 @@ class InProcessPipeline:
             step = partial(self._step, pipeline.module)
             microbatches = pipeline.make_microbatches(batch, size, step, "train", seed)
             for microbatch in microbatches:
-                microbatch.weight = 1 / len(microbatches)
+                microbatch.weight = batch_size(microbatch.part) / batch_size(batch)
             executor.stages = pipeline.stages
             runs.append((executor, executor.steps(self.plan, microbatches)))
         for pipeline in self.ranks:
