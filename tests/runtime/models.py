@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.schedule import Schedule, build
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
@@ -177,16 +177,15 @@ class Outcome:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run_plain(module: nn.Module, batch: Any, size: int, weights: list[float] | None = None) -> Any:
+def run_plain(module: nn.Module, batch: Any, size: int) -> Outcome:
     """Run a copy of ``module`` over the microbatches, one after the other."""
     module = copy.deepcopy(module)
     parts = split_batch(batch, size)
-    weights = weights or [1 / len(parts)] * len(parts)
     losses = []
-    for part, weight in zip(parts, weights, strict=True):
+    for part in parts:
         loss = call_step(module, part)
         if loss.requires_grad:
-            (loss * weight).backward()
+            (loss * batch_size(part) / batch_size(batch)).backward()
         losses.append(loss.detach())
     gradients = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
     return Outcome(losses, gradients, dict(module.named_buffers()))

@@ -1,0 +1,122 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.block_chain import find_chain
+from tests.runtime.models import MODELS, Regression, linear_blocks
+
+NAMES = {
+    "gpt": "gpt.blocks",
+    "mlp": "net",
+    "llama": "model.model.layers",
+    "gpt2": "model.transformer.h",
+}
+
+
+@pytest.mark.parametrize(("model", "name"), NAMES.items())
+def test_the_chain_is_found(model, name):
+    assert find_chain(MODELS[model].make()).name == name
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(linear_blocks(3))
+        self.decoder = nn.ModuleList(linear_blocks(3))
+        self.single = nn.Sequential(nn.Linear(50, 50))
+
+
+def test_nested_blocks_do_not_hide_the_chain():
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)]
+    assert find_chain(nn.Sequential(nn.Sequential(*blocks))).name == "0"
+
+
+def test_two_equal_chains_are_refused():
+    with pytest.raises(ValueError, match='encoder and decoder could both .* blocks="encoder"'):
+        find_chain(Two())
+
+
+def test_the_chain_may_be_named():
+    assert find_chain(Two(), "decoder").name == "decoder"
+
+
+@pytest.mark.parametrize("name", ["encodr", "encoder.0", ""])
+def test_a_wrong_name_is_refused(name):
+    with pytest.raises(ValueError, match=f"blocks='{name}' is not .* encoder, decoder, single"):
+        find_chain(Two(), name)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
+def test_a_module_without_a_chain_is_refused(module):
+    with pytest.raises(ValueError, match="found no ModuleList or Sequential of several blocks"):
+        find_chain(module)
+
+
+class Recording:
+    """A pass that notes the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def call_block(self, index, call, arguments):
+        self.calls.append((index, arguments[1]))
+        return call()
+
+
+@pytest.fixture
+def chain():
+    return find_chain(Regression(linear_blocks(3)))
+
+
+def call_all(chain):
+    for block in chain.blocks:
+        block(input=torch.ones(1, 4))
+
+
+def test_a_pass_sees_the_calls(chain):
+    recording = Recording()
+    chain.intercept()
+    with chain.running(recording):
+        call_all(chain)
+    call_all(chain)
+    assert [index for index, _ in recording.calls] == [0, 1, 2]
+    assert list(recording.calls[0][1]) == ["input"]
+
+
+def test_released_blocks_have_their_own_class(chain):
+    chain.intercept()
+    chain.intercept()
+    assert all(type(block) is not nn.Linear for block in chain.blocks)
+    chain.release()
+    chain.release()
+    assert all(type(block) is nn.Linear for block in chain.blocks)
+
+
+def test_an_intercepted_block_looks_as_before(chain):
+    before = repr(chain.blocks[0])
+    chain.intercept()
+    assert isinstance(chain.blocks[0], nn.Linear)
+    assert repr(chain.blocks[0]) == before
+
+
+def by_torch_save(block):
+    file = io.BytesIO()
+    torch.save(block, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, by_torch_save])
+def test_a_copy_of_an_intercepted_block_is_plain(chain, duplicate):
+    chain.intercept()
+    found = duplicate(chain.blocks[0])
+    assert type(found) is nn.Linear
+    torch.testing.assert_close(found.state_dict(), chain.blocks[0].state_dict())
+
+
+def test_an_intercepted_block_can_be_pickled(chain):
+    chain.intercept()
+    assert type(pickle.loads(pickle.dumps(chain.blocks[0]))) is nn.Linear

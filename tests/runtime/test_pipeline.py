@@ -1,0 +1,228 @@
+"""Ownership, shares of weights, coverage of W, state dict keys, batches of other sizes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.microbatch import merge_outputs, split_batch
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+from lightning_pipeoffload.schedule import build, keep_microbatches, lower
+from tests.runtime.models import (
+    DEPTH,
+    MODELS,
+    DemoGPT,
+    Outcome,
+    Regression,
+    assert_same,
+    call_step,
+    linear_blocks,
+    run_pipeline,
+    run_plain,
+    tokens,
+)
+
+CPU = torch.device("cpu")
+
+
+def after_a_step(module, num_ranks=2, batch=None):
+    pipeline = InProcessPipeline(module, build("zb_h1", num_ranks, 2), call_step)
+    pipeline.run(torch.randn(2, 4) if batch is None else batch, 1)
+    return pipeline
+
+
+# Who owns what
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_have_the_names_of_the_plain_module(num_ranks, tied):
+    module = DemoGPT(tie_weights=tied)
+    ranks = after_a_step(module, num_ranks, tokens(2)).ranks
+    found = [name for rank in ranks for name, _ in rank.module.named_parameters()]
+    assert set(found) >= {name for name, _ in module.named_parameters()}
+    assert len(found) == len(set(found)) or tied
+
+
+def test_what_a_rank_does_not_own_still_tells_its_shape_and_dtype():
+    first, last = (rank.module for rank in after_a_step(Regression(linear_blocks(4))).ranks)
+    assert isinstance(first.head.weight, ShapeOnly)
+    assert (first.head.weight.shape, first.head.weight.dtype) == ((1, 4), torch.float32)
+    assert dict(first.head.named_parameters()) == {}
+    assert isinstance(last.blocks[0].weight, ShapeOnly)
+
+
+def test_memory_of_other_ranks_parameters_goes():
+    pipeline = Pipeline(Regression(linear_blocks(4)), 0, CutSettings((0, 1)), CPU)
+    foreign = weakref.ref(pipeline.module.blocks[3].weight)
+    pipeline.make_microbatches(torch.ones(2, 4), 1, pipeline.module.step, "train", 0)
+    assert foreign() is pipeline.module.blocks[3].weight
+    pipeline.commit()
+    gc.collect()
+    assert foreign() is None
+    pipeline.detach()
+
+
+def test_tied_weights_are_shared_by_first_and_last():
+    ranks = after_a_step(DemoGPT(tie_weights=True), 4, tokens(2)).ranks
+    shared = [[(name, who) for name, _, who in rank.shared_parameters()] for rank in ranks]
+    tied = [("gpt.token_embedding.weight", (0, 3))]
+    assert shared == [tied, [], [], tied]
+    assert [rank.ranks_sharing() for rank in ranks] == [[(0, 3)]] * 4
+
+
+def test_untied_weights_are_not_shared():
+    ranks = after_a_step(DemoGPT(), 2, tokens(2)).ranks
+    assert [rank.shared_parameters() for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "cnn", "llama_tied"])
+def test_each_entry_of_the_state_dict_is_saved_by_one_rank_that_has_it(name):
+    case = MODELS[name]
+    module = case.make().double()
+    ranks = after_a_step(module, 2, case.batch(2)).ranks
+    for key in module.state_dict():
+        owner = ranks[ranks[0].owner_of(key)]
+        assert key in owner.module.state_dict()
+        assert ranks[1].owner_of(key) == ranks[0].owner_of(key)
+
+
+def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
+    module = Regression(linear_blocks(2))
+    pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
+    pipeline.make_microbatches(torch.ones(2, 4), 1, module.step, "validation", 0)
+    assert not pipeline.ownership.is_local("embed.weight")
+
+    def tied(x):
+        for block in module.blocks:
+            x = block(x)
+        return (x @ module.embed.weight).sum()
+
+    pipeline.make_microbatches(torch.ones(2, 4), 1, tied, "train", 0)
+    assert pipeline.ownership.is_local("embed.weight")
+    pipeline.detach()
+
+
+def test_tables_without_parameters_are_everywhere():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0))
+
+    class WithTable(Regression):
+        def __init__(self):
+            super().__init__(linear_blocks(2))
+            self.positions = Positions()
+
+        def forward(self, x):
+            return super().forward(x + self.positions.table) + self.positions.table.sum()
+
+    ranks = after_a_step(WithTable()).ranks
+    assert [len(rank.common_buffers()) for rank in ranks] == [1, 1]
+
+
+def test_a_detached_module_is_plain_again():
+    module = Regression(linear_blocks(2)).double()
+    x = torch.randn(4, 4).double()
+    expected = run_plain(module, x, 4)
+    pipeline = Pipeline(module, 0, CutSettings((0,)), CPU)
+    pipeline.make_microbatches(x, 4, module.step, "train", 0)
+    pipeline.commit()
+    pipeline.detach()
+    assert all(type(block) is nn.Linear for block in module.blocks)
+    assert_same(run_plain(module, x, 4), expected)
+
+
+# How much of the weight gradients' work waits for W
+
+
+class Mixed(nn.Module):
+    """8 rows: a linear layer from 4 to 6 waits for W, an einsum back to 4 does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.back = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        return torch.einsum("ni,io->no", self.linear(x), self.back)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_coverage_is_what_is_counted_by_hand(num_ranks):
+    pipeline = after_a_step(Regression([Mixed() for _ in range(4)]), num_ranks, torch.randn(16, 4))
+    pipeline = InProcessPipeline(
+        Regression([Mixed() for _ in range(4)]), build("zb_h1", num_ranks, 2), call_step
+    )
+    pipeline.run(torch.randn(16, 4), 8)
+    linear, einsum, embed, head = (2 * 8 * n for n in (4 * 6, 6 * 4, 4 * 4, 4))
+    stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
+    assert sum(stage.memory.deferred_flops for stage in stages) == 4 * linear + embed + head
+    all_flops = sum(rank.weight_flops for rank in pipeline.ranks)
+    assert all_flops == 4 * (linear + einsum) + embed + head
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mlp", "cnn"])
+def test_all_of_a_models_weight_gradients_wait_for_w(name):
+    case = MODELS[name]
+    ranks = after_a_step(case.make().double(), 2, case.batch(2)).ranks
+    deferred = sum(s.memory.deferred_flops for rank in ranks for s in rank.stages.values())
+    assert deferred == sum(rank.weight_flops for rank in ranks)
+
+
+# Batches of other sizes
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize("size", [7, 5, 2, 1])
+def test_a_shorter_batch_drops_microbatches(schedule, size):
+    module, full, short = (
+        Regression(linear_blocks(4)).double(),
+        torch.randn(8, 4),
+        torch.randn(size, 4),
+    )
+    pipeline = InProcessPipeline(module, build(schedule, 2, 4), call_step)
+    pipeline.run(full.double(), 2)
+    for rank in pipeline.ranks:
+        rank.module.zero_grad()
+    count = len(split_batch(short, 2))
+    pipeline.plan = lower(keep_microbatches(build(schedule, 2, 4), count))
+    losses = pipeline.run(short.double(), 2)
+    found = Outcome(losses, pipeline.named_gradients())
+    assert_same(found, run_plain(module, short.double(), 2))
+
+
+def test_unequal_microbatches_give_the_gradient_of_the_whole_batch():
+    module, x = Regression(linear_blocks(4)).double(), torch.randn(7, 4).double()
+    found = run_pipeline(module, build("zb_h1", 2, 4), x, 2)
+    whole = run_plain(module, x, 7)
+    assert_same(Outcome(whole.losses, found.gradients), whole)
+    shares = [2 / 7, 2 / 7, 2 / 7, 1 / 7]
+    torch.testing.assert_close(merge_outputs(found.losses, shares), whole.losses[0])
+
+
+def test_gradients_add_up_over_steps():
+    module, x = Regression(linear_blocks(4)).double(), torch.randn(4, 4).double()
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 2), call_step)
+    pipeline.run(x, 2)
+    once = {name: 2 * grad for name, grad in pipeline.named_gradients().items()}
+    pipeline.run(x, 2)
+    torch.testing.assert_close(pipeline.named_gradients(), once)
+
+
+def test_running_again_gives_the_same():
+    module = DemoGPT(depth=DEPTH, dropout=0.1).double()
+    pipeline = InProcessPipeline(module, build("zb_h1", 4, 4), call_step)
+    batch = tokens(4)
+    runs = [[float(loss) for loss in pipeline.run(batch, 1, seed=5)] for _ in range(3)]
+    assert runs == [runs[0]] * 3
+
+
+def test_an_evaluating_module_drops_nothing():
+    module = DemoGPT(dropout=0.5).double().eval()
+    batch = tokens(4)
+    assert_same(run_pipeline(module, build("1f1b", 2, 2), batch, 2), run_plain(module, batch, 2))
