@@ -1,0 +1,368 @@
+"""How close to its plan a pipeline runs, where computing takes a given time and no core.
+
+Blocks sleep through their F, B and W, so that many ranks run on a few cores and all that is left is
+the runtime: choosing the next action, starting it, sending, waiting. Ours is the real strategy in a
+real Trainer; beside it, in the same processes, ``torch.distributed.pipelining`` runs the same
+schedule: its own Schedule1F1B, or our CSV in its runtime, which is spared the walk through the
+autograd graph by ``dw_builder``.
+
+    python examples/benchmarks/emulated.py --p 4 --m 8 --milliseconds 10 --schedules 1f1b zb_h1
+
+The two take turns, step by step. Before each step of either there is a barrier, and the step lasts
+from the first rank's start to the last rank's end; the optimizer's step is in it, and for ours
+Lightning's own work. Theory is the makespan of what each executes: ours is lowered, and so sends
+the input gradient of a fused backward before it computes the weight gradient. What counts is the
+last column, since sleeping itself is not exact: (ours / theory - 1) / (torch / theory - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import (
+    _PipelineScheduleRuntime,  # private: the one that reads schedules from a file
+)
+from torch.utils.data import DataLoader
+
+from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
+from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, simulate
+
+FEATURES = 1024  # a message of 4 KiB
+NUM_WARM_UP_STEPS = 2
+PR_SET_TIMERSLACK = 29  # of linux/prctl.h
+
+Deferral = Callable[[Tensor, Callable[[], Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One line of the table."""
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    milliseconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of each F, B and W."""
+        return self.milliseconds / 1e3
+
+    def build(self) -> Schedule:
+        """Build the schedule."""
+        return build(self.schedule, self.num_ranks, self.num_microbatches)
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, after a while; the gradient of ``weight`` is left for W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, defer: Deferral) -> Tensor:
+        ctx.weight, ctx.seconds, ctx.defer = weight, seconds, defer
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, seconds = ctx.weight, ctx.seconds
+
+        def compute() -> Tensor:
+            time.sleep(seconds)
+            return torch.zeros_like(weight)
+
+        time.sleep(seconds)
+        ctx.defer(weight, compute)
+        return gradient, None, None, None
+
+
+class EmulatedBlock(nn.Module):
+    """A block whose F, B and W take as long.
+
+    Args:
+        seconds: of each.
+        defer: takes the computation of a weight gradient.
+    """
+
+    def __init__(self, seconds: float, defer: Deferral) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(FEATURES))
+        self.seconds = seconds
+        self.defer = defer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return _Sleep.apply(x, self.weight, self.seconds, self.defer)  # type: ignore[no-any-return]
+
+
+class EmulatedModel(LightningModule):
+    """A chain of blocks, as a user of Lightning would write it."""
+
+    def __init__(self, num_blocks: int, seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            EmulatedBlock(seconds, defer_weight_grad) for _ in range(num_blocks)
+        )
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        """Return the mean of the last block's output."""
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain gradient descent."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WeightGradStore:
+    """What torch's ``dw_builder`` asks for: the weight gradients that a backward has left."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Leave one."""
+        self._left.append((weight, compute))
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that computes all that were left since the last call."""
+        left, self._left = self._left, []
+
+        def run() -> None:
+            for weight, compute in left:
+                weight.grad = compute() if weight.grad is None else weight.grad + compute()
+
+        return run
+
+
+class TorchPipeline:
+    """One rank of the same pipeline in ``torch.distributed.pipelining``."""
+
+    def __init__(self, setup: Setup) -> None:
+        store = WeightGradStore()
+        block = EmulatedBlock(setup.seconds, store.put)
+        sample = torch.zeros(1, FEATURES, requires_grad=True)
+        stage = PipelineStage(
+            block,
+            dist.get_rank(),
+            setup.num_ranks,
+            torch.device("cpu"),
+            # Given, not inferred: inference would run a backward whose weight gradients stay left.
+            input_args=sample,
+            output_args=sample,
+            dw_builder=store.take,
+        )
+        self._schedule = _torch_schedule(setup, stage)
+        self._optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        self._batch = torch.zeros(setup.num_microbatches, FEATURES)
+        self._is_first, self._is_last = stage.is_first, stage.is_last
+
+    def step(self) -> None:
+        """Train on one batch."""
+        self._optimizer.zero_grad()
+        arguments = (self._batch,) if self._is_first else ()
+        target = self._batch if self._is_last else None
+        self._schedule.step(*arguments, target=target)
+        self._optimizer.step()
+
+
+def _torch_schedule(setup: Setup, stage: PipelineStage) -> Any:
+    if setup.schedule == "1f1b":
+        return Schedule1F1B(stage, setup.num_microbatches, loss_fn=_mean)
+    schedule = _PipelineScheduleRuntime([stage], setup.num_microbatches, loss_fn=_mean)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        setup.build().to_csv(path)
+        schedule._load_csv(str(path))
+    return schedule
+
+
+def _mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+class TakingTurns(Callback):
+    """Times each step of the Trainer, and a step of torch's pipeline after it.
+
+    Attributes:
+        spans: for each of the two, when this rank's steps began and ended.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.spans: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
+
+    def on_train_start(self, *_: Any) -> None:
+        """Build torch's pipeline, when the ranks know each other."""
+        self._torch = TorchPipeline(self._setup)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Begin the Trainer's step."""
+        dist.barrier()
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """End it, and run torch's."""
+        self.spans["ours"].append((self._began, time.perf_counter()))
+        dist.barrier()
+        began = time.perf_counter()
+        self._torch.step()
+        self.spans["torch"].append((began, time.perf_counter()))
+
+
+def measure(setup: Setup, num_steps: int) -> dict[str, float]:
+    """Train on this rank; return the seconds of a step, ours and torch's, over all ranks."""
+    strategy = PipeOffloadStrategy(
+        schedule=setup.schedule, num_microbatches=setup.num_microbatches, split="even"
+    )
+    turns = TakingTurns(setup)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=setup.num_ranks,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[turns],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    samples: Any = torch.zeros((num_steps + NUM_WARM_UP_STEPS) * setup.num_microbatches, FEATURES)
+    trainer.fit(
+        EmulatedModel(setup.num_ranks, setup.seconds),
+        DataLoader(samples, batch_size=setup.num_microbatches),
+    )
+    return {name: _median_step(spans) for name, spans in turns.spans.items()}
+
+
+def _median_step(spans: list[tuple[float, float]]) -> float:
+    """Return the median time from the first rank's start to the last one's end."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, spans[NUM_WARM_UP_STEPS:])
+    return median(
+        max(end for _, end in step) - min(start for start, _ in step)
+        for step in zip(*of_ranks, strict=True)
+    )
+
+
+def theory(setup: Setup) -> dict[str, float]:
+    """Return the makespans of what the two execute."""
+    schedule = setup.build()
+    costs = Costs(setup.seconds, setup.seconds, setup.seconds)
+    plans = {"ours": lower(schedule), "torch": schedule}
+    return {name: simulate(plan, costs).makespan for name, plan in plans.items()}
+
+
+def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, float]]:
+    """Measure setups of equal size; Lightning starts this script again for the other ranks."""
+    command = [sys.executable, __file__, "--steps", str(num_steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        plans = json.dumps([asdict(setup) for setup in setups])
+        subprocess.run(
+            [*command, "--setups", plans, "--results", str(results)],
+            check=True,
+            stdout=subprocess.DEVNULL,  # tables of each run's stages
+        )
+        return json.loads(results.read_text())  # type: ignore[no-any-return]
+
+
+def sleep_on_time() -> None:
+    """Have this process woken within a nanosecond, not 50 us, of when its sleep is over."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+
+
+def rank_main(setups: str, num_steps: int, results: str) -> None:
+    """Measure on one rank."""
+    sleep_on_time()
+    warnings.filterwarnings("ignore")
+    measured = [measure(Setup(**setup), num_steps) for setup in json.loads(setups)]
+    if dist.get_rank() == 0:
+        Path(results).write_text(json.dumps(measured))
+
+
+def add_row(table: Table, setup: Setup, seconds: dict[str, float]) -> None:
+    """Add what was measured of one setup."""
+    promised = theory(setup)
+    over = {name: seconds[name] / promised[name] for name in promised}
+    table.add_row(
+        setup.schedule,
+        str(setup.num_ranks),
+        str(setup.num_microbatches),
+        f"{setup.milliseconds:g}",
+        *(f"{seconds[name] * 1e3:.0f}" for name in promised),
+        *(f"{over[name]:.3f}" for name in promised),
+        f"{(over['ours'] - 1) / (over['torch'] - 1):.2f}",
+    )
+
+
+def make_table() -> Table:
+    """Make the table's head."""
+    table = Table("schedule", title="Steps over their theory")
+    names = (
+        "p",
+        "m",
+        "ms",
+        "ours, ms",
+        "torch, ms",
+        "ours / theory",
+        "torch / theory",
+        "overhead ratio",
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--p", type=int, nargs="+", default=[2, 4, 8], help="ranks")
+    parser.add_argument("--m", type=int, nargs="+", help="microbatches; default: p and 2p")
+    parser.add_argument("--milliseconds", type=float, nargs="+", default=[10], help="of F, B and W")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1", "zb_h2"])
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each")
+    parser.add_argument("--setups", help=argparse.SUPPRESS)
+    parser.add_argument("--results", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.setups:
+        rank_main(arguments.setups, arguments.steps, arguments.results)
+        return
+    table = make_table()
+    for p in arguments.p:
+        setups = [
+            Setup(schedule, p, m, milliseconds)
+            for milliseconds in arguments.milliseconds
+            for m in arguments.m or (p, 2 * p)
+            for schedule in arguments.schedules
+        ]
+        for setup, seconds in zip(setups, run_ranks(setups, arguments.steps), strict=True):
+            add_row(table, setup, seconds)
+        table.add_section()
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
