@@ -1,7 +1,7 @@
 """Pipeline schedules as data: built, checked, lowered, simulated and drawn without torch."""
 
 from .actions import COMPUTE, MEMORY_EFFECTS, TRANSFERS, Action, Kind, MemoryEffect, ScheduleError
-from .build import SCHEDULES, Recipe, build
+from .build import SCHEDULES, Recipe, accept, build
 from .costs import Costs
 from .draw import draw
 from .schedule import Schedule
@@ -30,6 +30,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "accept",
     "add_transfers",
     "build",
     "draw",

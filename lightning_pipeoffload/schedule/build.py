@@ -19,7 +19,7 @@ from .validate import validate
 from .zb_v import zb_v
 from .zero_bubble import zb_h1, zb_h2
 
-__all__ = ["SCHEDULES", "Recipe", "build"]
+__all__ = ["SCHEDULES", "Recipe", "accept", "build"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,27 @@ def build(
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
     schedule = recipe.builder(num_ranks, num_microbatches, num_chunks, **taken)
+    schedule = replace(schedule, name=name)
+    accept(schedule, costs, memory_limit)
+    return schedule
+
+
+def accept(
+    schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
+) -> None:
+    """Check a schedule, wherever it comes from, and that it keeps within a memory limit.
+
+    Args:
+        schedule: What to check.
+        costs: The memory of its stages; None: an activation is 1.
+        memory_limit: The most memory of a rank; None: any.
+
+    Raises:
+        ScheduleError: A rule is broken, or a rank needs more memory than it may.
+    """
+    _check_limit(memory_limit)
     validate(schedule)
-    _check_memory(name, schedule, costs or Costs.unit(), memory_limit)
-    return replace(schedule, name=name)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
 
 
 def _recipe(name: str) -> Recipe:
@@ -140,11 +158,11 @@ def _check_limit(memory_limit: float | None) -> None:
         )
 
 
-def _check_memory(name: str, schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
+def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
     peaks = peak_memory(schedule, costs)
     if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
         rank = peaks.index(max(peaks))
         raise ScheduleError(
-            f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {name} needs on "
-            f"rank {rank}; raise the limit, or use a schedule that needs less"
+            f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {schedule.name} "
+            f"needs on rank {rank}; raise the limit, or use a schedule that needs less"
         )
