@@ -15,6 +15,8 @@ from .heuristic import zb, zb_1p, zb_2p
 from .problem import ROUNDING
 from .schedule import Schedule
 from .simulate import peak_memory
+from .v_adaptive import v
+from .v_shape import one_f_one_b_v, v_half, v_min
 from .validate import validate
 from .zb_v import zb_v
 from .zero_bubble import zb_h1, zb_h2
@@ -54,6 +56,10 @@ SCHEDULES = {
     "zb_2p": Recipe(zb_2p),
     "zb": Recipe(zb),
     "zb_v": Recipe(zb_v, num_chunks=2, max_chunks=2),
+    "1f1b_v": Recipe(one_f_one_b_v, num_chunks=2, max_chunks=2),
+    "v_min": Recipe(v_min, num_chunks=2, max_chunks=2),
+    "v_half": Recipe(v_half, num_chunks=2, max_chunks=2),
+    "v": Recipe(v, num_chunks=2, max_chunks=2),
     "gis": Recipe(gis, num_chunks=2, max_chunks=None),
     "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
     "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),

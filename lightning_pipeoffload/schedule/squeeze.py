@@ -28,22 +28,31 @@ class Policy(NamedTuple):
     """What a rank does when there is a choice.
 
     Attributes:
-        overtakes_after_warm_up: Whether F may overtake the order after the rank's first B.
-        overtakes_weights: Whether F may do so while a W is left to run.
+        forwards_overtake: Whether F may overtake the order after the warm-up too, which ends with
+            the first B of the rank's first chunk.
+        forwards_overtake_weights: Whether F may do so while a W is left to run.
+        backwards_overtake: Whether B may overtake the order.
         weights_first: Whether W runs right after its B as long as there are forwards.
+        keeps_room: Whether the first chunk's F, where it overtakes in the warm-up, leaves room for
+            the second chunk: for one F on the first rank, for one more on each next one.
     """
 
-    overtakes_after_warm_up: bool
-    overtakes_weights: bool
-    weights_first: bool
+    forwards_overtake: bool = True
+    forwards_overtake_weights: bool = True
+    backwards_overtake: bool = True
+    weights_first: bool = False
+    keeps_room: bool = False
 
 
-POLICIES = (
-    Policy(True, True, False),
-    Policy(False, True, False),
-    Policy(True, False, False),
-    Policy(False, True, True),
+_IN_STEADY_STATE = (
+    Policy(),
+    Policy(forwards_overtake=False),
+    Policy(forwards_overtake_weights=False),
+    Policy(forwards_overtake=False, weights_first=True),
+    Policy(forwards_overtake=False, backwards_overtake=False),
 )
+
+POLICIES = (*_IN_STEADY_STATE, *(policy._replace(keeps_room=True) for policy in _IN_STEADY_STATE))
 
 
 class _Rank:
@@ -117,12 +126,10 @@ class _Squeeze:
         if rank.weights and rank.forwards_left and self._policy.weights_first:
             return rank.weights[0]
         for place in sorted(self._ready(rank, time)):
-            step, microbatch = rank.order[place]
-            if step >= self._num_stages:
-                return step, microbatch
-            if self._may_forward(rank, place):
-                is_full = rank.live + 1 > self._memory
-                return rank.weights[0] if is_full else (step, microbatch)
+            if self._may_start(rank, place):
+                chosen = rank.order[place]
+                is_full = chosen[0] < self._num_stages and rank.live + 1 > self._memory
+                return rank.weights[0] if is_full else chosen
         if rank.weights and not self._should_wait(rank, time):
             return rank.weights[0]
         return None
@@ -134,16 +141,24 @@ class _Squeeze:
             if started < len(arrivals) and arrivals[started] <= time + self._tolerance:
                 yield self._places[step][started]
 
-    def _may_forward(self, rank: _Rank, place: int) -> bool:
+    def _may_start(self, rank: _Rank, place: int) -> bool:
+        is_next = place == self._advance_head(rank)
+        if rank.order[place][0] >= self._num_stages:
+            return is_next or self._policy.backwards_overtake
         if rank.in_flight + 1 > self._memory:
             return False
-        if place == self._advance_head(rank):
+        return is_next or (self._may_overtake(rank, place) and self._fits_before(rank, place))
+
+    def _may_overtake(self, rank: _Rank, place: int) -> bool:
+        if rank.weights and not self._policy.forwards_overtake_weights:
+            return False
+        if self._started[rank.steps[-1]]:
+            return self._policy.forwards_overtake
+        first = rank.steps[0]
+        if rank.order[place][0] != first or not self._policy.keeps_room:
             return True
-        if not self._policy.overtakes_after_warm_up and rank.in_flight < len(rank.done):
-            return False
-        if not self._policy.overtakes_weights and rank.weights:
-            return False
-        return self._fits_before(rank, place)
+        room = min(first + 1, self._memory // 2)
+        return self._started[first] + 1 + room <= self._memory
 
     def _advance_head(self, rank: _Rank) -> int:
         while self._is_started(rank.order[rank.head]):

@@ -1,0 +1,118 @@
+"""The V-shaped schedule for any memory limit: the best block is searched.
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, appendix A. The
+search differs in what it looks through: with an odd number of slots between two ranks on the way
+down and one on the way up, the first chunk's F and the second one's B are always in slots of one
+parity and the other two in those of the other, so they never collide, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from .actions import ScheduleError
+from .building_block import BuildingBlock
+from .costs import Costs
+from .placement import v as v_placement
+from .rehearsal import Stage, best_schedule
+from .schedule import Schedule
+from .v_shape import INTERVAL, v_block
+
+__all__ = ["v"]
+
+HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
+"""Slots between two ranks on the way down: on the first ranks, and on those after."""
+
+FIRST_RANK = (
+    (1, 2, 3),
+    (1, 2, 5),
+    (1, 4, 3),
+    (1, 4, 5),
+    (3, 2, 1),
+    (3, 2, 5),
+    (3, 4, 1),
+    (3, 4, 5),
+    (5, 2, 1),
+    (5, 2, 3),
+    (5, 4, 1),
+    (5, 4, 3),
+)
+"""Slots on the first rank after the first chunk's F, modulo 6: the second's F and B, its own B."""
+
+
+def v(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The fastest V-shaped schedule that is found for these times within a memory limit.
+
+    With equal times and no communication its longest rank takes within one slot of the lower bound
+    ``6 * (m + p) - 1 - 3 * k`` for a limit of ``k`` activations between ``p`` and ``2 * p``.
+    The search squeezes a few hundred schedules of ``2 * num_ranks + 4`` microbatches, so it grows
+    with the square of the ranks.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: What the stages cost; None: equal times, and an activation of 1.
+        memory_limit: The most memory of a rank, in the unit of the costs; None: as much as
+            ``2 * num_ranks`` activations, as 1F1B.
+
+    Raises:
+        ScheduleError: The limit is less than two activations.
+    """
+    costs = costs or Costs.unit()
+    stage = _stage(num_ranks, costs, memory_limit)
+    return best_schedule(_fitting_blocks(num_ranks, stage), stage, num_microbatches)
+
+
+def _stage(num_ranks: int, costs: Costs, memory_limit: float | None) -> Stage:
+    """Return where the schedule runs, with the memory in the largest activations of a stage."""
+    num_stages = 2 * num_ranks
+    residue = max(costs.per_stage("weight_residue", num_stages))
+    activation = max(residue, *costs.per_stage("activation", num_stages))
+    if memory_limit is None or not activation:
+        return Stage(v_placement(num_ranks), costs, memory=num_stages)
+    if memory_limit < 2 * activation:
+        raise ScheduleError(
+            f"memory_limit ({memory_limit:g}) must be at least {2 * activation:g} for v, the "
+            f"activations of both stages of a rank; raise it to that"
+        )
+    memory = memory_limit / activation
+    return Stage(v_placement(num_ranks), costs, memory, residue / activation)
+
+
+def _fitting_blocks(num_ranks: int, stage: Stage) -> list[BuildingBlock]:
+    """Return the blocks that use the memory best, with longer intervals where it is too small."""
+    for interval in count(INTERVAL, INTERVAL):
+        peaks = {b: b.peak(stage.placement) for b in _blocks(num_ranks, interval)}
+        fitting = [peak for peak in peaks.values() if peak <= stage.memory]
+        if fitting:
+            highest = max(fitting)
+            return [b for b, peak in peaks.items() if highest - 1 <= peak <= highest]
+    raise AssertionError
+
+
+def _blocks(num_ranks: int, interval: int) -> Iterator[BuildingBlock]:
+    for near, far in HOPS:
+        for num_near in range(num_ranks - 1 if near != far else 1):
+            down = [near] * num_near + [far] * (num_ranks - 1 - num_near)
+            yield from (_block(down, slots, interval) for slots in FIRST_RANK)
+
+
+def _block(down: list[int], first_rank: tuple[int, ...], interval: int) -> BuildingBlock:
+    """Return the block with the smallest turns that give these slots on the first rank."""
+    f, b, last_b = first_rank
+    up, all_down = len(down), sum(down)
+    turns = (_turn(f - all_down - up), _turn(b - f), _turn(last_b - b - all_down - up))
+    return v_block(down, turns, interval)
+
+
+def _turn(slots: int) -> int:
+    return 1 + (slots - 1) % INTERVAL
