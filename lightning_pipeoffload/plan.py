@@ -8,17 +8,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_pipeoffload.comparison import compare, comparison_table
 from lightning_pipeoffload.configuration import run_hydra_app
+from lightning_pipeoffload.figures import figures
+from lightning_pipeoffload.picture_file import write_picture
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
     Timeline,
+    accept,
     build,
     draw,
     simulate,
@@ -31,27 +36,56 @@ __all__ = ["main", "plan"]
 
 
 def plan(config: DictConfig) -> None:
-    """Build and time the schedule that ``config`` names, and print the figures.
+    """Build and time the schedule that ``config`` names, or those to compare; print the figures.
 
     Args:
         config: conf/plan.yaml with the command line's overrides.
 
     Raises:
-        ScheduleError: The schedule cannot be, or there is no such format.
+        ScheduleError: The schedule cannot be, or there is no such format or picture.
     """
     if config.format not in REPORTS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
     costs = Costs(**_mapping(config, "costs"))
-    schedule = build(
-        config.strategy.schedule,
-        num_ranks=config.num_ranks,
-        num_microbatches=config.num_microbatches,
-        num_chunks=config.num_chunks,
-        costs=costs,
-        memory_limit=config.memory_limit,
-        **_mapping(config, "options"),
-    )
-    REPORTS[config.format](schedule, simulate(schedule, costs))
+    if config.compare:
+        _compare(config, costs)
+        return
+    schedule = _schedule(config, costs)
+    timeline = simulate(schedule, costs)
+    if config.picture:
+        write_picture(str(config.picture), timeline, costs, _summary(schedule, timeline))
+    REPORTS[config.format](schedule, timeline)
+
+
+def _schedule(config: DictConfig, costs: Costs) -> Schedule:
+    """Build the schedule, or read it from a .csv, whose sizes are its own."""
+    name = str(config.strategy.schedule)
+    if not name.endswith(".csv"):
+        sizes = ("num_ranks", "num_microbatches", "num_chunks", "memory_limit")
+        taken = {size: config[size] for size in sizes}
+        return build(name, costs=costs, **taken, **_mapping(config, "options"))
+    if not Path(name).is_file():
+        raise ScheduleError(f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one")
+    schedule = Schedule.from_csv(name)
+    accept(schedule, costs, config.memory_limit)
+    return schedule
+
+
+def _compare(config: DictConfig, costs: Costs) -> None:
+    if config.picture:
+        raise ScheduleError(f"picture ({config.picture}) shows one schedule; leave out compare")
+    names = [config.compare] if isinstance(config.compare, str) else list(config.compare)
+    sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
+    rows = compare(names, costs, config.memory_limit, config.num_chunks, **sizes)
+    if config.format == "json":
+        sys.stdout.write(json.dumps({**sizes, "compare": rows}) + "\n")
+        return
+    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
+    console = Console()
+    console.print(comparison_table(rows, title))
+    for row in rows:
+        if "refused" in row:
+            console.out(f"{row['schedule']}: {row['refused']}", highlight=False)
 
 
 def _mapping(config: DictConfig, name: str) -> Mapping[str, Any]:
@@ -81,24 +115,20 @@ def print_text(schedule: Schedule, timeline: Timeline) -> None:
 REPORTS = {"text": print_text, "json": print_json}
 
 
-def figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of a plan by their names in ``Schedule`` and ``Timeline``."""
-    sizes = ("num_ranks", "num_chunks", "num_microbatches")
-    totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory")
-    return {
-        "schedule": schedule.name,
-        **{name: getattr(schedule, name) for name in sizes},
-        **{name: getattr(timeline, name) for name in totals},
-    }
+def _summary(schedule: Schedule, timeline: Timeline) -> str:
+    return f"{_sizes(schedule)}, bubble {timeline.bubble:.4f}"
+
+
+def _sizes(schedule: Schedule) -> str:
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks of {schedule.num_chunks} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
 
 
 def rank_table(schedule: Schedule, timeline: Timeline) -> Table:
     """Return a table with one row per rank: seconds at work and idle, and the peak memory."""
-    title = (
-        f"{schedule.name}: {schedule.num_ranks} ranks of {schedule.num_chunks} stages, "
-        f"{schedule.num_microbatches} microbatches"
-    )
-    table = Table("rank", "stages", "busy", "idle", "peak memory", title=title)
+    table = Table("rank", "stages", "busy", "idle", "peak memory", title=_sizes(schedule))
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         idle = timeline.makespan - busy

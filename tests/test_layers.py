@@ -9,7 +9,7 @@ import pytest
 
 NAME = "lightning_pipeoffload"
 PACKAGE = Path(__file__).parents[1] / NAME
-TOP_LAYER = {"strategy", "monitor", "checkpoint", "configuration", "train", "plan"}
+TOP_LAYER = {"strategy", "monitor", "checkpoint", "configuration", "train", "plan", "comparison"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

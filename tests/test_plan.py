@@ -47,6 +47,7 @@ def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
         "bubble": timeline.bubble,
         "bubble_unsynchronized": timeline.bubble_unsynchronized,
         "peak_memory": [7, 7, 7, 7],
+        "messages": [8, 16, 16, 8],
     }
 
 
@@ -73,11 +74,61 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("+options.speed=3", "option 'speed' is unknown to schedule zb_h1"),
         ("costs.forward=fast", r"costs\.forward \(fast\) must be a number"),
         ("memory_limit=3", r"memory_limit \(3\) is less than the 4"),
+        ("picture=plan.pdf", r"picture \(plan\.pdf\) must end in one of \.svg, \.png, \.json"),
+        ("strategy.schedule=none.csv", r"strategy\.schedule \(none\.csv\) is no file"),
+        ("compare=[fast]", "schedule 'fast' does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused(override, message):
     with pytest.raises(ScheduleError, match=message):
         plan(plan_config(override))
+
+
+def test_a_schedule_is_read_from_a_file(capsys, tmp_path):
+    path = tmp_path / "mine.csv"
+    build("1f1b", 3, 6).to_csv(path)
+    plan(plan_config(f"strategy.schedule={path}", "format=json"))
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["schedule"], printed["num_ranks"], printed["makespan"]) == ("mine", 3, 24)
+
+
+def test_a_schedule_from_a_file_keeps_the_memory_limit(tmp_path):
+    path = tmp_path / "mine.csv"
+    build("1f1b", 3, 6).to_csv(path)
+    with pytest.raises(ScheduleError, match="less than the 3 that mine needs on rank 0"):
+        plan(plan_config(f"strategy.schedule={path}", "memory_limit=2"))
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "json"])
+def test_a_picture_is_written(ending, capsys, tmp_path):
+    path = tmp_path / f"plan.{ending}"
+    plan(plan_config("schedule=1f1b", f"picture={path}", "format=json"))
+    assert path.stat().st_size > 1000
+    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
+
+
+def test_a_comparison_as_json(capsys):
+    plan(plan_config("compare=[1f1b,gis]", "format=json"))
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["num_ranks"], printed["num_microbatches"]) == (4, 8)
+    assert [row["makespan"] for row in printed["compare"]] == [33, 27]
+
+
+def test_a_comparison_as_text_says_why_a_schedule_cannot_be(capsys):
+    plan(plan_config("compare=[1f1b,zb_h2]", "memory_limit=4"))
+    printed = capsys.readouterr().out
+    assert "0.2727" in printed
+    assert "zb_h2: memory_limit (4) is less than the 7" in printed
+
+
+def test_one_name_is_compared_as_well(capsys):
+    plan(plan_config("compare=1f1b", "format=json"))
+    assert len(json.loads(capsys.readouterr().out)["compare"]) == 1
+
+
+def test_a_comparison_has_no_picture():
+    with pytest.raises(ScheduleError, match=r"picture \(a\.svg\) shows one schedule"):
+        plan(plan_config("compare=[1f1b,zb_h1]", "picture=a.svg"))
 
 
 def test_the_command_leaves_nothing_behind(command, tmp_path):

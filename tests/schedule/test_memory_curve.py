@@ -1,0 +1,39 @@
+import pytest
+from plans import plan
+
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, Event, Timeline, build, simulate
+from lightning_pipeoffload.schedule.actions import Action
+from lightning_pipeoffload.schedule.memory_curve import memory_curves
+
+
+def curves(text, costs):
+    return memory_curves(simulate(plan(text), costs), costs)
+
+
+def test_memory_comes_at_the_start_of_f_and_goes_at_the_end_of_w():
+    assert curves("0F0 0B0 0W0", Costs(1, 2, 3)) == [[(0, 1), (3, 1), (6, 0)]]
+
+
+def test_b_leaves_the_weight_residue():
+    costs = Costs(1, 2, 3, activation=4, weight_residue=1)
+    assert curves("0F0 0B0 0W0", costs) == [[(0, 4), (3, 1), (6, 0)]]
+    more = Costs(1, 2, 3, activation=4, weight_residue=5)
+    assert curves("0F0 0B0 0W0", more) == [[(0, 4), (1, 5), (6, 0)]]
+
+
+def test_copies_count():
+    times = {"0F0": (0, 1), "0FREE0": (2, 2), "0RELOAD0": (4, 5), "0BW0": (5, 7)}
+    events = tuple(Event(0, "any", Action.parse(text), *span) for text, span in times.items())
+    assert memory_curves(Timeline(events, (1,)), Costs.unit()) == [[(0, 1), (2, 0), (4, 1), (7, 0)]]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "gis_h", "uniform"])
+def test_the_highest_point_is_the_peak(name):
+    assert name in SCHEDULES
+    timeline = simulate(build(name, 4, 8), Costs.unit())
+    highest = tuple(max(m for _, m in curve) for curve in memory_curves(timeline, Costs.unit()))
+    assert highest == timeline.peak_memory
+
+
+def test_a_rank_without_events_has_no_memory():
+    assert memory_curves(Timeline((), (0.0,)), Costs.unit()) == [[(0, 0)]]

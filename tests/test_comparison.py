@@ -1,0 +1,56 @@
+import pytest
+from rich.console import Console
+
+from lightning_pipeoffload.comparison import compare, comparison_table
+from lightning_pipeoffload.schedule import Costs, ScheduleError
+
+SIZES = {"num_ranks": 4, "num_microbatches": 8}
+
+
+def test_every_rank_has_the_same_work_whatever_its_number_of_stages():
+    one, two = compare(["1f1b", "interleaved_1f1b"], Costs(2, 2, 2, activation=4), **SIZES)
+    assert (one["makespan"], one["peak_memory"][0]) == ((8 + 3) * 6, 4 * 4)
+    assert (two["makespan"], two["peak_memory"][0]) == (8 * 6 + 3 * 3, 11 * 2)
+
+
+def test_a_message_takes_as_long_from_a_small_stage():
+    rows = compare(
+        ["1f1b", "gis"], Costs(0, 0, 0, communication=3), num_ranks=4, num_microbatches=1
+    )
+    assert [row["makespan"] for row in rows] == [2 * 3 * 3, 2 * 7 * 3]
+
+
+def test_messages_are_those_between_ranks():
+    one, two = compare(["1f1b", "gis"], Costs.unit(), **SIZES)
+    assert sum(one["messages"]) == 2 * 3 * 8
+    assert sum(two["messages"]) == 2 * 7 * 8
+
+
+def test_num_chunks_is_for_the_schedules_that_take_any():
+    rows = compare(["1f1b", "gis"], Costs.unit(), num_chunks=4, **SIZES)
+    assert [row["num_chunks"] for row in rows] == [1, 4]
+
+
+def test_costs_of_every_stage_are_not_divided():
+    (row,) = compare(["gis"], Costs([1] * 8, 2, 2), **SIZES)
+    assert row["makespan"] == 8 * 2 * 3 + 3 * 2
+
+
+def test_a_schedule_that_cannot_be_says_why():
+    fits, refused = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
+    assert "refused" not in fits
+    assert "less than the 7 that zb_h2 needs" in refused["refused"]
+
+
+@pytest.mark.parametrize(("names", "message"), [([], "compare is empty"), (["x"], "'x' does not")])
+def test_nothing_to_compare_is_refused(names, message):
+    with pytest.raises(ScheduleError, match=message):
+        compare(names, Costs.unit(), **SIZES)
+
+
+def test_the_table_shows_the_rank_that_needs_the_most(capsys):
+    rows = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
+    Console(width=80).print(comparison_table(rows, "title"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1f1b", "1", "33", "0.2727", "0.2727", "4", "16", "48"] in lines
+    assert ["zb_h2", *["-"] * 7] in lines
