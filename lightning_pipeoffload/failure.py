@@ -20,6 +20,9 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _ChildProcessObserver,  # private: what the board does in its place
+)
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
     PrefixStore,
     Store,
@@ -77,6 +80,7 @@ class FailureBoard:
         self._world_size = world_size
         self._children = children
         self._lock = threading.Lock()
+        _retire_observer()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure-board", daemon=True)
         self._thread.start()
@@ -89,7 +93,7 @@ class FailureBoard:
         """
         self.stop()
         try:
-            self._store.compare_set(_CAUSE, "", f"global rank {self._global_rank}: {cause}")
+            self._announce(f"global rank {self._global_rank}: {cause}")
             self._store.set(f"{_SEEN}{self._global_rank}", "")
             self._wait_until_seen()
         except dist.DistError:
@@ -116,25 +120,33 @@ class FailureBoard:
                 self._leave(cause)
 
     def _look(self) -> str | None:
-        for local_rank, child in enumerate(self._children, start=1):
-            if child.poll() not in (None, 0):
-                return self._find_cause(f"global rank {local_rank} {_how_it_ended(child)}")
+        """Return why the run has failed, if it has."""
         try:
-            return self._store.get(_CAUSE).decode() if self._store.check([_CAUSE]) else None
+            if self._store.check([_CAUSE]):
+                return self._store.get(_CAUSE).decode()
+            for local_rank, child in enumerate(self._children, start=1):
+                if child.poll() not in (None, 0):
+                    return self._announce(f"global rank {local_rank}, which {_how_it_ended(child)}")
         except dist.DistError:
-            return "global rank 0 is gone"
+            return "global rank 0, which is gone"
+        return None
+
+    def _announce(self, cause: str) -> str:
+        """Put ``cause`` on the board, unless there is one already; return the one that is there."""
+        return self._store.compare_set(_CAUSE, "", cause).decode()
 
     def _find_cause(self, suspicion: str) -> str:
         """Return what the rank at fault says, or else put ``suspicion`` on the board."""
         deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            cause = self._look()
+            if cause is not None:
+                return cause
+            time.sleep(_POLL_SECONDS)
         try:
-            while time.monotonic() < deadline:
-                if self._store.check([_CAUSE]):
-                    return self._store.get(_CAUSE).decode()
-                time.sleep(_POLL_SECONDS)
-            return self._store.compare_set(_CAUSE, "", suspicion).decode()
+            return self._announce(suspicion)
         except dist.DistError:
-            return "global rank 0 is gone"
+            return "global rank 0, which is gone"
 
     def _wait_until_seen(self) -> None:
         others = [f"{_SEEN}{r}" for r in range(self._world_size) if r != self._global_rank]
@@ -153,6 +165,13 @@ class FailureBoard:
                 log.debug("the run's store is gone", exc_info=True)
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
             os._exit(1)
+
+
+def _retire_observer() -> None:
+    """End Lightning's thread that kills this process, without a word, when a child has failed."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []
 
 
 def _how_it_ended(child: subprocess.Popen[bytes]) -> str:
