@@ -167,30 +167,3 @@ def _input_of(forward: Action) -> Action:
 
 def _gradient_of(backward: Action) -> Action:
     return Action(Kind.RECV_B, backward.stage, backward.microbatch)
-
-
-def run_in_turns(runs: Sequence[tuple[Executor, Iterator[Action]]]) -> None:
-    """Run several ranks in one process: each goes on until what it needs has not been sent yet.
-
-    Args:
-        runs: executors with what their ``steps`` returned.
-
-    Raises:
-        RuntimeError: no rank can go on, which a valid plan excludes.
-    """
-    waiting = [(executor, iterator, next(iterator, None)) for executor, iterator in runs]
-    while any(action is not None for _, _, action in waiting):
-        before = [action for _, _, action in waiting]
-        waiting = [(e, iterator, _advance(e, iterator, action)) for e, iterator, action in waiting]
-        if [action for _, _, action in waiting] == before:
-            raise RuntimeError(f"no rank can go on from {', '.join(map(str, before))}")
-
-
-def _advance(executor: Executor, actions: Iterator[Action], action: Action | None) -> Action | None:
-    """Run from ``action`` on; return the one that has to wait, None at the end."""
-    receives = {Kind.RECV_F, Kind.RECV_B}
-    while action is not None:
-        if action.kind in receives and not executor.transport.has_arrived(action):
-            break
-        action = next(actions, None)
-    return action

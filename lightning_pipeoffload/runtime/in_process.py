@@ -7,20 +7,20 @@ than the machine. Each rank has a copy of the module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.executor import Executor, run_in_turns
+from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.schedule import Schedule, lower
+from lightning_pipeoffload.schedule import Action, Kind, Schedule, lower
 
 
 class InProcessPipeline:
@@ -48,9 +48,10 @@ class InProcessPipeline:
             Pipeline(copy.deepcopy(module), rank, CutSettings(stage_ranks, **options), device)
             for rank in range(schedule.num_ranks)
         ]
-        transport = InProcessTransport()
+        self._transport = InProcessTransport()
         self.executors = [
-            Executor(rank, {}, transport, ActionTimer(device)) for rank in range(schedule.num_ranks)
+            Executor(rank, {}, self._transport, ActionTimer(device))
+            for rank in range(schedule.num_ranks)
         ]
 
     def run(self, batch: Any, size: int, seed: int = 0) -> list[Any]:
@@ -73,12 +74,12 @@ class InProcessPipeline:
             for microbatch in microbatches:
                 microbatch.weight = batch_size(microbatch.part) / batch_size(batch)
             executor.stages = pipeline.stages
-            runs.append((executor, executor.steps(self.plan, microbatches)))
+            runs.append(executor.steps(self.plan, microbatches))
         for pipeline in self.ranks:
             if not pipeline.committed:
                 pipeline.commit()
         with forked_randomness():
-            run_in_turns(runs)
+            _run_in_turns(runs, self._transport)
         self._sum_shared_gradients()
         return next(e.results for e in self.executors if e.results)
 
@@ -99,3 +100,34 @@ class InProcessPipeline:
             total = torch.stack(gradients).sum(0)
             for parameter in parameters:
                 parameter.grad = total.clone()
+
+
+def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:
+    """Let each rank go on until what it needs has not been sent yet, again and again.
+
+    Args:
+        ranks: what each executor's ``steps`` returned.
+        transport: of all of them.
+
+    Raises:
+        RuntimeError: no rank can go on, which a valid plan excludes.
+    """
+    waiting = [next(actions, None) for actions in ranks]
+    while any(waiting):
+        before = waiting
+        pairs = zip(ranks, waiting, strict=True)
+        waiting = [_advance(transport, actions, action) for actions, action in pairs]
+        if waiting == before:
+            raise RuntimeError(f"no rank can go on from {', '.join(map(str, before))}")
+
+
+def _advance(
+    transport: InProcessTransport, actions: Iterator[Action], action: Action | None
+) -> Action | None:
+    """Run from ``action`` on; return the one that has to wait, None at the end."""
+    receives = {Kind.RECV_F, Kind.RECV_B}
+    while action is not None:
+        if action.kind in receives and not transport.has_arrived(action):
+            break
+        action = next(actions, None)
+    return action

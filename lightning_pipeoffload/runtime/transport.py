@@ -48,9 +48,6 @@ class Transport(Protocol):
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         """Make room for a message that ``peer`` will send."""
 
-    def has_arrived(self, receive: Action) -> bool:
-        """Whether :meth:`wait` would return at once."""
-
     def wait(self, receive: Action) -> list[Tensor]:
         """Return the tensors of a posted message."""
 
@@ -144,10 +141,6 @@ class ProcessGroupTransport:
             for place, tensor in enumerate(tensors)
         ]
         self._posted[receive] = tensors, works
-
-    def has_arrived(self, receive: Action) -> bool:
-        """Whether every tensor has been received."""
-        return all(work.is_completed() for work in self._posted[receive][1])
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait for the tensors; on an accelerator its stream does, not the host."""
