@@ -1,0 +1,233 @@
+"""Messages between real processes over gloo; one pool of three for the whole file.
+
+The pipeline's rank r is global rank 2 - r, so that a mistaken one for the other shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.probe import TensorSpec
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.transport import (
+    InProcessTransport,
+    PeerLostError,
+    ProcessGroupTransport,
+    blaming_peers,
+)
+from lightning_pipeoffload.schedule import Action, build, lower
+from tests.rank_pool import RankPool, _free_port
+from tests.runtime.models import Outcome, Regression, assert_same, run_plain
+
+CPU = torch.device("cpu")
+SIZE = 3
+EDGES = set(itertools.permutations(range(SIZE), 2))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(SIZE)
+    yield pool
+    pool.close()
+
+
+def connect() -> tuple[int, ProcessGroupTransport]:
+    """Return this process's pipeline rank, and a new transport."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    rank = SIZE - 1 - dist.get_rank()
+    return rank, ProcessGroupTransport([2, 1, 0], rank, EDGES, CPU)
+
+
+def specs_of(tensors):
+    return [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
+
+
+def parse(*texts):
+    return [Action.parse(text) for text in texts]
+
+
+def make_message():
+    return [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.arange(10, dtype=torch.int32)[::2],
+        torch.empty(0, 4),
+    ]
+
+
+def exchange_message():
+    rank, transport = connect()
+    message = make_message()
+    down_send, down, up_send, up = parse("0SEND_F3", "1RECV_F3", "1SEND_B3", "0RECV_B3")
+    if rank == 0:
+        transport.post(up, 1, specs_of(message))
+        transport.send(down_send, 1, message)
+        return transport.wait(up)
+    if rank == 1:
+        transport.post(down, 0, specs_of(message))
+        transport.send(up_send, 0, transport.wait(down))
+        transport.finish_step()
+        transport.finish_step()
+    return None
+
+
+def test_a_message_of_any_tensors_there_and_back(pool):
+    *_, found = pool.run(exchange_message)
+    torch.testing.assert_close(found, make_message())
+
+
+def receive_out_of_order():
+    rank, transport = connect()
+    receives = parse("1RECV_F0", "1RECV_F1", "1RECV_B0")
+    if rank == 1:
+        peers = [0, 0, 2]
+        for receive, peer in zip(receives, peers, strict=True):
+            transport.post(receive, peer, specs_of([torch.ones(1)]))
+        return [float(transport.wait(receive)[0]) for receive in receives]
+    sends = parse("0SEND_F1", "0SEND_F0") if rank == 0 else parse("2SEND_B0")
+    for send in sends:
+        transport.send(send, 1, [torch.tensor([10.0 * send.stage + send.microbatch])])
+    transport.finish_step()
+    transport.finish_step()
+    return None
+
+
+def test_messages_are_told_apart_by_their_action(pool):
+    assert pool.run(receive_out_of_order)[1] == [0.0, 1.0, 20.0]
+
+
+def run_ahead():
+    """Rank 0 sends three steps, while rank 1 sleeps; return seconds or what came."""
+    rank, transport = connect()
+    send, receive = parse("0SEND_F0", "1RECV_F0")
+    dist.barrier()
+    started = time.monotonic()
+    if rank == 0:
+        for step in range(2):
+            transport.send(send, 1, [torch.tensor([float(step)])])
+            ahead = time.monotonic() - started
+            transport.finish_step()
+        transport.finish_step()
+        return ahead
+    received = []
+    if rank == 1:
+        time.sleep(1)
+        for _ in range(2):
+            transport.post(receive, 0, specs_of([torch.ones(1)]))
+            received.append(float(transport.wait(receive)[0]))
+    return received
+
+
+def test_a_sender_runs_ahead_over_a_step(pool):
+    _, received, ahead = pool.run(run_ahead)
+    assert received == [0.0, 1.0]
+    assert ahead < 0.5
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6)]
+    return Regression(blocks).double(), torch.randn(6, 4).double()
+
+
+def train(name):
+    """Run two steps of a schedule on this rank; return its gradients and losses."""
+    rank, transport = connect()
+    schedule = build(name, SIZE, 6)
+    stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
+    module, x = make_model()
+    pipeline = Pipeline(module, rank, CutSettings(stage_ranks, blocks="blocks"), CPU)
+    executor, losses = Executor(rank, pipeline.stages, transport, ActionTimer(CPU)), []
+    for _ in range(2):
+        microbatches = pipeline.make_microbatches(x, 1, module.step, "train", 0)
+        for microbatch in microbatches:
+            microbatch.weight = 1 / 12
+        losses = executor.run(lower(schedule), microbatches)
+    pipeline.commit()
+    pipeline.detach()
+    return {name: p.grad for name, p in module.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2", "interleaved_1f1b"])
+def test_a_pipeline_of_processes_gives_the_plain_gradients(pool, name):
+    results = pool.run(train, name)
+    gradients = {name: grad for found, _ in results for name, grad in found.items()}
+    module, x = make_model()
+    found = Outcome(results[0][1], gradients)
+    assert_same(found, run_plain(module, x, 1))
+
+
+def wait_for_the_dead(pipe, rank, port):
+    """Rank 0 waits for a message; rank 1 dies."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    transport = ProcessGroupTransport([0, 1], rank, {(0, 1), (1, 0)}, CPU)
+    receive = Action.parse("0RECV_B0")
+    if rank == 0:
+        transport.post(receive, 1, specs_of([torch.ones(1)]))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        transport.wait(receive)
+    except PeerLostError as error:
+        pipe.send((str(error), time.monotonic() - started))
+    os._exit(0)
+
+
+def test_a_dead_peer_is_noticed():
+    context = get_context("spawn")
+    (ours, theirs), port = context.Pipe(), _free_port()
+    processes = [
+        context.Process(target=wait_for_the_dead, args=(theirs, r, port)) for r in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert ours.poll(60)
+    message, seconds = ours.recv()
+    for process in processes:
+        process.join()
+    assert message.startswith("lost the connection in 0RECV_B0: ")
+    assert seconds < 5
+
+
+def test_only_errors_of_the_connection_blame_a_peer():
+    with (
+        pytest.raises(PeerLostError, match="lost it: first line$") as caught,
+        blaming_peers("lost it"),
+    ):
+        raise RuntimeError("first line\nsecond line")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(KeyError), blaming_peers("lost it"):
+        raise KeyError
+
+
+def test_in_process_messages_keep_their_order():
+    transport = InProcessTransport()
+    send, receive = parse("0SEND_F0", "1RECV_F0")
+    transport.post(receive, 0, [])
+    assert not transport.has_arrived(receive)
+    for step in range(2):
+        transport.send(send, 1, [torch.tensor(step)])
+    assert transport.has_arrived(receive)
+    assert [int(transport.wait(receive)[0]) for _ in range(2)] == [0, 1]
+
+
+def test_waiting_in_process_for_what_was_not_sent_is_an_error():
+    with pytest.raises(RuntimeError, match="1RECV_F0 is not there yet; run the rank that sends"):
+        InProcessTransport().wait(Action.parse("1RECV_F0"))
