@@ -1,7 +1,8 @@
 """The compute-only CSV format of ``torch.distributed.pipelining``.
 
 One line per rank, one cell per action, empty cells for idle slots. torch's runtime executes what is
-written here; it writes I for our B and B for our BW.
+written here; it writes I for our B and B for our BW. Its DualPipeV has cells such as
+``(7F4;0B0)OVERLAP_F_B``, which are read as one action after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
     """
     with open(path, newline="") as file:
         return [
-            [_from_torch(cell, path) for cell in row if cell.strip()] for row in csv.reader(file)
+            [_from_torch(text, path) for cell in row for text in _one_by_one(cell)]
+            for row in csv.reader(file)
         ]
 
 
@@ -47,6 +49,12 @@ def _to_torch(action: Action) -> str:
             "write the schedule from before lower()"
         )
     return f"{action.stage}{TORCH_NAMES[action.kind]}{action.microbatch}"
+
+
+def _one_by_one(cell: str) -> list[str]:
+    overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    texts = overlapped[1].split(";") if overlapped else [cell]
+    return [text for text in texts if text.strip()]
 
 
 def _from_torch(cell: str, path: str | PathLike[str]) -> Action:
