@@ -110,7 +110,7 @@ class EmulatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x``."""
-        return _Sleep.apply(x, self.weight, self.seconds, self.defer)  # type: ignore[no-any-return]
+        return _Sleep.apply(x, self.weight, self.seconds, self.defer)
 
 
 class EmulatedModel(LightningModule):
@@ -283,7 +283,7 @@ def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, float]]:
             check=True,
             stdout=subprocess.DEVNULL,  # tables of each run's stages
         )
-        return json.loads(results.read_text())  # type: ignore[no-any-return]
+        return json.loads(results.read_text())
 
 
 def sleep_on_time() -> None:
