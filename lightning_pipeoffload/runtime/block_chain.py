@@ -89,16 +89,16 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
     containers = {
         path: child
         for path, child in module.named_modules()
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)
+        if path and isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)
     }
     if name is not None:
         return _named_chain(containers, name)
     spread = {path: _spread(child) for path, child in containers.items()}
-    best = max(spread.values(), default=0)
+    best = max(spread.values(), default=(0, 0))
     names = [path for path, value in spread.items() if value == best]
-    if best == 0:
+    if best == (0, 0):
         raise ValueError(
-            f"found no ModuleList or Sequential of several blocks with parameters in "
+            f"found no ModuleList or Sequential of blocks with parameters in "
             f"{type(module).__name__}; keep the blocks of the model in one, or name it with blocks="
         )
     if len(names) > 1:
@@ -118,9 +118,10 @@ def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
     return BlockChain(name, list(containers[name].children()))
 
 
-def _spread(container: nn.Module) -> int:
+def _spread(container: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters outside of the largest entry, and of all."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in container.children()]
-    return sum(sizes) - max(sizes)
+    return sum(sizes) - max(sizes), sum(sizes)
 
 
 def _intercept_calls(chain: BlockChain, index: int, block: nn.Module) -> None:

@@ -52,7 +52,7 @@ def test_a_wrong_name_is_refused(name):
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
 def test_a_module_without_a_chain_is_refused(module):
-    with pytest.raises(ValueError, match="found no ModuleList or Sequential of several blocks"):
+    with pytest.raises(ValueError, match="found no ModuleList or Sequential of blocks"):
         find_chain(module)
 
 
