@@ -1,0 +1,132 @@
+"""Private names of torch and Lightning: each that the package uses is listed here, and exists."""
+
+from __future__ import annotations
+
+import ast
+import copyreg
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_pipeoffload.schedule import Action
+
+TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
+
+# module: names of it
+IMPORTED = {
+    "torch.utils._pytree": [
+        "TreeSpec",
+        "tree_flatten",
+        "tree_iter",
+        "tree_leaves",
+        "tree_map",
+        "tree_unflatten",
+    ],
+    "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
+    "lightning.fabric.utilities.distributed": [
+        "_get_default_process_group_backend_for_device",
+        "_init_dist_connection",
+    ],
+    "lightning.pytorch.loops.optimization.automatic": ["_AutomaticOptimization"],
+    "lightning.pytorch.strategies.launchers.subprocess_script": ["_SubprocessScriptLauncher"],
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ["_LoggerConnector"],
+}
+# attribute: an object that has it
+USED = {
+    "_C": torch,
+    "_disabled_torch_function_impl": torch._C,
+    "_ops": torch,
+    "_make_wrapper_subclass": torch.Tensor,
+    "_version": torch.ones(1),
+    "_backward_hooks": torch.ones(1),
+    "_schema": torch.ops.aten.add.Tensor,
+    "_scaled_dot_product_flash_attention": torch.ops.aten,
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
+    "_destroy": torch.library.Library,
+    "_parameters": nn.Module(),
+    "_buffers": nn.Module(),
+    "_reconstructor": copyreg,
+    "_replace": Action,
+    "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
+    "_logger_connector": TRAINER,
+    "_callback_metrics": TRAINER._logger_connector,
+    "_logged_metrics": TRAINER._logger_connector,
+    "_child_processes": _ChildProcessObserver(os.getpid(), []),
+    "_exit": os,
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def trees():
+    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+
+
+def defined_here():
+    """Names that the package itself defines or assigns as attributes."""
+    names = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if getattr(node.value, "id", "") in ("self", "made"):
+                names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_every_private_attribute_that_is_used_is_listed():
+    nodes = [node for tree in trees() for node in ast.walk(tree)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {name for name in used if is_private(name)} - defined_here() <= USED.keys()
+
+
+def test_every_private_import_is_listed():
+    found = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            private = any(map(is_private, node.module.split(".")))
+            found |= {
+                (node.module, alias.name)
+                for alias in node.names
+                if (private or is_private(alias.name))
+                and node.module.split(".")[0] in ("torch", "lightning")
+            }
+    listed = {(module, name) for module, names in IMPORTED.items() for name in names}
+    assert found == listed
+
+
+@pytest.mark.parametrize(("module", "names"), IMPORTED.items())
+def test_imports_exist(module, names):
+    assert all(hasattr(importlib.import_module(module), name) for name in names)
+
+
+@pytest.mark.parametrize("name", USED)
+def test_attributes_exist(name):
+    assert hasattr(USED[name], name)
+
+
+@pytest.mark.parametrize("name", ["_make_backward_fn", "_make_zero_grad_fn"])
+def test_methods_to_replace_exist(name):
+    assert callable(getattr(TRAINER.fit_loop.epoch_loop.automatic_optimization, name))
+
+
+def test_a_parameter_keeps_its_post_accumulate_hooks_where_they_are_looked_for():
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(parameter._post_accumulate_grad_hooks) == 1
+
+
+@pytest.mark.parametrize("name", ["linear", "mm", "addmm", "convolution"])
+def test_the_dispatcher_has_autograd_kernels_to_replace(name):
+    assert torch.library.get_kernel(f"aten::{name}", "AutogradCPU") is not None

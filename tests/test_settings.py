@@ -1,0 +1,166 @@
+"""What the strategy's arguments choose, and the message of each that cannot be."""
+
+import pytest
+
+from lightning_pipeoffload.schedule import Schedule, ScheduleError, build
+from lightning_pipeoffload.settings import PipelineSettings, refuse_unbuilt
+
+BAD_ARGUMENTS = {
+    "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
+    "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
+    "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
+    "schedule": ("1f2b", "schedule='1f2b' is unknown; use auto, gpipe, .* path of a .csv file"),
+    "blocks": (["a.*"], r"blocks=\['a.\*'\]: lists of patterns are not built yet"),
+    "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_is_refused(name):
+    value, message = BAD_ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(**{name: value})
+
+
+@pytest.mark.parametrize(("size", "world_size"), [("auto", 4), (4, 4), (1, 1)])
+def test_ranks_of_a_pipeline(size, world_size):
+    assert PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size) == world_size
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "message"),
+    [
+        (2, 3, r"devices \(3\) must be a multiple of pipeline_parallel_size \(2\); use devices=2"),
+        (2, 4, r"devices \(4\) are more than pipeline_parallel_size \(2\), and replicas"),
+    ],
+)
+def test_devices_that_make_no_pipeline_are_refused(size, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size)
+
+
+# (schedule, ranks, samples of the first batch) -> microbatches
+AUTO = {
+    ("zb_h1", 2, 8): 4,
+    ("zb_h1", 2, 12): 4,
+    ("zb_h1", 2, 10): 5,
+    ("zb_h1", 4, 64): 8,
+    ("zb_h1", 4, 6): 6,
+    ("zb_h1", 4, 7): 7,
+    ("zb_h1", 1, 1): 1,
+    ("interleaved_1f1b", 4, 24): 8,
+    ("interleaved_1f1b", 4, 36): 12,
+    ("interleaved_1f1b", 4, 4): 4,
+}
+
+
+@pytest.mark.parametrize(("key", "expected"), AUTO.items(), ids=str)
+def test_the_number_of_microbatches_is_chosen(key, expected):
+    name, num_ranks, samples = key
+    settings = PipelineSettings(schedule=name)
+    assert settings.choose_num_microbatches(num_ranks, samples) == expected
+
+
+def test_a_given_number_of_microbatches_stands():
+    assert PipelineSettings(num_microbatches=3).choose_num_microbatches(4, 6) == 3
+
+
+def test_a_given_schedule_brings_its_number_of_microbatches():
+    settings = PipelineSettings(schedule=build("1f1b", 2, 6))
+    assert settings.choose_num_microbatches(2, 12) == 6
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"schedule": build("1f1b", 2, 4)}])
+def test_a_first_batch_that_cannot_be_cut_is_refused(options):
+    with pytest.raises(ValueError, match="batch of 6 samples cannot be cut into 4 equal microb"):
+        PipelineSettings(**options).choose_num_microbatches(2, 6)
+
+
+def test_a_batch_that_fits_no_number_of_microbatches_is_refused():
+    settings = PipelineSettings(schedule="interleaved_1f1b")
+    with pytest.raises(
+        ValueError, match="batch of 7 samples cannot be cut .* interleaved_1f1b on 4"
+    ):
+        settings.choose_num_microbatches(4, 7)
+
+
+def test_the_default_schedule():
+    assert PipelineSettings().make_schedule(2, 4) == build("zb_h1", 2, 4)
+
+
+def test_chunks_reach_the_builder():
+    settings = PipelineSettings(schedule="interleaved_1f1b", num_chunks=3)
+    assert settings.make_schedule(2, 4).num_stages == 6
+
+
+def gpipe_by_hand(num_ranks, num_microbatches):
+    return build("gpipe", num_ranks, num_microbatches)
+
+
+def test_a_schedule_may_be_a_function():
+    assert PipelineSettings(schedule=gpipe_by_hand).make_schedule(2, 4) == build("gpipe", 2, 4)
+
+
+@pytest.mark.parametrize("as_path", [str, lambda path: path])
+def test_a_schedule_may_be_a_file(tmp_path, as_path):
+    path = tmp_path / "mine.csv"
+    build("zb_h2", 2, 6).to_csv(path)
+    settings = PipelineSettings(schedule=as_path(path))
+    assert settings.choose_num_microbatches(2, 6) == 6
+    assert settings.make_schedule(2, 6) == build("zb_h2", 2, 6)
+
+
+IMPOSSIBLE = [
+    (PipelineSettings(schedule="interleaved_1f1b"), 4, 6, r"num_microbatches \(6\) must be a mult"),
+    (PipelineSettings(schedule="1f1b", num_chunks=2), 2, 4, r"num_chunks \(2\) must be 1 for 1f1b"),
+    (PipelineSettings(schedule=build("1f1b", 2, 6)), 4, 6, "is for 2 ranks and 6 micro.* has 4"),
+    (PipelineSettings(schedule=build("1f1b", 2, 6)), 2, 4, "2 ranks and 6 .* run has 2 and 4: set"),
+    (PipelineSettings(schedule=lambda p, m: build("1f1b", p, 2 * m)), 2, 4, "2 ranks and 8 microb"),
+]
+
+
+@pytest.mark.parametrize(("settings", "num_ranks", "num_microbatches", "message"), IMPOSSIBLE)
+def test_a_schedule_that_cannot_be_is_refused(settings, num_ranks, num_microbatches, message):
+    with pytest.raises(ScheduleError, match=message):
+        settings.make_schedule(num_ranks, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_microbatches"),
+    [({}, 8), ({"num_microbatches": 6}, 6), ({"schedule": build("1f1b", 4, 5)}, 5)],
+)
+def test_a_schedule_before_the_batch_is_known(options, num_microbatches):
+    schedule = PipelineSettings(**options).provisional_schedule(4)
+    assert isinstance(schedule, Schedule)
+    assert (schedule.num_ranks, schedule.num_microbatches) == (4, num_microbatches)
+
+
+DEFAULTS = {
+    "data_parallel_size": 1,
+    "offload": "auto",
+    "recompute": "none",
+    "memory_limit": None,
+    "optimizer_sync": "auto",
+    "save_distributed_checkpoint": False,
+}
+
+
+def test_defaults_of_what_is_not_built_are_accepted():
+    refuse_unbuilt(**DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data_parallel_size", 2),
+        ("offload", "half"),
+        ("offload", 0.5),
+        ("recompute", "full"),
+        ("memory_limit", "40GiB"),
+        ("optimizer_sync", "barrier"),
+        ("save_distributed_checkpoint", True),
+    ],
+)
+def test_what_is_not_built_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not built yet; leave it at"):
+        refuse_unbuilt(**{name: value})
