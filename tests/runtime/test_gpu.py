@@ -1,0 +1,57 @@
+"""Exactness on an accelerator, with ranks in one process; skipped where there is none."""
+
+import pytest
+import torch
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.runtime.models import MODELS, SCHEDULES, assert_same, call_step, run_pipeline, run_plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+
+def on_device(tree):
+    device = torch.accelerator.current_accelerator()
+    if isinstance(tree, dict):
+        return {name: tensor.to(device) for name, tensor in tree.items()}
+    return tree.to(device)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_plain_modules(name, schedule, num_ranks):
+    module, batch = on_device(MODELS[name].make().double()), on_device(MODELS[name].batch(8))
+    found = run_pipeline(module, build(schedule, num_ranks, 4), batch, size=2)
+    assert_same(found, run_plain(module, batch, size=2))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_dropout_does_not_depend_on_ranks(num_ranks):
+    module, batch = MODELS["gpt"].make(), on_device(MODELS["gpt"].batch(8))
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.3
+    module = on_device(module.double())
+    reference = run_pipeline(module, build("gpipe", 1, 4), batch, size=2)
+    assert_same(run_pipeline(module, build("zb_h1", num_ranks, 4), batch, size=2), reference)
+
+
+def test_weight_gradients_wait_for_w():
+    module, batch = on_device(MODELS["gpt"].make()), on_device(MODELS["gpt"].batch(2))
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 2), call_step)
+    pipeline.run(batch, 1)
+    stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
+    deferred = sum(stage.memory.deferred_flops for stage in stages)
+    assert deferred == sum(rank.weight_flops for rank in pipeline.ranks)
+
+
+def test_action_times_are_read_off_the_device():
+    module, batch = on_device(MODELS["gpt"].make()), on_device(MODELS["gpt"].batch(2))
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 2), call_step)
+    pipeline.run(batch, 1)
+    times = [executor.timer.action_seconds() for executor in pipeline.executors]
+    assert all(seconds > 0 for rank in times for seconds in rank.values())
