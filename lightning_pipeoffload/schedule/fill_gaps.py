@@ -20,10 +20,17 @@ __all__ = ["Filled", "Order", "Progress", "Wanted", "fill_gaps"]
 
 
 class Filled(NamedTuple):
-    """A complete schedule, and the seconds of the rank with the longest span."""
+    """What a run gives.
 
-    schedule: Schedule
+    Attributes:
+        schedule: Every action in its place; None if the run was given up.
+        longest_span: Seconds of the rank with the longest span, as far as it got.
+        num_actions: How many actions were placed.
+    """
+
+    schedule: Schedule | None
     longest_span: float
+    num_actions: int
 
 
 class Wanted(NamedTuple):
@@ -142,35 +149,29 @@ class Progress:
 class _Run:
     """One run through time, rank by rank as each is free or something arrives."""
 
-    def __init__(self, problem: Problem, order: Order, patient: bool, longest: float) -> None:
+    def __init__(self, problem: Problem, order: Order, patience: float | None) -> None:
         self.problem = problem
         self.order = order
-        self.patient = patient
-        self.longest_allowed = longest
+        self.is_patient = patience is not None
+        self.tolerated = max(problem.work) + (patience or 0.0)
         self.longest = max(problem.work)
         self.progress = Progress(problem)
 
-    def result(self) -> Filled | None:
-        """Run until nothing is left to do; None if it gets stuck or takes too long."""
+    def result(self, shorter_than: float) -> Filled:
+        """Run until nothing is left to do, or it gets stuck or takes too long."""
         events = [(0.0, 0)]
-        progress = self.progress
-        while events:
+        progress, work = self.progress, self.problem.work
+        while events and self.longest < shorter_than:
             now, rank = heappop(events)
             if progress.free[rank] > now:
                 continue
             for event in self._step(rank, now):
                 heappush(events, event)
-            self.longest = max(self.longest, progress.idle[rank] + self.problem.work[rank])
-            if self.longest >= self.longest_allowed:
-                return None
-        return self._complete()
-
-    def _complete(self) -> Filled | None:
-        count = 3 * self.problem.num_microbatches * self.problem.num_stages
-        actions = self.progress.actions
-        if sum(map(len, actions)) < count:
-            return None
-        return Filled(Schedule.of(actions), self.longest)
+            self.longest = max(self.longest, progress.idle[rank] + work[rank])
+        num_actions = sum(map(len, progress.actions))
+        complete = num_actions == 3 * self.problem.num_microbatches * self.problem.num_stages
+        schedule = Schedule.of(progress.actions) if complete else None
+        return Filled(schedule, self.longest, num_actions)
 
     def _step(self, rank: int, now: float) -> list[tuple[float, int]]:
         """Start something on a rank that is free, or let it wait; return when to look again."""
@@ -210,27 +211,25 @@ class _Run:
     def _may_wait(self, rank: int, gap: float) -> bool:
         """Whether waiting, so that nothing downstream is late, leaves the longest span as it is."""
         span = self.progress.idle[rank] + self.problem.work[rank] + gap
-        return self.patient and span <= self.longest
+        return self.is_patient and span <= max(self.longest, self.tolerated)
 
 
 def fill_gaps(
-    problem: Problem, order: Order, patient: bool, shorter_than: float = inf
-) -> Filled | None:
+    problem: Problem, order: Order, patience: float | None, shorter_than: float = inf
+) -> Filled:
     """Put W into an order of F and B, and time the result.
 
     W runs where the next F or B lacks memory, where it fits before the next one can start, and at
     the end. Where a gap is too short for W, the rank either waits or is late.
 
-    Takes time proportional to the number of actions: about 8 microseconds each.
+    Takes time proportional to the number of actions: about 10 microseconds each.
 
     Args:
         problem: The pipeline.
         order: Which F or B is next on each rank; used up by the run.
-        patient: Whether a rank waits through a gap that is too short for W, as long as another
-            rank's span stays the longest. If not, it runs W and what comes next is late.
-        shorter_than: The run stops when the longest span reaches this many seconds.
-
-    Returns:
-        The schedule; None if its longest span is no shorter, or the order does not fit the limit.
+        patience: How many seconds, in all, a rank waits through gaps that are too short for W; more
+            as long as another rank's span stays the longest. None: it never waits, but runs W, and
+            what comes next is late.
+        shorter_than: The run is given up when the longest span reaches this many seconds.
     """
-    return _Run(problem, order, patient, shorter_than).result()
+    return _Run(problem, order, patience).result(shorter_than)

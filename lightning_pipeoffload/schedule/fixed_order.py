@@ -15,20 +15,27 @@ __all__ = ["FixedOrder"]
 class FixedOrder:
     """Every rank's F and B in a given order.
 
-    Where a rank would wait for long, B of another of its stages overtakes: it frees memory, and so
-    never makes the order impossible.
+    If that is allowed, B of another of a rank's stages overtakes where the rank would wait for
+    long.
     """
 
-    def __init__(self, problem: Problem, ranks: Sequence[Iterable[tuple[Kind, int]]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        ranks: Sequence[Iterable[tuple[Kind, int]]],
+        overtaking: bool = True,
+    ) -> None:
         """Set the order.
 
         Args:
             problem: The pipeline.
             ranks: Kind and stage of every F and B of each rank; the k-th of a stage is microbatch
                 k.
+            overtaking: Whether B may overtake.
         """
         self._problem = problem
         self._left = [deque(order) for order in ranks]
+        self._overtaking = overtaking
         self._overtaken: Counter[int] = Counter()
 
     def next(self, progress: Progress, rank: int, now: float) -> Wanted | None:
@@ -46,7 +53,7 @@ class FixedOrder:
 
     def instead(self, progress: Progress, rank: int, now: float) -> Wanted | None:
         """Return a B that is ready, whatever its place."""
-        for stage in self._problem.stages[rank]:
+        for stage in self._problem.stages[rank] if self._overtaking else ():
             wanted = self._backward(progress, stage)
             if wanted.ready <= now and progress.has_room(rank, wanted.room):
                 return wanted

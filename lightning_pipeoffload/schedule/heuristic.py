@@ -8,20 +8,20 @@ Here the first is a depth for every rank, searched for, and the rest is ``fill_g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 from .costs import Costs
-from .fill_gaps import Filled, fill_gaps
 from .in_flight import InFlight
 from .placement import loop
 from .problem import Problem
 from .schedule import Schedule
+from .search import Search
 
 __all__ = ["zb", "zb_1p", "zb_2p"]
 
 # Shares of an F that a rank may idle before its first B, rather than make that B late by one more
 # F. Rounding down leaves a small wait on every rank; rounding up adds up from rank to rank.
 IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+MOST_ACTIONS = 1_000_000
 
 
 def zb_1p(
@@ -60,7 +60,8 @@ def zb(
 
     What is short is the longest span of a rank from its first F to its last W, so it counts on an
     optimizer without barrier. At most 24 candidates are timed, most of them only until they are
-    longer than the best so far; each takes time proportional to p * m.
+    longer than the best so far; each takes time proportional to p * m, and 10 s are the most in
+    all.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -94,13 +95,11 @@ def _in_activations(
 
 
 def _shortest(problem: Problem) -> Schedule:
-    best: Filled | None = None
+    search = Search(problem, num_actions=MOST_ACTIONS)
     for depths in dict.fromkeys(_candidate_depths(problem)):
-        for patient in (True, False):
-            span = best.longest_span if best else inf
-            best = fill_gaps(problem, InFlight(problem, depths), patient, span) or best
-    assert best is not None
-    return best.schedule
+        for patience in (0.0, None):
+            search.consider(InFlight(problem, depths), patience)
+    return search.shortest()
 
 
 def _candidate_depths(problem: Problem) -> Iterator[tuple[int, ...]]:

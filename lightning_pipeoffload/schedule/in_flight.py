@@ -18,9 +18,9 @@ __all__ = ["InFlight"]
 class InFlight:
     """One F for each B, and no more F without B than a rank's depth.
 
-    A rank with two stages prefers F of the later stage, which is closer to its B, and B of the
-    earlier one, which frees what has been held longest. F of a stage leaves room for one microbatch
-    in the rank's later stages, so that ranks never wait for each other's memory.
+    A rank with two stages takes their B in turn, and prefers F of the stage that has just had B, so
+    that as much stays in flight on each. F of a stage leaves room for one microbatch in the rank's
+    later stages, so that ranks never wait for each other's memory.
     """
 
     def __init__(self, problem: Problem, depths: Sequence[int], punctuality: float = 0.0) -> None:
@@ -37,6 +37,7 @@ class InFlight:
         self._punctuality = punctuality
         self._num_in_flight = [0] * problem.num_ranks
         self._forward_is_due = [True] * problem.num_ranks
+        self._last_backward: list[int | None] = [None] * problem.num_ranks
         self._room = [0.0] * problem.num_stages
         self._num_later = [0] * problem.num_stages
         for rank, stages in enumerate(problem.stages):
@@ -67,6 +68,8 @@ class InFlight:
         forward = wanted.kind is Kind.F
         self._num_in_flight[rank] += 1 if forward else -1
         self._forward_is_due[rank] = not forward
+        if not forward:
+            self._last_backward[rank] = wanted.stage
 
     def _waits_for(self, backward: Wanted, forward: Wanted, idle: float, now: float) -> bool:
         late = now + self._problem.forward[forward.stage] > backward.ready
@@ -75,7 +78,7 @@ class InFlight:
     def _next_forward(self, progress: Progress, rank: int, now: float) -> Wanted | None:
         first = None
         depth_left = self._depths[rank] - self._num_in_flight[rank]
-        for stage in reversed(self._problem.stages[rank]):
+        for stage in self._forward_preference(rank):
             ready, room = progress.next_forward(stage), self._room[stage]
             makes_room = ready <= now and progress.pending[rank]
             if ready == inf or self._num_later[stage] >= depth_left:
@@ -86,12 +89,20 @@ class InFlight:
 
     def _next_backward(self, progress: Progress, rank: int, now: float) -> Wanted | None:
         first = None
-        for stage in self._problem.stages[rank]:
+        for stage in self._backward_preference(rank):
             ready = progress.next_backward(stage)
             if ready < inf:
                 room = max(0.0, self._problem.growth[stage])
                 first = _earlier(first, Wanted(Kind.B, stage, ready, room), now)
         return first
+
+    def _forward_preference(self, rank: int) -> Sequence[int]:
+        stages, last = self._problem.stages[rank], self._last_backward[rank]
+        return stages if last == stages[0] else stages[::-1]
+
+    def _backward_preference(self, rank: int) -> Sequence[int]:
+        stages, last = self._problem.stages[rank], self._last_backward[rank]
+        return stages[::-1] if last == stages[0] else stages
 
 
 def _earlier(first: Wanted | None, second: Wanted, now: float) -> Wanted:

@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
-from math import inf
 
 from .actions import Kind
 from .costs import Costs
-from .fill_gaps import Filled, Order, fill_gaps
 from .fixed_order import FixedOrder
 from .in_flight import InFlight
 from .placement import v
 from .problem import Problem
 from .schedule import Schedule
+from .search import Search
 
 __all__ = ["zb_v"]
 
-# Shares of an F that a rank may wait in all, to start a B in time. Where memory is plenty, waiting
-# once in the warm-up shortens every later cycle.
-PUNCTUALITIES = (0.0, 0.25, 0.5, 1.0, 2.0)
+# What the search varies: activations that a rank holds less than it could, and, in shares of an F,
+# how long a rank waits through short gaps, and how long to start a B in time.
+SPARED = (0, 2)
+PATIENCE = (0.0, 0.25, 0.5, 1.0, 2.0)
+PUNCTUALITY = (0.0, 0.5)
+MOST_ACTIONS = 600_000
 
 
 def zb_v(
@@ -38,9 +40,9 @@ def zb_v(
 
     Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
     taken from ``costs``; W goes where there is room for it, and what is short is the longest span
-    of a rank, which counts on an optimizer without barrier. The search times at most 12 candidates,
-    most of them only until they are longer than the best so far; each takes time proportional to
-    p * m.
+    of a rank, which counts on an optimizer without barrier. The search times 21 candidates and
+    rearranges the best of them up to a fixed amount of work, 10 s at most; each candidate takes
+    time proportional to p * m, but is given up when it is longer than the best so far.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -56,22 +58,31 @@ def zb_v(
     problem = Problem(v(num_ranks), num_microbatches, costs or Costs.unit())
     default = num_ranks * problem.smallest_limit
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
-    best: Filled | None = None
-    for order, patient in _candidates(problem):
-        best = fill_gaps(problem, order, patient, best.longest_span if best else inf) or best
-        if costs is None and memory_limit is None:
-            break
-    assert best is not None
-    return best.schedule
+    search = Search(problem, num_actions=MOST_ACTIONS)
+    search.consider(FixedOrder(problem, hand_made(num_ranks, num_microbatches)), patience=0.0)
+    if costs or memory_limit is not None:
+        _search(problem, search)
+    return search.shortest()
 
 
-def _candidates(problem: Problem) -> Iterator[tuple[Order, bool]]:
-    for patient in (True, False):
-        yield FixedOrder(problem, hand_made(problem.num_ranks, problem.num_microbatches)), patient
-    depths = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
-    for share, patient in product(PUNCTUALITIES, (True, False)):
-        punctuality = share * max(problem.forward)
-        yield InFlight(problem, depths, punctuality), patient
+def _search(problem: Problem, search: Search) -> None:
+    """Consider as much in flight as memory allows, then rearrange the best again and again."""
+    forward = max(problem.forward)
+    most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
+    for spared, patience, punctuality in product(SPARED, PATIENCE, PUNCTUALITY):
+        depths = [max(2, number - spared) for number in most]
+        order = InFlight(problem, depths, punctuality * forward)
+        search.consider(order, patience * forward)
+    previous = None
+    while search.best and search.best != previous:
+        previous = search.best
+        for patience, overtaking in product(PATIENCE, (False, True)):
+            order_again = FixedOrder(problem, _without_weights(previous), overtaking)
+            search.consider(order_again, patience * forward)
+
+
+def _without_weights(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
+    return [[a[:2] for a in rank if a.kind is not Kind.W] for rank in schedule]
 
 
 def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, int]]]:
