@@ -149,8 +149,13 @@ class PipelineProcesses(ParallelStrategy):
         self._refuse_inside_step("reduce_boolean_decision")
         return self.group.agree(decision, all)
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step is running right now."""
+        return False
+
     def _refuse_inside_step(self, name: str) -> None:
-        if self.place:
+        if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
                 f"or are not there yet; call it in a hook such as on_train_batch_end"

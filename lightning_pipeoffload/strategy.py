@@ -158,6 +158,11 @@ class PipeOffloadStrategy(PipelineProcesses):
     def place(self) -> str:
         return self._run.place if self._run is not None else ""
 
+    @property
+    @override
+    def is_in_step(self) -> bool:
+        return self._run is not None and self._run.pipeline.is_in_step
+
     # Setting up
 
     @property

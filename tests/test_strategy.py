@@ -181,3 +181,11 @@ def _evaluate_around_a_fit():
     logged = float(trainer.callback_metrics["val_loss"])
     trainer.validate(module, fits.loader(), verbose=False)
     return before, float(trainer.callback_metrics["val_loss"]), logged
+
+
+def test_in_a_v_the_first_rank_has_the_last_stage(ranks, plain, tmp_path):
+    options = {"module": {"dropout": 0.0}, "schedule": "zb_v"}
+    results = ranks(2).run(_fit, 2, str(tmp_path), options)
+    for result in results:
+        assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
+    assert {"embed.weight", "head.weight"} <= set(results[0]["parameters"])

@@ -43,6 +43,11 @@ class BlockChain:
         """Return the name of a block in the user's module."""
         return f"{self.name}.{index}"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a run of the user's step is under way."""
+        return self._pass is not None
+
     def call(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Route the call of a block to the pass under way."""
         if self._pass is None:

@@ -98,6 +98,11 @@ class Pipeline:
         self.attach()
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step is being run, or looked at."""
+        return self._chain.is_running
+
+    @property
     def local_stages(self) -> list[int]:
         """Stages of this rank."""
         return [s for s, rank in enumerate(self._settings.stage_ranks) if rank == self.rank]
