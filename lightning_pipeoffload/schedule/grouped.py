@@ -54,7 +54,8 @@ def grouped(
     """Groups of any size from half of the ranks to all of them.
 
     With g microbatches in a group, rank i of p keeps g(v-1) + p - i activations of a stage. The
-    bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches.
+    bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches;
+    otherwise it is larger, most of all where one microbatch is left over from groups of p/2.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -141,13 +142,13 @@ def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[in
 
 
 def _groups(num_microbatches: int, num_chunks: int, group_size: int, least: int) -> list[_Group]:
-    """Cut the microbatches into groups, evenly if none is then smaller than ``least``.
+    """Cut the microbatches into groups: evenly, where the larger of them have ``least`` or more.
 
-    Smaller ones would wait for their own results; then only the last group is short, and keeps the
-    time of a full one.
+    Smaller groups would wait for their own results, so they have the room of ``least``. Where all
+    were smaller, only the last group is short, in the room of a full one.
     """
     num_groups = -(-num_microbatches // group_size)
-    even = num_microbatches // num_groups >= least
+    even = -(-num_microbatches // num_groups) >= least
     bounds = [
         num_microbatches - num_microbatches * left // num_groups
         if even
@@ -155,7 +156,7 @@ def _groups(num_microbatches: int, num_chunks: int, group_size: int, least: int)
         for left in range(num_groups, -1, -1)
     ]
     members = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    rooms = [len(group) if even else group_size for group in members]
+    rooms = [max(len(group), least) if even else group_size for group in members]
     starts = accumulate((num_chunks * room for room in rooms), initial=0)
     return [_Group(*group) for group in zip(members, rooms, starts, strict=False)]
 

@@ -59,6 +59,15 @@ def test_groups_that_do_not_divide_the_grids_microbatches_cost_at_most_12_slots(
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("g", "m"), [(5, 7), (5, 9), (5, 11), (6, 7), (6, 9), (7, 8), (7, 16), (8, 9), (8, 17), (8, 28)]
+)
+def test_groups_that_can_be_even_cost_at_most_12_slots(g, m, v):
+    timeline = simulate(build("grouped", 8, m, v, group_size=g), UNIT)
+    assert extra_slots(timeline, m, v) <= bubble_formula(8, v, g) + 12
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "g"), GROUPS)
 @pytest.mark.parametrize("left", [1, 3])
 def test_a_short_last_group_costs_less_than_a_round_trip_and_no_memory(p, g, v, left):
