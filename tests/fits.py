@@ -1,4 +1,4 @@
-"""What the rank processes of the strategy's tests run: small fits that return what is to be compared."""
+"""What the rank processes of the tests run: small fits that return what is to be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be pipelined is refused before the first step, in a sentence that says what would do."""
+"""What cannot be pipelined is refused before the first step; the message says what would do."""
 
 from __future__ import annotations
 
