@@ -37,7 +37,6 @@ from lightning_pipeoffload.runtime.shape_only import (
     observing,
 )
 
-aten = torch.ops.aten
 # Numbers and strings are none of them: they may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)
 
@@ -111,6 +110,7 @@ class Probe:
         it.
         forward_flops: of each segment, for one microbatch.
         weight_flops: the part of it that has a weight gradient of as many operations.
+        written: names of buffers that the step writes from values that every stage has.
         crossings: one for each pair of segments that has any; the step can only be cut between
             others.
     """
@@ -119,6 +119,7 @@ class Probe:
     segments: dict[str, set[int]]
     forward_flops: list[int]
     weight_flops: list[int]
+    written: set[str] = field(default_factory=set)
     crossings: list[Crossing] = field(default_factory=list)
 
 
@@ -190,23 +191,31 @@ class _ProbePass:
 
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
-        buffers = {id(t): name for name, t in self._strip(module)}
+        buffers = list(self._strip(module))
+        names = {id(tensor): slot.name for slot, tensor in buffers}
 
         def drop(written: Tensor) -> bool:
-            if id(written) in buffers:
-                self.result.segments[buffers[id(written)]].add(self.segment)
+            if id(written) in names:
+                self.result.segments[names[id(written)]].add(self.segment)
             return True
 
-        with self.chain.running(self), observing(self._observe), dropping_writes(drop):
-            yield
+        try:
+            with self.chain.running(self), observing(self._observe), dropping_writes(drop):
+                yield
+        finally:
+            self.result.written = {
+                slot.name
+                for slot, tensor in buffers
+                if slot.tensor is not tensor or tensor._version  # private: counts the writes
+            }
 
-    def _strip(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _strip(self, module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
         """Put shape-only tensors in the place of parameters, copies in that of buffers."""
         for slot in find_slots(module):
             place = slot.module.__dict__[slot.kind]
             if slot.kind == "_buffers":
                 place[slot.attribute] = slot.tensor.detach().clone()
-                yield slot.name, place[slot.attribute]
+                yield slot, place[slot.attribute]
                 continue
             stripped = ShapeOnly.like(slot.tensor, slot.name, slot.tensor.requires_grad)
             place[slot.attribute] = stripped
@@ -271,8 +280,10 @@ class _ProbePass:
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
     """Count the operations of matrix products, convolutions and attention; 0 for others."""
     packet = func.overloadpacket
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
-        packet = aten._scaled_dot_product_flash_attention
+    if packet.__name__.startswith("_scaled_dot_product"):  # torch has no formula for all of them
+        query, key, value = args[:3]
+        rows = query.shape[:-1].numel()
+        return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
     formula = flop_registry.get(packet)
     return int(formula(*args, out_val=result)) if formula else 0
 
