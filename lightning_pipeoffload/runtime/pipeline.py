@@ -223,11 +223,23 @@ class Pipeline:
             self._first_probe = probe
             self._cut(probe)
         found = find_segments(self.module, self._chain, probe)
+        self._check_written(probe, found)
         if all(uses <= self._segments.get(name, set()) for name, uses in found.items()):
             return
         for name, uses in found.items():
             self._segments.setdefault(name, set()).update(uses)
         self._assign()
+
+    def _check_written(self, probe: Probe, segments: dict[str, set[int]]) -> None:
+        """Refuse what each of a rank's stages would write once more."""
+        ranks = self._settings.stage_ranks
+        everywhere = [name for name in probe.written if len(segments[name]) > len(self._chain)]
+        if everywhere and len(set(ranks)) < len(ranks):
+            raise ValueError(
+                f"the step writes the buffer {min(everywhere)} outside of the blocks, which would "
+                f"happen once for each of a rank's {len(self.local_stages)} stages; use a schedule "
+                f"with one stage on each rank, or write it in a block"
+            )
 
     def _cut(self, probe: Probe) -> None:
         costs = estimate_costs(self.module, self._chain, probe)
