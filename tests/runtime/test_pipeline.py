@@ -18,6 +18,7 @@ from tests.runtime.models import (
     DemoGPT,
     Outcome,
     Regression,
+    assert_exact,
     assert_same,
     call_step,
     linear_blocks,
@@ -226,3 +227,40 @@ def test_an_evaluating_module_drops_nothing():
     module = DemoGPT(dropout=0.5).double().eval()
     batch = tokens(4)
     assert_same(run_pipeline(module, build("1f1b", 2, 2), batch, 2), run_plain(module, batch, 2))
+
+
+class Growing(Regression):
+    """Writes a buffer outside of the blocks, in each microbatch."""
+
+    def __init__(self):
+        super().__init__(linear_blocks(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def step(self, x):
+        self.scale.mul_(1.5)
+        return super().step(x) * self.scale
+
+
+def test_every_rank_writes_a_buffer_of_all():
+    assert_exact(Growing().double(), torch.randn(4, 4).double())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_buffer_that_each_stage_of_a_rank_would_write_is_refused(num_ranks):
+    with pytest.raises(ValueError, match="buffer scale outside of the blocks, .* rank's 2 stages"):
+        run_pipeline(Growing(), build("interleaved_1f1b", num_ranks, 2), torch.ones(2, 4), 1)
+
+
+def test_a_step_without_a_loss_gives_no_gradient():
+    class Skipping(Regression):
+        def step(self, x):
+            loss = super().step(x)
+            return loss if x[0, 0] > 0 else None
+
+    module = Skipping(linear_blocks(4)).double()
+    x = torch.tensor([[1.0] * 4, [-1.0] * 4]).double()
+    found = run_pipeline(module, build("zb_h1", 2, 2), x, 1)
+    assert found.losses[1] is None
+    plain = run_plain(module, x[:1], 1)
+    halved = {name: grad / 2 for name, grad in plain.gradients.items()}
+    torch.testing.assert_close(found.gradients, halved)
