@@ -21,9 +21,11 @@ from .route import Route
 from .schedule import Schedule
 from .squeeze import POLICIES, Policy, squeeze
 
-__all__ = ["Stage", "best_schedule"]
+__all__ = ["Stage", "best_schedule", "simpler_times"]
 
-NUM_FINALISTS = 8
+PASSES_OF_TRIALS = 500_000
+VARIANTS_OF_FINALISTS = 20
+FEWEST = 3
 
 
 class Stage(NamedTuple):
@@ -61,39 +63,48 @@ class Rehearsal(NamedTuple):
 def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatches: int) -> Schedule:
     """Return the fastest schedule that the blocks give.
 
-    All blocks are tried with simple times, the best of them with all times and policies: about as
-    many squeezes as there are blocks and 160 more, of no more than ``2 * num_ranks + 4``
-    microbatches each.
+    All blocks are tried with simple times, then the best of them with other times and policies. The
+    trials have no more than ``2 * num_ranks + 4`` microbatches each, and together a fixed number of
+    passes, so that on many ranks there are fewer of them: the time hardly grows with the ranks, and
+    with the microbatches as that of a few squeezes does.
 
     Args:
-        blocks: What to try; none may have more in flight than the memory holds.
+        blocks: What to try, the most promising first; none may need more than the memory.
         stage: Where the schedule is to run.
         num_microbatches: Microbatches of one step.
     """
     few = min(num_microbatches, len(stage.placement) + 4)
     route = Route(stage.placement, stage.costs, stage.is_fused)
 
-    def best(rehearsals: Iterable[Rehearsal], number: int, length: int) -> list[Rehearsal]:
-        return nsmallest(number, rehearsals, lambda r: route.longest_span(stage.play(r, length)))
+    def best(trials: Iterable[Rehearsal], number: int, length: int) -> list[Rehearsal]:
+        return nsmallest(number, trials, lambda r: route.longest_span(stage.play(r, length)))
 
-    times = _simpler_times(stage.costs)
-    if len(blocks) > NUM_FINALISTS:
-        trials = [Rehearsal(block, times[0], POLICIES[0]) for block in blocks]
-        blocks = [trial.block for trial in best(trials, NUM_FINALISTS, few)]
-    finals = [Rehearsal(*final) for final in product(blocks, times, POLICIES)]
-    winner = best(best(finals, 3, few), 1, num_microbatches)[0]
+    budget = PASSES_OF_TRIALS // (3 * len(stage.placement) * few)
+    variants = list(product(simpler_times(stage.costs), POLICIES))
+    if len(blocks) > 1:
+        first = [Rehearsal(block, *variants[0]) for block in blocks[: max(FEWEST, budget // 2)]]
+        num_finalists = (budget - len(first)) // min(VARIANTS_OF_FINALISTS, len(variants))
+        blocks = [trial.block for trial in best(first, max(FEWEST, num_finalists), few)]
+    num_variants = max(FEWEST, budget // len(blocks))
+    finals = (Rehearsal(b, *variant) for b in blocks for variant in variants[:num_variants])
+    winner = best(best(finals, FEWEST, few), 1, num_microbatches)[0]
     return route.as_schedule(stage.play(winner, num_microbatches))
 
 
-def _simpler_times(costs: Costs) -> list[Costs]:
-    """Return times that are easier to squeeze, the simplest first, and the real ones last."""
+def simpler_times(costs: Costs) -> list[Costs]:
+    """Return times that are easier to squeeze, the most useful first, and the real ones last.
+
+    Rounded ones keep the ratios of F, B and W in halves of the shortest; equal ones do not. Both
+    are there without and with hops.
+    """
     names = ("forward", "backward_input", "backward_weight")
     means = {name: _mean(getattr(costs, name)) for name in names}
-    grain = min(means.values()) / 2 or 1.0
+    grain = min(filter(None, means.values()), default=1.0) / 2
     rounded = replace(costs, **{name: grain * round(means[name] / grain) for name in names})
-    equal = replace(costs, **dict.fromkeys(names, _mean(tuple(means.values())) or 1.0))
-    without_hops = [replace(times, communication=0.0) for times in (rounded, equal)]
-    return list(dict.fromkeys([*without_hops, rounded, equal, costs]))
+    equal = replace(costs, **dict.fromkeys(names, sum(means.values()) / 3 or 1.0))
+    times = [replace(rounded, communication=0.0), rounded]
+    times += [replace(equal, communication=0.0), equal, costs]
+    return list(dict.fromkeys(times))
 
 
 def _mean(cost: float | Sequence[float]) -> float:

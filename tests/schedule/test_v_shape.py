@@ -1,0 +1,50 @@
+import pytest
+
+from lightning_pipeoffload.schedule import Costs, build, lower, simulate, validate
+from lightning_pipeoffload.schedule.placement import v
+
+NAMES = ["1f1b_v", "v_min", "v_half"]
+GRID = [(p, m) for p in (1, 2, 4, 8, 16) for m in sorted({1, p, p + 1, 2 * p, 4 * p})]
+
+
+def extra_time(name, p, m, costs):
+    timeline = simulate(build(name, p, m, costs=costs), costs)
+    spans = zip(timeline.span, timeline.busy, strict=True)
+    return max(span - busy for span, busy in spans), max(timeline.peak_memory)
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_size_lowers_on_a_v(name, p, m):
+    schedule = build(name, p, m)
+    validate(lower(schedule))
+    assert tuple(schedule.rank_of(stage) for stage in range(2 * p)) == v(p)
+
+
+@pytest.mark.parametrize("p", [4, 6, 8, 16])
+def test_v_half_has_half_the_memory_and_half_the_bubble(p):
+    assert extra_time("v_half", p, 4 * p, Costs.unit()) == (3 * p - 7, p + 2)
+
+
+@pytest.mark.parametrize(("p", "peak"), [(4, 4), (6, 6), (8, 8), (9, 8), (16, 12)])
+def test_v_min_has_a_third_of_the_memory(p, peak):
+    extra, needed = extra_time("v_min", p, 4 * p, Costs.unit())
+    assert needed == peak
+    assert extra <= 4 * p - 5
+
+
+@pytest.mark.parametrize(("p", "peak", "extra"), [(4, 6, 15), (8, 12, 34), (16, 22, 75)])
+def test_1f1b_v_has_two_thirds_of_the_memory_and_less_bubble_than_1f1b(p, peak, extra):
+    assert extra_time("1f1b_v", p, 4 * p, Costs.unit()) == (extra, peak)
+    assert extra < 6 * (p - 1)
+
+
+@pytest.mark.parametrize(
+    ("times", "rates"),
+    [((3, 4, 2), (0.3263, 0.1233)), ((14.407, 14.38, 9.676), (0.2184, 0.1045))],
+)
+def test_unequal_times_cost_hardly_more_than_the_papers_order_or_less(times, rates):
+    costs = Costs(*times)
+    for name, rate in zip(("v_min", "v_half"), rates, strict=True):
+        bubble = simulate(build(name, 8, 32, costs=costs), costs).bubble_unsynchronized
+        assert bubble < rate + 1e-4
