@@ -155,7 +155,6 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_coverage_is_what_is_counted_by_hand(num_ranks):
-    pipeline = after_a_step(Regression([Mixed() for _ in range(4)]), num_ranks, torch.randn(16, 4))
     pipeline = InProcessPipeline(
         Regression([Mixed() for _ in range(4)]), build("zb_h1", num_ranks, 2), call_step
     )
