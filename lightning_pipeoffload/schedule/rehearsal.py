@@ -63,7 +63,8 @@ class Rehearsal(NamedTuple):
 def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatches: int) -> Schedule:
     """Return the fastest schedule that the blocks give.
 
-    All blocks are tried with simple times, then the best of them with other times and policies. The
+    All blocks are tried with simple times, then the best of them, and the first one anyway, with
+    other times and policies. The
     trials have no more than ``2 * num_ranks + 4`` microbatches each, and together a fixed number of
     passes, so that on many ranks there are fewer of them: the time hardly grows with the ranks, and
     with the microbatches as that of a few squeezes does.
@@ -84,7 +85,8 @@ def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatche
     if len(blocks) > 1:
         first = [Rehearsal(block, *variants[0]) for block in blocks[: max(FEWEST, budget // 2)]]
         num_finalists = (budget - len(first)) // min(VARIANTS_OF_FINALISTS, len(variants))
-        blocks = [trial.block for trial in best(first, max(FEWEST, num_finalists), few)]
+        finalists = (trial.block for trial in best(first, max(FEWEST, num_finalists), few))
+        blocks = list(dict.fromkeys([blocks[0], *finalists]))
     num_variants = max(FEWEST, budget // len(blocks))
     finals = (Rehearsal(b, *variant) for b in blocks for variant in variants[:num_variants])
     winner = best(best(finals, FEWEST, few), 1, num_microbatches)[0]

@@ -16,9 +16,9 @@ from .costs import Costs
 from .placement import v as v_placement
 from .rehearsal import Stage, best_schedule
 from .schedule import Schedule
-from .v_shape import INTERVAL, v_block
+from .v_block import INTERVAL, v_block
 
-__all__ = ["v"]
+__all__ = ["fitting_blocks", "v"]
 
 HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
 """Slots between two ranks on the way down: on the first ranks, and on those after."""
@@ -68,7 +68,7 @@ def v(
     """
     costs = costs or Costs.unit()
     stage = _stage(num_ranks, costs, memory_limit)
-    return best_schedule(_fitting_blocks(num_ranks, stage), stage, num_microbatches)
+    return best_schedule(fitting_blocks(stage), stage, num_microbatches)
 
 
 def _stage(num_ranks: int, costs: Costs, memory_limit: float | None) -> Stage:
@@ -87,11 +87,15 @@ def _stage(num_ranks: int, costs: Costs, memory_limit: float | None) -> Stage:
     return Stage(v_placement(num_ranks), costs, memory, residue / activation)
 
 
-def _fitting_blocks(num_ranks: int, stage: Stage) -> list[BuildingBlock]:
-    """Return the blocks that use the memory best, with longer intervals where it is too small."""
+def fitting_blocks(stage: Stage) -> list[BuildingBlock]:
+    """Return the blocks that use the memory best, with longer intervals where it is too small.
+
+    Args:
+        stage: Where the schedule runs, on a V; at least two activations fit.
+    """
     interval = INTERVAL
     while True:
-        peaks = {b: b.peak(stage.placement) for b in _blocks(num_ranks, interval)}
+        peaks = {b: b.peak(stage.placement) for b in _blocks(len(stage.placement) // 2, interval)}
         fitting = {b: peak for b, peak in peaks.items() if peak <= stage.memory}
         if fitting:
             highest = max(fitting.values())

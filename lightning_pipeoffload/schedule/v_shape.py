@@ -8,33 +8,15 @@ Parallelism with Controllable Memory", NeurIPS 2024, section 3.3, appendix, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .building_block import BuildingBlock, walk
 from .costs import Costs
 from .placement import v
-from .rehearsal import Stage, best_schedule
+from .rehearsal import Stage, best_schedule, simpler_times
 from .schedule import Schedule
+from .v_adaptive import fitting_blocks
+from .v_block import INTERVAL, v_block
 
-__all__ = ["one_f_one_b_v", "v_block", "v_half", "v_min"]
-
-INTERVAL = 6
-"""Slots between two microbatches: F, B and W of two stages."""
-
-
-def v_block(down: Sequence[int], turns: Sequence[int], interval: int = INTERVAL) -> BuildingBlock:
-    """Return the block with these slots between the steps of a microbatch.
-
-    Args:
-        down: Slots between each rank and the next one for what goes down the ranks: F of the first
-            chunk and B of the second. What goes up takes one slot between two ranks.
-        turns: Slots between the chunks: of F on the last rank, from F to B on the first rank, and
-            of B on the last rank.
-        interval: Slots between two microbatches.
-    """
-    up = (1,) * len(down)
-    f_to_f, f_to_b, b_to_b = turns
-    return BuildingBlock(walk((*down, f_to_f, *up, f_to_b, *down, b_to_b, *up)), interval)
+__all__ = ["one_f_one_b_v", "v_half", "v_min"]
 
 
 def v_min(
@@ -46,7 +28,8 @@ def v_min(
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
         num_chunks: 2.
-        costs: What the stages cost, to choose the order of warm-up and cool-down; None: equal.
+        costs: What the stages cost, to search for a better block in the same memory where the
+            times differ; None: equal times, and the paper's block.
     """
     f_to_b = 3 if num_ranks % 3 == 0 else 1
     block = v_block([1] * (num_ranks - 1), turns=(1, f_to_b, 1))
@@ -62,7 +45,8 @@ def v_half(
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
         num_chunks: 2.
-        costs: What the stages cost, to choose the order of warm-up and cool-down; None: equal.
+        costs: What the stages cost, to search for a better block in the same memory where the
+            times differ; None: equal times, and the paper's block.
     """
     f_to_b = 4 if num_ranks % 2 == 0 else 1
     block = v_block([2] * (num_ranks - 1), turns=(1, f_to_b, 2))
@@ -100,4 +84,6 @@ def _from_block(
     placement = v(num_ranks)
     memory = max(memory, block.peak(placement))
     stage = Stage(placement, costs or Costs.unit(), memory, is_fused=is_fused)
-    return best_schedule([block], stage, num_microbatches)
+    has_simpler_times = len(simpler_times(stage.costs)) > 1
+    others = fitting_blocks(stage) if has_simpler_times and not is_fused else []
+    return best_schedule([block, *others], stage, num_microbatches)

@@ -5,7 +5,7 @@ from lightning_pipeoffload.schedule.building_block import BuildingBlock
 from lightning_pipeoffload.schedule.placement import loop, v
 from lightning_pipeoffload.schedule.route import Route
 from lightning_pipeoffload.schedule.squeeze import POLICIES, Policy, squeeze
-from lightning_pipeoffload.schedule.v_shape import v_block
+from lightning_pipeoffload.schedule.v_block import v_block
 
 BLOCK = v_block([1] * 3, turns=(1, 1, 1))
 COSTS = Costs(14.4, 14.3, 9.7, communication=1.6, activation=1, weight_residue=0.6)

@@ -41,10 +41,10 @@ def test_1f1b_v_has_two_thirds_of_the_memory_and_less_bubble_than_1f1b(p, peak, 
 
 @pytest.mark.parametrize(
     ("times", "rates"),
-    [((3, 4, 2), (0.3263, 0.1233)), ((14.407, 14.38, 9.676), (0.2184, 0.1045))],
+    [((3, 4, 2), (0.3263, 0.1233)), ((1, 1.3, 0.6), (0.3331, 0.1266))],
 )
-def test_unequal_times_cost_hardly_more_than_the_papers_order_or_less(times, rates):
+def test_unequal_times_do_better_than_the_papers_order(times, rates):
     costs = Costs(*times)
     for name, rate in zip(("v_min", "v_half"), rates, strict=True):
         bubble = simulate(build(name, 8, 32, costs=costs), costs).bubble_unsynchronized
-        assert bubble < rate + 1e-4
+        assert bubble < rate
