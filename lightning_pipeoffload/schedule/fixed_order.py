@@ -6,8 +6,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from .actions import Kind
-from .fill_gaps import Progress, Wanted
+from .fill_gaps import Wanted
 from .problem import Problem
+from .progress import Progress
 
 __all__ = ["FixedOrder"]
 

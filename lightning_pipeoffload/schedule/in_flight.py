@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from math import inf
 
 from .actions import Kind
-from .fill_gaps import Progress, Wanted
+from .fill_gaps import Wanted
 from .problem import Problem
+from .progress import Progress
 
 __all__ = ["InFlight"]
 
