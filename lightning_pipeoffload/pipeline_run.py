@@ -23,7 +23,7 @@ from lightning_pipeoffload.report import (
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.stage import Microbatch
+from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Schedule, forward_only, keep_microbatches, lower
 from lightning_pipeoffload.settings import PipelineSettings

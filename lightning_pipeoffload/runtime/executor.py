@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
+from lightning_pipeoffload.runtime.stage import StageRunner
+from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
-from lightning_pipeoffload.runtime.probe import Slot, find_slots
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.slots import Slot, find_slots
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 

@@ -10,8 +10,9 @@ from itertools import accumulate
 from torch import nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
-from lightning_pipeoffload.runtime.probe import Probe, Slot, find_slots
+from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.shape_only import describe
+from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
 
 # What a parameter weighs against time: enough to decide where times are equal, or unknown.

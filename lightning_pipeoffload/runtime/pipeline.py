@@ -28,9 +28,12 @@ from lightning_pipeoffload.runtime.partition import (
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.probe import Probe, TensorSpec, find_slots, probe_step
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.probe import Probe, probe_step
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.stage import Microbatch, StageRunner
+from lightning_pipeoffload.runtime.slots import find_slots
+from lightning_pipeoffload.runtime.stage import StageRunner
+from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.schedule import Costs
 
 _MOST_PROBES = 64

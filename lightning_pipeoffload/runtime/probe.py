@@ -15,20 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_iter,
-    tree_unflatten,
-)  # private: see shape_only
+from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
@@ -36,51 +31,9 @@ from lightning_pipeoffload.runtime.shape_only import (
     dropping_writes,
     observing,
 )
-
-# Numbers and strings are none of them: they may come from the batch.
-_CONSTANT = (type(None), torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What is known of a tensor before it exists."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """What a block hands on: a pytree with specs for its tensors.
-
-    Attributes:
-        leaves: a TensorSpec for each tensor, plain values as they are.
-        is_template: false where a leaf is neither a tensor nor the same for every batch; then the
-            block has to run, shape-only, to have it.
-    """
-
-    treespec: TreeSpec
-    leaves: tuple[Any, ...]
-    is_template: bool
-
-    @classmethod
-    def of(cls, output: Any) -> BlockOutput:
-        """Describe ``output``."""
-        leaves, treespec = tree_flatten(output)
-        described = tuple(_describe(leaf) for leaf in leaves)
-        is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
-        return cls(treespec, described, is_template)
-
-    @property
-    def payload(self) -> list[TensorSpec]:
-        """The tensors that travel to the next stage."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
-
-    def fill(self, tensors: Iterator[Tensor]) -> Any:
-        """Build the output from one tensor for each spec."""
-        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in self.leaves]
-        return tree_unflatten(leaves, self.treespec)
+from lightning_pipeoffload.runtime.slots import Slot, find_slots
+from lightning_pipeoffload.runtime.unchanged import unchanged
+from lightning_pipeoffload.runtime.users_code import deepest_users_line, users_line
 
 
 @dataclass(frozen=True)
@@ -123,33 +76,6 @@ class Probe:
     crossings: list[Crossing] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place in the module tree that holds a parameter or a buffer."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    kind: str  # the dict of the module it is in: "_parameters" or "_buffers"
-
-    @property
-    def tensor(self) -> Tensor:
-        """What is in it."""
-        found: Tensor = self.module.__dict__[self.kind][self.attribute]
-        return found
-
-
-def find_slots(module: nn.Module) -> list[Slot]:
-    """List the parameters and buffers of ``module`` in the order of registration."""
-    return [
-        Slot(f"{path}.{attribute}" if path else attribute, child, attribute, kind)
-        for path, child in module.named_modules()
-        for kind in ("_parameters", "_buffers")
-        for attribute, tensor in child.__dict__[kind].items()
-        if tensor is not None
-    ]
-
-
 def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> Probe:
     """Run the user's step once without values.
 
@@ -164,7 +90,7 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
     probing = _ProbePass(chain)
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
-        stack.enter_context(_unchanged(module))
+        stack.enter_context(unchanged(module))
         stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
@@ -265,7 +191,7 @@ class _ProbePass:
     def _note_crossing(self, value: Any) -> None:
         known = {(crossing.made_in, crossing.used_in) for crossing in self.result.crossings}
         if (value.segment, self.segment) not in known:
-            line = _deepest_users_line(traceback.extract_stack())
+            line = deepest_users_line(traceback.extract_stack())
             crossing = Crossing(value.segment, self.segment, value.origins, line)
             self.result.crossings.append(crossing)
 
@@ -288,12 +214,6 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
     return int(formula(*args, out_val=result)) if formula else 0
 
 
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad)
-    return leaf
-
-
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
     line = users_line(error)
     return (
@@ -301,48 +221,3 @@ def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
         f"has: {error}{f' ({line})' if line else ''}; move it behind the blocks, or compute it "
         f"from the batch"
     )
-
-
-def users_line(error: BaseException) -> str:
-    """Name the deepest line of the traceback that is neither torch's, a library's nor ours."""
-    return _deepest_users_line(traceback.extract_tb(error.__traceback__))
-
-
-def _deepest_users_line(frames: traceback.StackSummary) -> str:
-    ours = Path(__file__).parents[1] / "runtime"
-    for frame in reversed(frames):
-        path = Path(frame.filename)
-        if "site-packages" not in path.parts and ours not in path.parents:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Give every attribute and container of the module tree its contents back afterwards."""
-    attributes = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
-    containers = [
-        (value, value.copy())
-        for _, saved in attributes
-        for value in saved.values()
-        if isinstance(value, (list, dict, set))
-    ]
-    for place, saved in attributes:
-        for name, value in saved.items():
-            if type(value) is Tensor:
-                place[name] = value.clone()
-    try:
-        yield
-    finally:
-        for container, contents in containers:
-            _refill(container, contents)
-        for place, saved in attributes:
-            _refill(place, saved)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(contents)
-    else:
-        container.update(contents)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.probe import TensorSpec
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.messages import recv_of
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.probe import BlockOutput, TensorSpec, probe_step
+from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
+from lightning_pipeoffload.runtime.probe import probe_step
 from lightning_pipeoffload.schedule import build
 from tests.runtime.models import (
     MODELS,

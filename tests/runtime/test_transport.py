@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.probe import TensorSpec
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
     InProcessTransport,

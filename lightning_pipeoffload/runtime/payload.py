@@ -1,0 +1,112 @@
+"""What travels between two stages: the tensors that a block hands on, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private: see shape_only
+
+# Numbers and strings are none of them: they may come from the batch.
+_CONSTANT = (type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it exists."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a block hands on: a pytree with specs for its tensors.
+
+    Attributes:
+        leaves: a TensorSpec for each tensor, plain values as they are.
+        is_template: false where a leaf is neither a tensor nor the same for every batch; then the
+            block has to run, shape-only, to have it.
+    """
+
+    treespec: TreeSpec
+    leaves: tuple[Any, ...]
+    is_template: bool
+
+    @classmethod
+    def of(cls, output: Any) -> BlockOutput:
+        """Describe ``output``."""
+        leaves, treespec = tree_flatten(output)
+        described = tuple(_describe(leaf) for leaf in leaves)
+        is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
+        return cls(treespec, described, is_template)
+
+    @property
+    def payload(self) -> list[TensorSpec]:
+        """The tensors that travel to the next stage."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    def fill(self, tensors: Iterator[Tensor]) -> Any:
+        """Build the output from one tensor for each spec."""
+        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in self.leaves]
+        return tree_unflatten(leaves, self.treespec)
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad)
+    return leaf
+
+
+@dataclass
+class Received:
+    """What came from the previous stage, and the gradients that go back."""
+
+    specs: list[TensorSpec]
+    device: torch.device | None = None
+    gradients: tuple[Tensor | None, ...] = ()
+
+
+class _Enter(torch.autograd.Function):
+    """Brings what was received into the stage's graph and keeps its gradients.
+
+    The tensors come in beside autograd, which so makes them fresh ones that may be written in
+    place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: list[Tensor], received: Received
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.received = received
+        entered = tuple(tensor.detach() for tensor in tensors)
+        pairs = zip(entered, received.specs, strict=True)
+        ctx.mark_non_differentiable(*(t for t, spec in pairs if not spec.requires_grad))
+        return entered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.received.gradients = gradients
+        return None, None, None
+
+
+def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
+    """Make what was received the start of this stage's graph; its gradients go to ``received``."""
+    received.device = tensors[0].device if tensors else None
+    anchor = torch.empty(0, requires_grad=True)
+    return _Enter.apply(anchor, tensors, received)
+
+
+def gradients_to_send(received: Received) -> list[Tensor]:
+    """Return a gradient for each tensor that requires one, zero where nothing used it."""
+    gradients = received.gradients or (None,) * len(received.specs)
+    return [
+        torch.zeros(spec.shape, dtype=spec.dtype, device=received.device) if grad is None else grad
+        for spec, grad in zip(received.specs, gradients, strict=True)
+        if spec.requires_grad
+    ]

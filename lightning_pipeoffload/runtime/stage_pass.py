@@ -1,0 +1,190 @@
+"""One F of a stage: the user's own step, of which only this stage's blocks run.
+
+Blocks before the stage's first are not run, but for the last of them, which hands on what the
+previous stage sent; after the stage's last block a private exit leaves the step with its output.
+Only the last stage comes to the head and the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.ownership import Ownership
+from lightning_pipeoffload.runtime.partition import Stage
+from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
+from lightning_pipeoffload.runtime.shape_only import (
+    ShapeOnly,
+    ValueNeededError,
+    describe,
+    dropping_writes,
+    shape_only_leaves,
+)
+from lightning_pipeoffload.runtime.users_code import users_line
+
+
+@dataclass
+class Microbatch:
+    """One slice of the batch, and what the step needs to know of it.
+
+    Attributes:
+        index: its place in the batch.
+        part: its samples.
+        run: calls the user's step on it.
+        outputs: what each block hands on, from the probe of its shapes.
+        device: of its tensors.
+        seed: of all its random numbers.
+        weight: its share of the batch's loss, over the batches that accumulate.
+        differentiate: starts the backward from the weighted loss.
+    """
+
+    index: int
+    part: Any
+    run: Callable[[], Any]
+    outputs: list[BlockOutput]
+    device: torch.device
+    seed: int = 0
+    weight: float = 1.0
+    differentiate: Callable[[Tensor], None] = Tensor.backward
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What every F of one stage is about.
+
+    Attributes:
+        stage: its part of the model.
+        num_stages: of the whole model.
+        chain: the blocks of the user's module.
+        ownership: the rank's parameters.
+    """
+
+    stage: Stage
+    num_stages: int
+    chain: BlockChain
+    ownership: Ownership
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step starts here."""
+        return self.stage.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends here."""
+        return self.stage.index == self.num_stages - 1
+
+
+class StageExit(BaseException):
+    """Leaves the user's step behind the stage's last block."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class StagePass:
+    """One F: decides what the call of each block does."""
+
+    def __init__(
+        self,
+        context: StageContext,
+        microbatch: Microbatch,
+        tensors: list[Tensor],
+        received: Received | None,
+    ) -> None:
+        self._context = context
+        self._microbatch = microbatch
+        self._tensors = tensors
+        self._received = received
+        self._left = False
+
+    def run(self) -> Any:
+        """Call the step; return the last owned block's output, or the step's on the last stage."""
+        context = self._context
+        seed_all(mix_seed(self._microbatch.seed, 0))
+        if context.is_first:
+            context.ownership.show(context.stage.index)
+        else:
+            context.ownership.hide()
+        try:
+            with context.chain.running(self):
+                result = self._microbatch.run()
+        except StageExit as leaving:
+            leaving.__traceback__ = None  # it keeps every frame, and so every activation
+            return leaving.output
+        except ValueNeededError as error:
+            raise ValueError(self._explain(error)) from None
+        finally:
+            context.ownership.restore()
+        return self._check_result(result)
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run an owned block; hand on what was received; else return shapes."""
+        blocks = self._context.stage.blocks
+        if index >= blocks.start:
+            return self._run_owned(index, call, arguments)
+        if index == blocks.start - 1:
+            output = self._hand_over(index, call)
+            self._context.ownership.show(self._context.stage.index)
+            self._seed_after(index)
+            return output
+        return self._shapes_of(index, call)
+
+    def _run_owned(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        for leaf in shape_only_leaves(arguments):
+            raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
+        output = call()
+        self._seed_after(index)
+        if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
+            self._left = True
+            raise StageExit(output)
+        return output
+
+    def _seed_after(self, index: int) -> None:
+        # Not before the block: a checkpoint around its call has saved the generator by then.
+        seed_torch(mix_seed(self._microbatch.seed, index + 1))
+
+    def _hand_over(self, index: int, call: Callable[[], Any]) -> Any:
+        tensors, self._tensors = self._tensors, []
+        entered = iter(tensors if self._received is None else enter(tensors, self._received))
+        return self._fill(index, call, entered)
+
+    def _shapes_of(self, index: int, call: Callable[[], Any]) -> Any:
+        origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
+        device = self._microbatch.device
+        shapes = (
+            ShapeOnly(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), device, origins)
+            for spec in self._microbatch.outputs[index].payload
+        )
+        return self._fill(index, call, shapes)
+
+    def _fill(self, index: int, call: Callable[[], Any], tensors: Iterator[Tensor]) -> Any:
+        output = self._microbatch.outputs[index]
+        if not output.is_template:
+            with torch.no_grad(), dropping_writes(lambda tensor: True):
+                output = BlockOutput.of(call())
+        return output.fill(tensors)
+
+    def _check_result(self, result: Any) -> Any:
+        if self._left:
+            raise RuntimeError(
+                "the step caught the signal by which a stage leaves it, so it has an `except:` or "
+                "`except BaseException:` around its blocks; use `except Exception:`"
+            )
+        for leaf in shape_only_leaves(result):
+            raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
+        return result
+
+    def _explain(self, error: ValueNeededError) -> str:
+        line = users_line(error)
+        return (
+            f"{error.operation} needs the value of {describe(error.origins)}, which is not on "
+            f"stage {self._context.stage.index}{f' ({line})' if line else ''}; pass it on through "
+            f"the blocks, or compute it from the batch"
+        )
