@@ -211,23 +211,41 @@ class _Convolution(_Call):
         return 2 * pixels.numel() * math.prod(self.weight.shape[1:])
 
 
-class _DeferredCall(torch.autograd.Function):
-    """An operation whose only input to autograd is x; the weight is kept by reference."""
+class _Keep(torch.autograd.Function):
+    """The identity; saves x before the operation that follows has run."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _DeferredCall(torch.autograd.Function):
+    """An operation whose only input to autograd is x; the weight is kept by reference.
+
+    ``keeper`` is the node that has saved x; None: this one does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, keeper: Any, call: _Call) -> Tensor:
+        if keeper is None:
+            ctx.save_for_backward(x)
+        ctx.keeper = keeper
         ctx.call = call
         return call.forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         call: _Call = ctx.call
         call.check_unchanged()
-        (x,) = ctx.saved_tensors
+        (x,) = (ctx.keeper or ctx).saved_tensors
         _queue_or_run(call, x, grad)
-        return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None
+        return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def _queue_or_run(call: _Call, x: Tensor, grad: Tensor) -> None:
@@ -240,8 +258,20 @@ def _queue_or_run(call: _Call, x: Tensor, grad: Tensor) -> None:
 
 def _apply(call: _Call, x: Tensor) -> Tensor:
     # The first layer's input needs no gradient, but its weight does: something must ask for one.
-    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-    return _DeferredCall.apply(x, anchor, call)
+    if not x.requires_grad:
+        return _DeferredCall.apply(x, torch.empty(0, requires_grad=True), None, call)
+    if not _is_saving_hooked():
+        return _DeferredCall.apply(x, None, None, call)
+    # A Function saves after its forward has run; a checkpoint's recomputation, which stops at the
+    # last tensor saved, would so run the block's last operation in vain.
+    kept = _Keep.apply(x)
+    return _DeferredCall.apply(kept, None, kept.grad_fn, call)
+
+
+def _is_saving_hooked() -> bool:
+    """Whether what autograd saves goes through hooks, as inside a checkpoint."""
+    # Private: nothing public tells, and without hooks the second node would be paid for nothing.
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _is_deferred(weight: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
+    _Linear,
     deferring,
     install_kernels,
     mark,
@@ -323,6 +324,15 @@ def test_checkpointed_blocks_recompute_in_b():
     found, waiting = backward(mark_all(module), x, recomputed)
     torch.testing.assert_close(found, expected)
     assert (waiting, len(forwards)) == (2, 2)
+
+
+def test_a_recomputation_stops_before_the_last_operation(monkeypatch):
+    calls = []
+    compute = _Linear.forward
+    monkeypatch.setattr(_Linear, "forward", lambda *args: calls.append(args) or compute(*args))
+    module = mark_all(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double())
+    backward(module, make_input(), partial(checkpoint, module, use_reentrant=False))
+    assert len(calls) == 3  # two in F, the first one again in B
 
 
 @pytest.mark.parametrize("name", ["linear", "x @ w", "addmm", "conv1d", "self attention"])
