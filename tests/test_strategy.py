@@ -89,7 +89,9 @@ def test_each_rank_keeps_its_own_part_under_the_plain_names(ranks, tmp_path):
 
 
 def test_the_report_has_what_the_interface_names(ranks, tmp_path):
-    report = ranks(2).run(_fit, 2, str(tmp_path), {})[0]["report"]
+    # Validation comes first, in microbatches of another size.
+    options = {"data": {"batch_size": 16}}
+    report = ranks(2).run(_fit, 2, str(tmp_path), options)[0]["report"]
     assert report["schedule"] == "zb_h1"
     assert (report["num_ranks"], report["num_chunks"], report["num_microbatches"]) == (2, 1, 4)
     assert sum(len(stage["blocks"]) for stage in report["stages"]) == 8

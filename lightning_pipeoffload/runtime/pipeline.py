@@ -93,6 +93,7 @@ class Pipeline:
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
         self._probes: OrderedDict[Any, Probe] = OrderedDict()
+        self._training_probe: Probe | None = None
         self._segments: dict[str, set[int]] = {}
         num_stages = len(settings.stage_ranks)
         cut(self._chain, SegmentCosts((), (), (), ()), num_stages, self._split_to_check())
@@ -184,9 +185,11 @@ class Pipeline:
 
     @property
     def weight_flops(self) -> int:
-        """Floating-point operations of all weight gradients of this rank, for a microbatch."""
+        """Operations of all weight gradients of this rank, for the first training microbatch."""
+        if self._training_probe is None:
+            return 0
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
-        return sum(self._first_probe.weight_flops[segment] for segment in segments)
+        return sum(self._training_probe.weight_flops[segment] for segment in segments)
 
     def attach(self) -> None:
         """Take charge of the blocks' calls and of their weight gradients."""
@@ -216,6 +219,8 @@ class Pipeline:
             self._probes.popitem(last=False)
         if not self.committed:
             self._learn(probe)
+        if self._training_probe is None and torch.is_grad_enabled():
+            self._training_probe = probe
         check_crossings(probe, self._chain, self.partition)
         return probe
 
@@ -223,7 +228,6 @@ class Pipeline:
     def _learn(self, probe: Probe) -> None:
         """Cut by the first probe; let stages own what a later one shows they use."""
         if not self._segments:
-            self._first_probe = probe
             self._cut(probe)
         found = find_segments(self.module, self._chain, probe)
         self._check_written(probe, found)
