@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,13 +46,21 @@ class BlockOutput:
         is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
         return cls(treespec, described, is_template)
 
-    @property
+    @cached_property
     def payload(self) -> list[TensorSpec]:
         """The tensors that travel to the next stage."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
+    @cached_property
+    def metas(self) -> list[Tensor]:
+        """Their shapes, as tensors on the meta device."""
+        with torch.inference_mode(False):
+            return [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.payload]
+
     def fill(self, tensors: Iterator[Tensor]) -> Any:
         """Build the output from one tensor for each spec."""
+        if self.treespec.is_leaf():
+            return next(tensors, self.leaves[0])
         leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in self.leaves]
         return tree_unflatten(leaves, self.treespec)
 

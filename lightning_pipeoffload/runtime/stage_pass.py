@@ -158,10 +158,8 @@ class StagePass:
     def _shapes_of(self, index: int, call: Callable[[], Any]) -> Any:
         origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
         device = self._microbatch.device
-        shapes = (
-            ShapeOnly(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), device, origins)
-            for spec in self._microbatch.outputs[index].payload
-        )
+        metas = self._microbatch.outputs[index].metas
+        shapes = (ShapeOnly(meta, device, origins) for meta in metas)
         return self._fill(index, call, shapes)
 
     def _fill(self, index: int, call: Callable[[], Any], tensors: Iterator[Tensor]) -> Any:
