@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 from torch import nn
 
@@ -103,27 +103,31 @@ def _block_of(chain: BlockChain, name: str) -> int | None:
 
 
 def cut(
-    chain: BlockChain, costs: SegmentCosts, num_stages: int, split: str | Sequence[int] = "auto"
+    chain: BlockChain,
+    costs: SegmentCosts,
+    stage_ranks: Sequence[int],
+    split: str | Sequence[int] = "auto",
 ) -> list[Stage]:
     """Cut the chain into stages.
 
     Args:
         chain: the blocks.
         costs: of each segment, for ``split="auto"``.
-        num_stages: how many.
-        split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted;
-            "even" gives each stage as many blocks; or the number of blocks of each stage.
+        stage_ranks: the rank of each stage.
+        split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted,
+            and where ranks have several, the busiest rank; "even" gives each stage as many blocks;
+            or the number of blocks of each stage.
 
     Raises:
         ValueError: fewer blocks than stages, or a ``split`` that does not add up.
     """
-    num_blocks = len(chain)
+    num_blocks, num_stages = len(chain), len(stage_ranks)
     if num_blocks < num_stages:
         raise ValueError(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks"
         )
-    counts = _count_blocks(costs, num_blocks, num_stages, split)
+    counts = _count_blocks(costs, num_blocks, stage_ranks, split)
     ends = list(accumulate(counts))
     stages = []
     for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
@@ -134,10 +138,12 @@ def cut(
 
 
 def _count_blocks(
-    costs: SegmentCosts, num_blocks: int, num_stages: int, split: str | Sequence[int]
+    costs: SegmentCosts, num_blocks: int, stage_ranks: Sequence[int], split: str | Sequence[int]
 ) -> list[int]:
+    num_stages = len(stage_ranks)
     if split == "auto":
-        return _balance(_weights(costs), num_stages)
+        weights = _weights(costs)
+        return _relieve_ranks(_balance(weights, num_stages), weights, stage_ranks)
     if split == "even":
         return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
     if isinstance(split, str):
@@ -207,6 +213,43 @@ def _where(chain: BlockChain, segment: int) -> str:
     if segment == len(chain):
         return "behind the blocks"
     return f"before or in {chain.block_name(segment)}"
+
+
+def _relieve_ranks(
+    counts: list[int], weights: list[float], stage_ranks: Sequence[int]
+) -> list[int]:
+    """Move single blocks from stage to stage while that leaves the busiest rank less to do."""
+    if len(set(stage_ranks)) == len(stage_ranks):
+        return counts
+    total = [0.0, *accumulate(weights)]
+    least = _rank_loads(counts, total, stage_ranks)
+    while True:
+        moved = min(_single_moves(counts), key=lambda c: _rank_loads(c, total, stage_ranks))
+        loads = _rank_loads(moved, total, stage_ranks)
+        if loads >= least:
+            return counts
+        counts, least = moved, loads
+
+
+def _rank_loads(
+    counts: list[int], total: list[float], stage_ranks: Sequence[int]
+) -> tuple[float, float]:
+    """Return the largest load of a rank, and the sum of the loads' squares."""
+    loads = dict.fromkeys(stage_ranks, 0.0)
+    for rank, end, count in zip(stage_ranks, accumulate(counts), counts, strict=True):
+        loads[rank] += total[end] - total[end - count]
+    return round(max(loads.values()), 9), round(sum(load**2 for load in loads.values()), 9)
+
+
+def _single_moves(counts: list[int]) -> Iterator[list[int]]:
+    """Yield ``counts`` with one block less in one stage and one more in another; or as they are."""
+    yield counts
+    for giver, taker in permutations(range(len(counts)), 2):
+        if counts[giver] > 1:
+            moved = list(counts)
+            moved[giver] -= 1
+            moved[taker] += 1
+            yield moved
 
 
 def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:

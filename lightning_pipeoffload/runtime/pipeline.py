@@ -95,8 +95,8 @@ class Pipeline:
         self._probes: OrderedDict[Any, Probe] = OrderedDict()
         self._training_probe: Probe | None = None
         self._segments: dict[str, set[int]] = {}
-        num_stages = len(settings.stage_ranks)
-        cut(self._chain, SegmentCosts((), (), (), ()), num_stages, self._split_to_check())
+        no_costs = SegmentCosts((), (), (), ())
+        cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         for parameter in module.parameters():
             weight_grad.mark(parameter)
         self.attach()
@@ -250,8 +250,8 @@ class Pipeline:
 
     def _cut(self, probe: Probe) -> None:
         costs = estimate_costs(self.module, self._chain, probe)
-        num_stages = len(self._settings.stage_ranks)
-        self.partition = cut(self._chain, costs, num_stages, self._settings.split)
+        ranks = self._settings.stage_ranks
+        self.partition = cut(self._chain, costs, ranks, self._settings.split)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
