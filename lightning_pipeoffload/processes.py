@@ -102,7 +102,10 @@ class PipelineProcesses(ParallelStrategy):
         )
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if self._group is None:
-            self._connect()
+            schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
+            self._group = PipelineGroup(schedule, self.global_rank, self.root_device)
+        if self.world_size > 1:
+            self._watch(self._group)
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -111,12 +114,9 @@ class PipelineProcesses(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def _connect(self) -> None:
-        schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
-        self._group = PipelineGroup(schedule, self.global_rank, self.root_device)
-        if self.world_size == 1:
-            return
-        run = self._group.broadcast(secrets.token_hex(8), self._group.root)
+    def _watch(self, group: PipelineGroup) -> None:
+        """Watch the other ranks, and share metrics with them, for one fit or evaluation."""
+        run = group.broadcast(secrets.token_hex(8), group.root)
         self._metrics_store = connect_store(run, self._timeout)
         children = getattr(self.launcher, "procs", ())
         store = connect_store(run, self._timeout)
