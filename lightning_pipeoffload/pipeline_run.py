@@ -192,6 +192,17 @@ class PipelineRun:
         if self._group.is_root:
             print_prediction(self.report())
 
+    def join_names(self, names: list[list[list[str]]]) -> list[list[list[str]]]:
+        """Join the ranks' names of each optimizer's groups, in the order of the whole module."""
+        ranks = self._group.gather(names)
+        return [
+            [
+                self.pipeline.in_module_order(set().union(*same_group))
+                for same_group in zip(*same_optimizer, strict=True)
+            ]
+            for same_optimizer in zip(*ranks, strict=True)
+        ]
+
     def report(self) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``.
 

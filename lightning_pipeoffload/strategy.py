@@ -201,11 +201,16 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        names = {id(p): name for name, p in self._module.named_parameters()}
+        parameters: dict[str, Tensor] = dict(self._module.named_parameters())
+        if self._is_split:
+            parameters = self.run.pipeline.canonical_parameters()
+        names = {id(p): name for name, p in parameters.items()}
         self._group_names = [
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
+        if self._is_split:  # a fit before this one has cut the module
+            self._group_names = self.run.join_names(self._group_names)
 
     @override
     def model_to_device(self) -> None:

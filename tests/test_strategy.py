@@ -185,6 +185,30 @@ def _evaluate_around_a_fit():
     return before, float(trainer.callback_metrics["val_loss"]), logged
 
 
+def test_a_second_fit_goes_on_and_saves_all(ranks, tmp_path):
+    path = str(tmp_path / "second.ckpt")
+    for first, second in ranks(2).run(_fit_twice, path):
+        assert second < first
+    state = torch.load(path, weights_only=False)["optimizer_states"][0]
+    count = len(list(fits.Net(tie=True).parameters()))
+    assert sorted(state["state"]) == list(range(count))
+    assert sum(len(group["params"]) for group in state["param_groups"]) == count
+
+
+def _fit_twice(path):
+    L.seed_everything(3, verbose=False)
+    module = fits.Net(dropout=0.0, tie=True)
+    options = {"devices": 2, "strategy": fits.strategy(2), "enable_checkpointing": False}
+    trainer = L.Trainer(**fits.SILENT, **options, max_epochs=1)
+    losses = []
+    for max_epochs in (1, 3):
+        trainer.fit_loop.max_epochs = max_epochs
+        trainer.fit(module, fits.loader(), fits.loader())
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+    trainer.save_checkpoint(path)
+    return losses
+
+
 def test_in_a_v_the_first_rank_has_the_last_stage(ranks, plain, tmp_path):
     options = {"module": {"dropout": 0.0}, "schedule": "zb_v"}
     results = ranks(2).run(_fit, 2, str(tmp_path), options)

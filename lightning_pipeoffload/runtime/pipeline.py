@@ -9,7 +9,7 @@ parameter elsewhere.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,10 @@ class Pipeline:
             for name, tensor in self.ownership.local_tensors().items()
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
+
+    def in_module_order(self, names: Iterable[str]) -> list[str]:
+        """Sort names of parameters as the whole module has them."""
+        return sorted(names, key=self._order.__getitem__)
 
     @property
     def weight_flops(self) -> int:
