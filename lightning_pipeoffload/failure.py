@@ -65,7 +65,7 @@ class FailureBoard:
         store: a connection to the run's TCPStore that nothing else uses.
         global_rank: of this process.
         world_size: of the run.
-        children: processes that this one launched, for global ranks 1, 2, ...
+        children: processes that this one launched, for the global ranks after its own.
     """
 
     def __init__(
@@ -124,9 +124,10 @@ class FailureBoard:
         try:
             if self._store.check([_CAUSE]):
                 return self._store.get(_CAUSE).decode()
-            for local_rank, child in enumerate(self._children, start=1):
+            for global_rank, child in enumerate(self._children, start=self._global_rank + 1):
                 if child.poll() not in (None, 0):
-                    return self._announce(f"global rank {local_rank}, which {_how_it_ended(child)}")
+                    how = _how_it_ended(child)
+                    return self._announce(f"global rank {global_rank}, which {how}")
         except dist.DistError:
             return "global rank 0, which is gone"
         return None
