@@ -154,19 +154,22 @@ class PipelineRun:
         before_backward: Callable[[], None] | None,
     ) -> StepOutput:
         finish_comparing = self._group.start_comparing(checksum(inputs.batch))
-        shares = self._weigh(microbatches, accumulated)
+        sizes = [batch_size(microbatch.part) for microbatch in microbatches]
+        shares = self._weigh(microbatches, sizes, accumulated)
         training = before_backward is not None
         plan = self._plan(self.schedule, len(microbatches), training=training)
         results = self.executor.run(plan, microbatches, before_backward)
         finish_comparing(f"batch in {inputs.kind}")
-        sizes = [batch_size(microbatch.part) for microbatch in microbatches]
         return StepOutput(merge_outputs(results, shares) if results else None, sizes)
 
-    def _weigh(self, microbatches: list[Microbatch], accumulated: int) -> list[float]:
+    def _weigh(
+        self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
+    ) -> list[float]:
         """Set each microbatch's weight in the gradient; return its share of the batch's loss."""
         weigh = self._settings.microbatch_weight
-        measure_weight = weigh if callable(weigh) else batch_size
-        weights = [float(measure_weight(microbatch.part)) for microbatch in microbatches]
+        weights: list[float] = list(sizes)
+        if callable(weigh):
+            weights = [float(weigh(microbatch.part)) for microbatch in microbatches]
         shares = [weight / sum(weights) for weight in weights]
         for microbatch, share in zip(microbatches, shares, strict=True):
             microbatch.weight = share / accumulated

@@ -70,11 +70,9 @@ class Ownership:
         """Return what this rank owns, by name."""
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
-    def drop_foreign(self) -> list[Tensor]:
-        """Take what other ranks own out of the module; return it."""
-        foreign = [slot for slot in self.slots if not self.is_local(slot.name)]
-        dropped = [slot.tensor for slot in foreign]
-        for slot in foreign:
+    def drop_foreign(self) -> None:
+        """Take what other ranks own out of the module."""
+        for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             placeholder = _placeholder(slot, self.owners[slot.name])
             placeholder.requires_grad_(slot.tensor.requires_grad)  # as later probes have to see it
             for view in (self._home, self._hidden, *self._views.values()):
@@ -82,7 +80,6 @@ class Ownership:
             slot.module.__dict__[slot.kind].pop(slot.attribute, None)
             object.__setattr__(slot.module, slot.attribute, placeholder)
         self.slots = [slot for slot in self.slots if self.is_local(slot.name)]
-        return dropped
 
     def _make_view(self, visible: Any) -> _View:
         view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}

@@ -135,10 +135,10 @@ class Pipeline:
             )
         return microbatches
 
-    def commit(self) -> list[Tensor]:
-        """Take what other ranks own out of the module; return it for optimizers to forget."""
+    def commit(self) -> None:
+        """Take what other ranks own out of the module; what is learned now cuts nothing anew."""
         self.committed = True
-        return self.ownership.drop_foreign()
+        self.ownership.drop_foreign()
 
     def shared_parameters(self) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """List (name, parameter, ranks) of this rank's parameters that other ranks own too.

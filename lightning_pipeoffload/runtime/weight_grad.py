@@ -86,9 +86,9 @@ def deferring(queue: WeightGradQueue) -> Iterator[None]:
         _active = outer
 
 
-def mark(parameter: nn.Parameter, on: bool = True) -> None:
+def mark(parameter: nn.Parameter) -> None:
     """Say that the gradient of ``parameter`` may be left for W."""
-    setattr(parameter, _MARK, on)
+    setattr(parameter, _MARK, True)
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -116,7 +116,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
 class _Call:
     """One call of an operation with a deferred weight; subclasses know the mathematics.
 
-    ``forward`` and ``input_gradient`` run under no_grad, ``weight_gradients`` too.
+    Each method runs under no_grad.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
