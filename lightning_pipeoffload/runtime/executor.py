@@ -6,6 +6,7 @@ What each kind does is one method in one table; where the plan came from makes n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -102,10 +103,10 @@ class Executor:
             if before_backward is not None and action.kind in _BACKWARD:
                 before_backward()
                 before_backward = None
-            started = timer.now() if timer and action.kind in COMPUTE else None
+            self.timer.start()
             self._handlers[action.kind](action)
-            if timer and started is not None:
-                timer.record(action, started)
+            if timer and action.kind in COMPUTE:
+                timer.record(action)
         self.current = None
         if timer:
             timer.end_step()
@@ -124,8 +125,9 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
-        tensors = [] if stage.is_first else self._inbox.pop(_input_of(action))
-        output = stage.forward(self._microbatches[action.microbatch], tensors, self._keep)
+        output = stage.forward(
+            self._microbatches[action.microbatch], partial(self._take_input, action), self._keep
+        )
         if stage.is_last:
             self._results[action.microbatch] = output
         else:
@@ -133,7 +135,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
-        gradients = [] if stage.is_last else self._inbox.pop(_gradient_of(action))
+        gradients = [] if stage.is_last else self._take(_gradient_of(action))
         gradients = stage.backward(
             self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
         )
@@ -151,15 +153,27 @@ class Executor:
         else:
             self._outbox[send] = tensors
 
+    def _take_input(self, forward: Action) -> list[Tensor]:
+        """Wait for what the previous stage sends; the stage has prepared its F by then."""
+        return self._take(_input_of(forward))
+
+    def _take(self, receive: Action) -> list[Tensor]:
+        if receive in self._inbox:
+            return self._inbox.pop(receive)
+        self.timer.pause()
+        tensors = self.transport.wait(receive)
+        self.timer.resume()
+        return tensors
+
     def _send(self, action: Action) -> None:
         peer = self._plan.rank_of(recv_of(action).stage)
         self.transport.send(action, peer, self._outbox.pop(action))
 
     def _receive(self, action: Action) -> None:
+        """See that the message can arrive; the F or B that needs it waits for it."""
         if not self._receives_posted:  # as late as here, where the rank is about to be idle
             self._post_receives()
             self._receives_posted = True
-        self._inbox[action] = self.transport.wait(action)
 
 
 def _input_of(forward: Action) -> Action:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,12 +69,15 @@ class StageRunner:
             [] if self.is_last else microbatch.outputs[self._context.stage.blocks.stop - 1].payload
         )
 
-    def forward(self, microbatch: Microbatch, tensors: list[Tensor], keep: bool) -> Any:
+    def forward(
+        self, microbatch: Microbatch, receive: Callable[[], list[Tensor]], keep: bool
+    ) -> Any:
         """Run F.
 
         Args:
             microbatch: what to run.
-            tensors: what the previous stage sent.
+            receive: waits for the tensors that the previous stage sends; the first stage never
+                calls it.
             keep: a backward follows.
 
         Returns:
@@ -82,7 +85,7 @@ class StageRunner:
             returned.
         """
         alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue())
-        step = StagePass(self._context, microbatch, tensors, alive.received if keep else None)
+        step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
         with self._recording(alive.queue) if keep else nullcontext():
             output = step.run()
         if keep:

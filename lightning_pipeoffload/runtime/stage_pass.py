@@ -89,18 +89,25 @@ class StageExit(BaseException):
 
 
 class StagePass:
-    """One F: decides what the call of each block does."""
+    """One F: decides what the call of each block does.
+
+    Args:
+        context: the stage.
+        microbatch: what to run.
+        receive: waits for what the previous stage sends.
+        received: takes the gradients that go back; None: no backward follows.
+    """
 
     def __init__(
         self,
         context: StageContext,
         microbatch: Microbatch,
-        tensors: list[Tensor],
+        receive: Callable[[], list[Tensor]],
         received: Received | None,
     ) -> None:
         self._context = context
         self._microbatch = microbatch
-        self._tensors = tensors
+        self._receive = receive
         self._received = received
         self._left = False
 
@@ -151,7 +158,8 @@ class StagePass:
         seed_torch(mix_seed(self._microbatch.seed, index + 1))
 
     def _hand_over(self, index: int, call: Callable[[], Any]) -> Any:
-        tensors, self._tensors = self._tensors, []
+        # As late as here: the step's own beginning has run while the tensors were on their way.
+        tensors = self._receive()
         entered = iter(tensors if self._received is None else enter(tensors, self._received))
         return self._fill(index, call, entered)
 

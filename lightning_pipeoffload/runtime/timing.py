@@ -56,13 +56,23 @@ class ActionTimer:
         )
         self._steps: deque = deque(maxlen=_KEPT)  # type: ignore[type-arg]
 
-    def now(self) -> Any:
-        """Mark a moment."""
-        return self._clock.now()
+    def start(self) -> None:
+        """Mark the start of an action."""
+        self._spans: list[tuple[Any, Any]] = []
+        self._since = self._clock.now()
 
-    def record(self, action: Action, started: Any) -> None:
-        """Measure one F, B, W or BW, from ``started`` to now."""
-        self._actions[action.kind, action.stage].append((started, self._clock.now()))
+    def pause(self) -> None:
+        """Leave out what follows, until :meth:`resume`: the wait for another rank."""
+        self._spans.append((self._since, self._clock.now()))
+
+    def resume(self) -> None:
+        """Go on measuring the action."""
+        self._since = self._clock.now()
+
+    def record(self, action: Action) -> None:
+        """Mark the end of ``action``, and keep its time."""
+        self.pause()
+        self._actions[action.kind, action.stage].append(self._spans)
 
     def start_step(self) -> None:
         """Mark the start of a step."""
@@ -74,7 +84,10 @@ class ActionTimer:
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return the median of each kind of action and stage."""
-        return {key: self._median(pairs) for key, pairs in self._actions.items()}
+        return {
+            key: median(sum(self._clock.seconds(*span) for span in spans) for spans in actions)
+            for key, actions in self._actions.items()
+        }
 
     def step_seconds(self) -> float:
         """Return the median time from one step's start to the next one's; 0 before a step."""
