@@ -70,10 +70,10 @@ def _chunks(name: str, wanted: int | None) -> int:
 
 def _of_one_stage(costs: Costs, num_chunks: int) -> Costs:
     values = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    divided = {
+    divided: dict[str, Any] = {
         name: value / num_chunks
         for name, value in values.items()
-        if name != "communication" and isinstance(value, (int, float))
+        if name not in ("communication", "copy_lanes") and isinstance(value, (int, float))
     }
     return replace(costs, **divided)
 

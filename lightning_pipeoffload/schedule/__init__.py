@@ -1,11 +1,23 @@
 """Pipeline schedules as data: built, checked, lowered, simulated and drawn without torch."""
 
-from .actions import COMPUTE, MEMORY_EFFECTS, TRANSFERS, Action, Kind, MemoryEffect, ScheduleError
+from .actions import (
+    COMPUTE,
+    COPIES,
+    HOST_EFFECTS,
+    MEMORY_EFFECTS,
+    TRANSFERS,
+    Action,
+    Kind,
+    MemoryEffect,
+    Part,
+    ScheduleError,
+)
 from .build import SCHEDULES, Recipe, accept, build
 from .costs import Costs
 from .draw import draw
+from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .schedule import Schedule
-from .simulate import peak_memory, simulate
+from .simulate import simulate
 from .timeline import Event, Timeline
 from .transfer import (
     add_transfers,
@@ -18,6 +30,8 @@ from .validate import validate
 
 __all__ = [
     "COMPUTE",
+    "COPIES",
+    "HOST_EFFECTS",
     "MEMORY_EFFECTS",
     "SCHEDULES",
     "TRANSFERS",
@@ -26,6 +40,7 @@ __all__ = [
     "Event",
     "Kind",
     "MemoryEffect",
+    "Part",
     "Recipe",
     "Schedule",
     "ScheduleError",
@@ -37,6 +52,9 @@ __all__ = [
     "forward_only",
     "keep_microbatches",
     "lower",
+    "memory_changes",
+    "part_sizes",
+    "peak_host_memory",
     "peak_memory",
     "simulate",
     "split_fused_backward",

@@ -8,16 +8,20 @@ is simulated and what the runtime counts must be the same.
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import Enum, IntFlag
 from typing import NamedTuple
 
 __all__ = [
     "COMPUTE",
+    "COPIES",
+    "HOST_EFFECTS",
     "MEMORY_EFFECTS",
+    "RELOADS",
     "TRANSFERS",
     "Action",
     "Kind",
     "MemoryEffect",
+    "Part",
     "ScheduleError",
 ]
 
@@ -42,6 +46,10 @@ class Kind(str, Enum):
         OFFLOAD: Starts the copy of the saved activation to the host.
         FREE: Waits for that copy and drops the device's.
         RELOAD: Allocates the activation on the device and starts the copy back.
+        RELOAD_B: The same for what B needs of it.
+        RELOAD_W: The same for what W needs and is not there.
+        OFFLOAD_W: Starts the copy of what waits for W to the host, between B and W.
+        FREE_W: Waits for that copy and drops the device's.
     """
 
     F = "F"
@@ -56,10 +64,16 @@ class Kind(str, Enum):
     OFFLOAD = "OFFLOAD"
     FREE = "FREE"
     RELOAD = "RELOAD"
+    RELOAD_B = "RELOAD_B"
+    RELOAD_W = "RELOAD_W"
+    OFFLOAD_W = "OFFLOAD_W"
+    FREE_W = "FREE_W"
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+RELOADS = frozenset({Kind.RELOAD, Kind.RELOAD_B, Kind.RELOAD_W})
+COPIES = RELOADS | {Kind.OFFLOAD, Kind.FREE, Kind.OFFLOAD_W, Kind.FREE_W}
 
 
 class Action(NamedTuple):
@@ -88,21 +102,53 @@ class Action(NamedTuple):
         return cls(Kind[match[2]], int(match[1]), int(match[3]))
 
 
-class MemoryEffect(NamedTuple):
-    """What an action adds to a rank's memory, in activations and in weight residues of its stage.
+class Part(IntFlag):
+    """A part of what one stage keeps of one microbatch, by who needs it.
 
-    An activation is what F keeps; a residue is what lives from the end of B to the end of W.
+    Attributes:
+        FOR_B: What B needs of what F saved.
+        FOR_W: What W alone needs of it: the inputs of deferred linear layers.
+        GRADIENT: The output gradients of those layers, from B to W.
     """
 
-    activations: int
-    residues: int
+    FOR_B = 1
+    FOR_W = 2
+    GRADIENT = 4
 
+
+class MemoryEffect(NamedTuple):
+    """Which parts are there after an action. What is there already is not put twice.
+
+    Attributes:
+        puts: Parts that it adds where they are not.
+        drops: Parts that it takes away where they are.
+    """
+
+    puts: Part = Part(0)
+    drops: Part = Part(0)
+
+
+_ACTIVATION = Part.FOR_B | Part.FOR_W
+_QUEUE = Part.FOR_W | Part.GRADIENT
 
 MEMORY_EFFECTS = {
-    Kind.F: MemoryEffect(+1, 0),
-    Kind.B: MemoryEffect(-1, +1),
-    Kind.W: MemoryEffect(0, -1),
-    Kind.BW: MemoryEffect(-1, 0),
-    Kind.FREE: MemoryEffect(-1, 0),
-    Kind.RELOAD: MemoryEffect(+1, 0),
+    Kind.F: MemoryEffect(puts=_ACTIVATION),
+    Kind.B: MemoryEffect(puts=Part.GRADIENT, drops=Part.FOR_B),
+    Kind.W: MemoryEffect(drops=_QUEUE),
+    Kind.BW: MemoryEffect(drops=_ACTIVATION),
+    Kind.FREE: MemoryEffect(drops=_ACTIVATION),
+    Kind.RELOAD: MemoryEffect(puts=_ACTIVATION),
+    Kind.RELOAD_B: MemoryEffect(puts=Part.FOR_B),
+    Kind.RELOAD_W: MemoryEffect(puts=_QUEUE),
+    Kind.FREE_W: MemoryEffect(drops=_QUEUE),
 }
+"""What each kind does to the memory of the device; the others do nothing."""
+
+HOST_EFFECTS = {
+    Kind.OFFLOAD: MemoryEffect(puts=_ACTIVATION),
+    Kind.OFFLOAD_W: MemoryEffect(puts=_QUEUE),
+    Kind.B: MemoryEffect(drops=Part.FOR_B),
+    Kind.W: MemoryEffect(drops=_QUEUE),
+    Kind.BW: MemoryEffect(drops=_ACTIVATION),
+}
+"""The same for the host, whose copy stays until the action that needs it has run."""

@@ -12,9 +12,9 @@ from .classic import gpipe, interleaved_1f1b, one_f_one_b
 from .costs import Costs
 from .grouped import gis, gis_h, grouped, uniform
 from .heuristic import zb, zb_1p, zb_2p
+from .memory import peak_memory
 from .problem import ROUNDING
 from .schedule import Schedule
-from .simulate import peak_memory
 from .v_adaptive import v
 from .v_shape import one_f_one_b_v, v_half, v_min
 from .validate import validate

@@ -29,8 +29,12 @@ class Costs:
         activation: Memory that F keeps.
         weight_residue: Memory that is alive from the end of B to the end of W; None: as much as
             ``activation``.
-        offload: Seconds of the copy of one activation to the host.
+        offload: Seconds of the copy of one activation to the host; a part of it takes its share.
         reload: Seconds of the copy back.
+        weight_input: The part of ``activation`` and ``weight_residue`` that W alone needs; what is
+            offloaded of it need not be back before W.
+        copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
+            where each has a lane of its own.
     """
 
     forward: PerStage
@@ -41,6 +45,8 @@ class Costs:
     weight_residue: PerStage | None = None
     offload: PerStage = 0.0
     reload: PerStage = 0.0
+    weight_input: PerStage = 0.0
+    copy_lanes: int = 1
 
     def __post_init__(self) -> None:
         if self.weight_residue is None:
@@ -50,6 +56,8 @@ class Costs:
             if isinstance(value, Sequence):
                 object.__setattr__(self, field.name, tuple(value))
             _check_cost(field.name, value)
+        if self.copy_lanes not in (1, 2):
+            raise ScheduleError(f"costs.copy_lanes ({self.copy_lanes}) must be 1 or 2")
 
     @classmethod
     def unit(cls) -> Costs:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from .actions import Action, Kind, ScheduleError
 from .costs import Costs
+from .memory import peak_memory
 from .placement import loop, stages_on
 from .schedule import Schedule
-from .simulate import peak_memory
 
 __all__ = ["gis", "gis_h", "grouped", "uniform"]
 

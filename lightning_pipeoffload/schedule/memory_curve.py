@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from .actions import MEMORY_EFFECTS
 from .costs import Costs
-from .timeline import Timeline
+from .memory import memory_changes, part_sizes
+from .timeline import COMPUTE_LANE, Event, Timeline
 
 __all__ = ["Curve", "memory_curves"]
 
@@ -23,29 +22,34 @@ def memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
         timeline: What ``simulate`` gave for these costs.
         costs: Memory of an activation and of a weight residue.
     """
-    changes = _changes(timeline, costs)
-    return [_summed(changes[rank]) for rank in range(timeline.num_ranks)]
+    return [_summed(changes) for changes in _changes(timeline, costs)]
 
 
-def _changes(timeline: Timeline, costs: Costs) -> defaultdict[int, list[tuple[float, float]]]:
+def _changes(timeline: Timeline, costs: Costs) -> list[Curve]:
     num_stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
-    activation = costs.per_stage("activation", num_stages)
-    residue = costs.per_stage("weight_residue", num_stages)
-    changes: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    sizes = part_sizes(costs, num_stages)
+    ranks: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
-        if effect := MEMORY_EFFECTS.get(event.action.kind):
-            stage = event.action.stage
-            change = effect.activations * activation[stage] + effect.residues * residue[stage]
-            changes[event.rank].append((event.start if change > 0 else event.end, change))
-    return changes
+        if event.lane == COMPUTE_LANE:
+            ranks[event.rank].append(event)
+    return [_changes_of_rank(events, sizes) for events in ranks]
 
 
-def _summed(changes: list[tuple[float, float]]) -> Curve:
-    """Add up the changes; at one time, what goes makes room for what comes."""
+def _changes_of_rank(events: list[Event], sizes: list[list[float]]) -> Curve:
+    changes = memory_changes((event.action for event in events), sizes, MEMORY_EFFECTS)
+    return [
+        (event.start if change > 0 else event.end, change)
+        for event, change in zip(events, changes, strict=True)
+        if event.action.kind in MEMORY_EFFECTS
+    ]
+
+
+def _summed(changes: Curve) -> Curve:
+    """Add up the changes; of those at one time only the sum and what is highest are kept."""
     curve = [(0.0, 0.0)]
-    for time, change in sorted(changes):
+    for time, change in changes:
         memory = curve[-1][1] + change
-        if time == curve[-1][0]:
+        if time == curve[-1][0] and change >= 0:
             curve.pop()
         curve.append((time, memory))
     return curve

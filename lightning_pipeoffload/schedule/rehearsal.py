@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import nsmallest
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .building_block import BuildingBlock, Order
 from .costs import Costs
@@ -102,8 +102,9 @@ def simpler_times(costs: Costs) -> list[Costs]:
     names = ("forward", "backward_input", "backward_weight")
     means = {name: _mean(getattr(costs, name)) for name in names}
     grain = min(filter(None, means.values()), default=1.0) / 2
-    rounded = replace(costs, **{name: grain * round(means[name] / grain) for name in names})
-    equal = replace(costs, **dict.fromkeys(names, sum(means.values()) / 3 or 1.0))
+    in_grains: dict[str, Any] = {name: grain * round(means[name] / grain) for name in names}
+    mean: dict[str, Any] = dict.fromkeys(names, sum(means.values()) / 3 or 1.0)
+    rounded, equal = replace(costs, **in_grains), replace(costs, **mean)
     times = [replace(rounded, communication=0.0), rounded]
     times += [replace(equal, communication=0.0), equal, costs]
     return list(dict.fromkeys(times))

@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions import TRANSFERS, Action, Kind
+from .actions import COPIES, TRANSFERS, Action, Kind
 from .torch_csv import read_csv, write_csv
 
 __all__ = ["Schedule"]
@@ -98,6 +98,11 @@ class Schedule:
     def has_transfers(self) -> bool:
         """Whether SEND and RECV are spelled out, as in a lowered plan."""
         return any(action.kind in TRANSFERS for rank in self for action in rank)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether anything is offloaded."""
+        return any(action.kind in COPIES for rank in self for action in rank)
 
     @cached_property
     def is_forward_only(self) -> bool:

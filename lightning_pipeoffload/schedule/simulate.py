@@ -1,16 +1,18 @@
 """When every action of a schedule runs, and how much memory each rank needs.
 
-A replay in the order of what waits for what, with a clock per rank: time linear in the actions.
+A replay in the order of what waits for what, with a clock per rank and lane: time linear in the
+actions.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
-from .actions import MEMORY_EFFECTS, Action, Kind
+from .actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind
+from .copies import CopyLanes
 from .costs import Costs
 from .dependencies import outcome, replay
+from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .schedule import Schedule
 from .timeline import COMPUTE_LANE, Event, Timeline
 
@@ -18,10 +20,12 @@ __all__ = ["simulate"]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Time a schedule of compute actions, or a lowered plan.
+    """Time a schedule of compute actions, with copies or without, or a lowered plan.
 
     Where transfers are not spelled out, every hop between two ranks is implied: it starts when F, B
-    or BW ends. A RECV waits until its message is there, and is no work.
+    or BW ends. A RECV waits until its message is there, and is no work. Copies run on lanes of
+    their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW for
+    the copy back of what they need.
 
     Args:
         schedule: What to time.
@@ -32,44 +36,48 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     seconds = _durations(schedule, costs)
     hop_seconds = _hops(schedule, costs)
+    lanes = CopyLanes(schedule.num_ranks, costs.copy_lanes, _copy_durations(schedule, costs))
     clocks = [0.0] * schedule.num_ranks
     ended: dict[Action, float] = {}
-    events = []
+    events: list[Event] = []
     for rank, action, awaited in replay(schedule):
         start = clocks[rank]
         if awaited is not None:
             start = max(start, ended[awaited] + hop_seconds(awaited, rank))
+        if lanes.in_use:
+            start = lanes.wait(action, start)
+            events += lanes.start(rank, action, start)
         end = start
-        if action.kind in seconds:
+        if action.kind in COMPUTE:
             end += seconds[action.kind][action.stage]
             events.append(Event(rank, COMPUTE_LANE, action, start, end))
         clocks[rank] = ended[outcome(action)] = end
-    return Timeline(tuple(events), peak_memory(schedule, costs))
+    peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
+    return Timeline(tuple(events), *peaks)
 
 
-def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the largest sum of live activations and residues on each rank.
-
-    What an action adds in all counts at its start, what it takes away at its end. Only the order of
-    a rank's actions matters, not when they run.
-    """
+def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the seconds of every copy: its stage's, times the share of the activation it moves."""
+    if not schedule.has_copies:
+        return {}
+    sizes = part_sizes(costs, schedule.num_stages)
     activation = costs.per_stage("activation", schedule.num_stages)
-    residue = costs.per_stage("weight_residue", schedule.num_stages)
-    change: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0] * schedule.num_stages)
-    for kind, effect in MEMORY_EFFECTS.items():
-        change[kind] = [
-            effect.activations * a + effect.residues * r
-            for a, r in zip(activation, residue, strict=True)
-        ]
-
-    def peak(rank: tuple[Action, ...]) -> float:
-        live = highest = 0.0
-        for action in rank:
-            live += change[action.kind][action.stage]
-            highest = max(highest, live)
-        return highest
-
-    return tuple(peak(rank) for rank in schedule)
+    whole = {
+        Kind.OFFLOAD: costs.per_stage("offload", schedule.num_stages),
+        Kind.RELOAD: costs.per_stage("reload", schedule.num_stages),
+    }
+    whole |= {Kind.OFFLOAD_W: whole[Kind.OFFLOAD]}
+    whole |= dict.fromkeys((Kind.RELOAD_B, Kind.RELOAD_W), whole[Kind.RELOAD])
+    durations = {}
+    for rank in schedule:
+        device = memory_changes(rank, sizes, MEMORY_EFFECTS)
+        host = memory_changes(rank, sizes, HOST_EFFECTS)
+        for action, *moved in zip(rank, device, host, strict=True):
+            if action.kind in whole:
+                stage = action.stage
+                share = max(moved) / activation[stage] if activation[stage] else 1.0
+                durations[action] = whole[action.kind][stage] * share
+    return durations
 
 
 def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, list[float]]:

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 from .actions import Action
 
-__all__ = ["COMPUTE_LANE", "Event", "Timeline"]
+__all__ = ["COMPUTE_LANE", "OFFLOAD_LANE", "RELOAD_LANE", "Event", "Timeline"]
 
-COMPUTE_LANE = "compute"
+COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
 
 
 class Event(NamedTuple):
     """One action in time, in seconds from the start of the step.
 
-    A lane is what runs in order on its own: ``compute``, and for copies ``d2h`` and ``h2d``.
+    A lane is what runs in order on its own: ``compute``, and for copies ``d2h`` and ``h2d``. What
+    frees memory, or takes it for a copy back, is on the compute lane as well and takes no time.
     """
 
     rank: int
@@ -32,12 +33,14 @@ class Timeline:
     """When each action of a schedule runs.
 
     Attributes:
-        events: Every action that takes time, earlier ones of a rank and lane first.
+        events: Every action that takes time or moves memory, earlier ones of a rank and lane first.
         peak_memory: The largest memory of each rank, in the unit of the costs.
+        peak_host_memory: The same for what it has on the host; empty where that is not known.
     """
 
     events: tuple[Event, ...]
     peak_memory: tuple[float, ...]
+    peak_host_memory: tuple[float, ...] = ()
 
     @property
     def num_ranks(self) -> int:

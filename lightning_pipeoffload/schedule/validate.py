@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from .actions import COMPUTE, TRANSFERS, Action, Kind, ScheduleError
+from .actions import COMPUTE, COPIES, TRANSFERS, Action, Kind, ScheduleError
 from .dependencies import replay
 from .grid import grid_around
 from .messages import recv_of, send_after, send_of
@@ -22,13 +22,36 @@ __all__ = ["validate"]
 
 FORWARD_ALONE = ((Kind.F,),)
 FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
+WITH_COPIES = tuple(
+    tuple(Kind[name] for name in order.split())
+    for order in (
+        "F OFFLOAD FREE RELOAD BW",
+        "F OFFLOAD FREE RELOAD B W",
+        "F OFFLOAD FREE RELOAD_B B RELOAD_W W",
+        "F OFFLOAD FREE RELOAD_B B OFFLOAD_W FREE_W RELOAD_W W",
+        "F B OFFLOAD_W FREE_W RELOAD_W W",
+    )
+)
+COPY_RULES = {
+    Kind.OFFLOAD: "OFFLOAD copies what F saved, once, and before B or BW needs it",
+    Kind.FREE: "FREE drops what OFFLOAD has copied, once; put OFFLOAD before it",
+    Kind.RELOAD: "RELOAD brings back what FREE has dropped, once; put FREE before it",
+    Kind.RELOAD_B: "RELOAD_B brings back what FREE has dropped, for B; put FREE before it",
+    Kind.RELOAD_W: "RELOAD_W brings back what W needs, after B; put RELOAD_B or FREE_W before it",
+    Kind.OFFLOAD_W: "OFFLOAD_W copies what waits for W; put it after B, and not after RELOAD",
+    Kind.FREE_W: "FREE_W drops what OFFLOAD_W has copied, once; put OFFLOAD_W before it",
+    Kind.B: "B needs what is on the host; put FREE and RELOAD or RELOAD_B before it",
+    Kind.BW: "BW needs what is on the host; put FREE and RELOAD before it",
+    Kind.W: "W needs what is on the host; put RELOAD_W before it",
+}
 
 
 def validate(schedule: Schedule) -> None:
     """Check a schedule of compute actions, or a lowered plan.
 
     Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
-    every stage does only F. What is sent is received, in the same order on every directed edge. The
+    every stage does only F. What is offloaded is freed and reloaded, in this order, before what
+    needs it. What is sent is received, in the same order on every directed edge. The
     ranks never wait for each other in a circle.
 
     Raises:
@@ -38,6 +61,8 @@ def validate(schedule: Schedule) -> None:
     _check_not_empty(schedule)
     _check_placement(schedule)
     _check_compute(schedule)
+    if schedule.has_copies:
+        _check_copies(schedule)
     if schedule.has_transfers:
         _check_transfers(schedule)
     for _ in replay(schedule):
@@ -102,6 +127,20 @@ def _check_one_pass(schedule: Schedule, stage: int, microbatch: int, places: lis
     if not places:
         raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
     raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
+
+
+def _check_copies(schedule: Schedule) -> None:
+    lives: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
+    for place in _places(schedule):
+        if place.action.kind in COMPUTE | COPIES:
+            lives[place.action.stage, place.action.microbatch].append(place)
+    allowed = FORWARD_ALONE + FORWARD_AND_BACKWARD + WITH_COPIES
+    for places in lives.values():
+        kinds = tuple(place.action.kind for place in places)
+        if kinds not in allowed:
+            place = places[_first_fault(kinds, allowed)]
+            rule = f"{COPY_RULES[place.action.kind]} (this stage has {_names(kinds)})"
+            raise _broken(schedule, place, rule)
 
 
 def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:

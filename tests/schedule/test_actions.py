@@ -1,6 +1,14 @@
 import pytest
 
-from lightning_pipeoffload.schedule import MEMORY_EFFECTS, Action, Kind, ScheduleError
+from lightning_pipeoffload.schedule import (
+    HOST_EFFECTS,
+    MEMORY_EFFECTS,
+    Action,
+    Kind,
+    MemoryEffect,
+    Part,
+    ScheduleError,
+)
 
 
 def test_an_action_prints_stage_kind_and_microbatch():
@@ -24,7 +32,22 @@ def test_actions_are_hashable_and_equal_by_value():
     assert {Action(Kind.F, 2, 0)} == {Action.parse("2F0")}
 
 
-@pytest.mark.parametrize("life", ["F BW", "F B W", "F FREE RELOAD B W"])
-def test_a_life_takes_all_its_memory_back(life):
-    effects = [MEMORY_EFFECTS[Kind[name]] for name in life.split()]
-    assert [sum(parts) for parts in zip(*effects, strict=True)] == [0, 0]
+LIVES = [
+    "F BW",
+    "F B W",
+    "F OFFLOAD FREE RELOAD BW",
+    "F OFFLOAD FREE RELOAD B W",
+    "F OFFLOAD FREE RELOAD_B B RELOAD_W W",
+    "F OFFLOAD FREE RELOAD_B B OFFLOAD_W FREE_W RELOAD_W W",
+    "F B OFFLOAD_W FREE_W RELOAD_W W",
+]
+
+
+@pytest.mark.parametrize("effects", [MEMORY_EFFECTS, HOST_EFFECTS])
+@pytest.mark.parametrize("life", LIVES)
+def test_a_life_takes_all_its_memory_back(life, effects):
+    there = Part(0)
+    for name in life.split():
+        effect = effects.get(Kind[name], MemoryEffect())
+        there = there & ~effect.drops | effect.puts
+    assert not there

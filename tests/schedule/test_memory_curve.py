@@ -1,8 +1,7 @@
 import pytest
 from plans import plan
 
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, Event, Timeline, build, simulate
-from lightning_pipeoffload.schedule.actions import Action
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, Timeline, build, simulate
 from lightning_pipeoffload.schedule.memory_curve import memory_curves
 
 
@@ -21,10 +20,10 @@ def test_b_leaves_the_weight_residue():
     assert curves("0F0 0B0 0W0", more) == [[(0, 4), (1, 5), (6, 0)]]
 
 
-def test_copies_count():
-    times = {"0F0": (0, 1), "0FREE0": (2, 2), "0RELOAD0": (4, 5), "0BW0": (5, 7)}
-    events = tuple(Event(0, "any", Action.parse(text), *span) for text, span in times.items())
-    assert memory_curves(Timeline(events, (1,)), Costs.unit()) == [[(0, 1), (2, 0), (4, 1), (7, 0)]]
+def test_what_is_offloaded_is_gone_from_free_to_reload():
+    costs = Costs(1, [2, 3], 3, offload=2, reload=1)
+    text = "0F0 0OFFLOAD0 1F0 0FREE0 1BW0 0RELOAD0 0BW0"
+    assert curves(text, costs) == [[(0, 1), (1, 2), (3, 1), (9, 0), (9, 1), (15, 0)]]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "gis_h", "uniform"])

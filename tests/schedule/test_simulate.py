@@ -130,3 +130,49 @@ def test_fifty_thousand_actions_take_less_than_a_second():
     simulate(schedule, Costs.unit())
     assert sum(map(len, schedule)) > 50_000
     assert time.perf_counter() - start < 1
+
+
+WITH_COPIES = "0F0 0OFFLOAD0 0F1 0FREE0 0F2 0B2 0W2 0RELOAD0 0B1 0W1 0B0 0W0"
+
+
+def spans(timeline):
+    return {(e.lane, str(e.action)): (e.start, e.end) for e in timeline.events}
+
+
+def test_free_waits_for_its_copy_and_b_for_its_reload():
+    timeline = simulate(plan(WITH_COPIES), Costs(1, 1, 1, offload=5, reload=4))
+    found = spans(timeline)
+    assert found["d2h", "0OFFLOAD0"] == (1, 6)
+    assert found["compute", "0F2"] == (6, 7)
+    assert found["h2d", "0RELOAD0"] == (9, 13)
+    assert found["compute", "0B0"] == (13, 14)
+    assert (timeline.peak_memory, timeline.peak_host_memory) == ((2,), (1,))
+
+
+@pytest.mark.parametrize(("lanes", "start"), [(1, 12), (2, 8)])
+def test_directions_take_turns_on_one_lane(lanes, start):
+    text = "0F0 0OFFLOAD0 0FREE0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0FREE1 0RELOAD1 0B1 0B2 0W0 0W1 0W2"
+    costs = Costs(1, 1, 1, offload=5, reload=4, copy_lanes=lanes)
+    assert spans(simulate(plan(text), costs))["h2d", "0RELOAD0"][0] == start
+
+
+def test_a_reload_waits_for_its_own_offload_on_the_lane():
+    costs = Costs([1, 1], 1, 1, offload=5, reload=4, copy_lanes=2)
+    found = spans(simulate(plan("0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0"), costs))
+    assert found["h2d", "0RELOAD0"] == (6, 10)
+
+
+def test_a_part_takes_its_share_of_the_copy():
+    text = "0F0 0OFFLOAD0 0FREE0 0RELOAD_B0 0B0 0OFFLOAD_W0 0FREE_W0 0RELOAD_W0 0W0"
+    costs = Costs(1, 1, 1, activation=10, weight_input=4, offload=10, reload=10)
+    found = spans(simulate(plan(text), costs))
+    assert found["h2d", "0RELOAD_B0"] == (11, 17)
+    assert found["d2h", "0OFFLOAD_W0"] == (18, 24)  # the gradients; the inputs are there still
+    assert found["h2d", "0RELOAD_W0"] == (24, 34)
+
+
+def test_what_w_needs_is_part_of_the_activation():
+    with pytest.raises(
+        ScheduleError, match=r"costs.weight_input \(2\) is part of activation \(1\)"
+    ):
+        simulate(plan("0F0 0BW0"), Costs(1, 1, 1, weight_input=2))

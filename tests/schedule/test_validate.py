@@ -102,3 +102,28 @@ def test_deadlock_in_a_lowered_plan():
 
 def test_a_rank_may_have_sent_everything_before_the_other_receives():
     validate(plan("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1"))
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ("0F0 0FREE0 0BW0", "0FREE0: FREE drops what OFFLOAD has copied"),
+        ("0F0 0OFFLOAD0 0BW0", "0BW0: BW needs what is on the host; put FREE and RELOAD before"),
+        ("0F0 0OFFLOAD0 0FREE0 0B0 0W0", "0B0: B needs what is on the host"),
+        ("0F0 0OFFLOAD0 0FREE0 0RELOAD_B0 0B0 0W0", "0W0: W needs what is on the host"),
+        ("0F0 0RELOAD0 0BW0", "0RELOAD0: RELOAD brings back what FREE has dropped"),
+        ("0F0 0OFFLOAD0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0", "OFFLOAD copies what F saved, once"),
+        ("0F0 0BW0 0OFFLOAD0", "0OFFLOAD0: OFFLOAD copies what F saved"),
+        ("0F0 0OFFLOAD_W0 0B0 0W0", "OFFLOAD_W copies what waits for W; put it after B"),
+    ],
+)
+def test_copies_are_in_order(actions, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(plan(actions))
+
+
+def test_copies_stay_where_they_are_when_lowered():
+    text = "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0\n1F0 1BW0"
+    assert str(lower(plan(text))).splitlines()[0] == (
+        "0F0 0SEND_F0 0OFFLOAD0 0FREE0 0RELOAD0 0RECV_B0 0BW0"
+    )

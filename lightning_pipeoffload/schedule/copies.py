@@ -1,0 +1,57 @@
+"""The copy lanes of every rank while a schedule is timed: when what is copied, and who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .actions import RELOADS, Action, Kind
+from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, Event
+
+__all__ = ["CopyLanes"]
+
+_WAITS_FOR = {
+    Kind.FREE: (Kind.OFFLOAD,),
+    Kind.FREE_W: (Kind.OFFLOAD_W,),
+    Kind.B: (Kind.RELOAD, Kind.RELOAD_B),
+    Kind.BW: (Kind.RELOAD,),
+    Kind.W: (Kind.RELOAD_W,),
+}
+
+
+class CopyLanes:
+    """When the copy lanes of each rank are free, and when each copy has ended."""
+
+    def __init__(self, num_ranks: int, num_lanes: int, seconds: dict[Action, float]) -> None:
+        """Start with free lanes.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            num_lanes: 1 where both directions take turns, 2 where each has a lane.
+            seconds: What every copy of the schedule takes.
+        """
+        self.in_use = bool(seconds)
+        self._seconds = seconds
+        self._free = [[0.0] * num_lanes for _ in range(num_ranks)]
+        self._ended: dict[Action, float] = {}
+
+    def wait(self, action: Action, start: float) -> float:
+        """Return when an action can start whose rank has come to it at ``start``."""
+        for kind in _WAITS_FOR.get(action.kind, ()):
+            start = max(start, self._ended.get(action._replace(kind=kind), 0.0))
+        return start
+
+    def start(self, rank: int, action: Action, now: float) -> Iterator[Event]:
+        """Yield the events of an action that starts a copy or ends one; others have none."""
+        if action.kind in RELOADS or action.kind in (Kind.FREE, Kind.FREE_W):
+            yield Event(rank, COMPUTE_LANE, action, now, now)
+        if action in self._seconds:
+            reload = action.kind in RELOADS
+            free = self._free[rank]
+            lane = int(reload) % len(free)
+            start = max(now, free[lane], self._offloaded(action) if reload else 0.0)
+            end = self._ended[action] = free[lane] = start + self._seconds[action]
+            yield Event(rank, RELOAD_LANE if reload else OFFLOAD_LANE, action, start, end)
+
+    def _offloaded(self, reload: Action) -> float:
+        kinds = (Kind.OFFLOAD, Kind.OFFLOAD_W)
+        return max(self._ended.get(reload._replace(kind=kind), 0.0) for kind in kinds)
