@@ -151,13 +151,13 @@ def test_free_waits_for_its_copy_and_b_for_its_reload():
 
 @pytest.mark.parametrize(("lanes", "start"), [(1, 12), (2, 8)])
 def test_directions_take_turns_on_one_lane(lanes, start):
-    text = "0F0 0OFFLOAD0 0FREE0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0FREE1 0RELOAD1 0B1 0B2 0W0 0W1 0W2"
+    text = "0F0 0OFFLOAD0 0FREE0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0W0 0FREE1 0RELOAD1 0B1 0W1 0B2 0W2"
     costs = Costs(1, 1, 1, offload=5, reload=4, copy_lanes=lanes)
     assert spans(simulate(plan(text), costs))["h2d", "0RELOAD0"][0] == start
 
 
 def test_a_reload_waits_for_its_own_offload_on_the_lane():
-    costs = Costs([1, 1], 1, 1, offload=5, reload=4, copy_lanes=2)
+    costs = Costs(1, 1, 1, offload=5, reload=4, copy_lanes=2)
     found = spans(simulate(plan("0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0"), costs))
     assert found["h2d", "0RELOAD0"] == (6, 10)
 
