@@ -16,6 +16,7 @@ from .build import SCHEDULES, Recipe, accept, build
 from .costs import Costs
 from .draw import draw
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
+from .offload import OffloadReport, offload_activations
 from .schedule import Schedule
 from .simulate import simulate
 from .timeline import Event, Timeline
@@ -40,6 +41,7 @@ __all__ = [
     "Event",
     "Kind",
     "MemoryEffect",
+    "OffloadReport",
     "Part",
     "Recipe",
     "Schedule",
@@ -53,6 +55,7 @@ __all__ = [
     "keep_microbatches",
     "lower",
     "memory_changes",
+    "offload_activations",
     "part_sizes",
     "peak_host_memory",
     "peak_memory",
