@@ -6,7 +6,7 @@ loads into the plain module, and into a pipeline of another size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class StateCollector:
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
         self._pipeline = pipeline
+        self._ranks = group
         self._group = group.host_group
         self._global_ranks = group.global_ranks
         self._root = group.root
@@ -47,7 +48,7 @@ class StateCollector:
         spec = self._pipeline.specs.get(name)
         if spec is None:  # no tensor: what a module's get_extra_state returns
             return local.get(name)
-        owner, me = self._global_ranks[self._pipeline.owner_of(name)], dist.get_rank()
+        owner, me = self._writer_of(name), dist.get_rank()
         if owner == self._root:
             return local[name].cpu() if me == owner else None
         if me == owner:
@@ -65,12 +66,7 @@ class StateCollector:
             optimizer: of this rank's parameters.
             names: of the whole module's parameters in each of its groups.
         """
-        name_of = {
-            id(tensor): name for name, tensor in self._pipeline.canonical_parameters().items()
-        }
-        local = {
-            name_of[id(parameter)]: _on_cpu(state) for parameter, state in optimizer.state.items()
-        }
+        local = self._named_state(optimizer)
         parts: list[Any] | None = None
         if dist.get_rank() == self._root:
             parts = [None] * len(self._global_ranks)
@@ -80,19 +76,74 @@ class StateCollector:
             return {}
         return _plain_layout(optimizer, names, {k: v for part in parts for k, v in part.items()})
 
+    def module_part(self) -> dict[str, Any]:
+        """Return the entries of the state dict that are this rank's to write."""
+        local = self._pipeline.module.state_dict()
+        return {
+            name: local[name]
+            for name in self._pipeline.names
+            if name in local and dist.get_rank() == self._writer_of(name)
+        }
+
+    def _writer_of(self, name: str) -> int:
+        if name not in self._pipeline.specs:
+            return self._root
+        return self._global_ranks[self._pipeline.owner_of(name)]
+
+    def optimizer_part(self, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
+        """Return what is this rank's to write of the plain optimizer's state, by parameter name.
+
+        Args:
+            optimizer: of this rank's parameters.
+            names: of the whole module's parameters in each of its groups.
+        """
+        state = self._named_state(optimizer)
+        part: dict[str, Any] = {}
+        anything = self._ranks.agree(bool(state), unanimous=False)
+        if state or not anything:
+            part["state"] = state
+        if self._ranks.is_root:
+            part["param_groups"] = _groups(optimizer, names)
+        return part
+
+    def _named_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        parameters = self._pipeline.canonical_parameters()
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        return {name_of[id(p)]: _on_cpu(state) for p, state in optimizer.state.items()}
+
 
 def _plain_layout(
     optimizer: Optimizer, names: list[list[str]], states: Mapping[str, Any]
 ) -> dict[str, Any]:
     order = [name for group in names for name in group]
     index = {name: place for place, name in enumerate(order)}
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [index[n] for n in members]}
-        for group, members in zip(optimizer.param_groups, names, strict=True)
-    ]
+    places = [[index[name] for name in group] for group in names]
     return {
         "state": {index[name]: states[name] for name in order if name in states},
-        "param_groups": groups,
+        "param_groups": _groups(optimizer, places),
+    }
+
+
+def _groups(optimizer: Optimizer, members: Sequence[Sequence[str | int]]) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with these members."""
+    return [
+        {**group, "params": list(whole)}
+        for group, whole in zip(optimizer.param_groups, members, strict=True)
+    ]
+
+
+def name_optimizer_state(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Return a plain optimizer's state dict with names in place of the parameters' numbers.
+
+    Args:
+        state: of an optimizer that has all parameters.
+        names: of the parameters in each group.
+    """
+    order = [name for group in names for name in group]
+    groups = zip(state["param_groups"], names, strict=True)
+    return {
+        "state": {order[place]: entry for place, entry in state["state"].items()},
+        "param_groups": [{**group, "params": list(members)} for group, members in groups],
     }
 
 

@@ -18,7 +18,6 @@ _NOT_BUILT = {
     "recompute": "none",
     "memory_limit": None,
     "optimizer_sync": "auto",
-    "save_distributed_checkpoint": False,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from lightning_pipeoffload.checkpoint import (
     StateCollector,
     load_module_state,
     load_optimizer_state,
+    name_optimizer_state,
+)
+from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO
+from lightning_pipeoffload.checkpoint_folder import (
+    META_FILE,
+    is_checkpoint_folder,
+    read_checkpoint_folder,
+    write_checkpoint_folder,
 )
 from lightning_pipeoffload.data import own_generators
 from lightning_pipeoffload.loops import join_loops, refuse_module
@@ -60,7 +69,8 @@ class PipeOffloadStrategy(PipelineProcesses):
         microbatch_weight: weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
         optimizer_sync: when ranks agree on the gradient's norm. Not built yet.
-        save_distributed_checkpoint: write a directory instead of a file. Not built yet.
+        save_distributed_checkpoint: write a checkpoint as a folder, each rank what it owns, instead
+            of as one file from global rank 0. Either is read whatever this is.
         process_group_backend: of ``torch.distributed``; None: gloo on CPU, nccl on CUDA.
         timeout: of the process groups: a rank that waits longer than this for another one fails.
         accelerator: given by the Trainer, as the rest.
@@ -107,7 +117,6 @@ class PipeOffloadStrategy(PipelineProcesses):
             recompute=recompute,
             memory_limit=memory_limit,
             optimizer_sync=optimizer_sync,
-            save_distributed_checkpoint=save_distributed_checkpoint,
         )
         self.settings = PipelineSettings(
             pipeline_parallel_size,
@@ -121,6 +130,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         self.zero_grad: Callable[[], None] | None = None
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._saves_folder = save_distributed_checkpoint
         self._run: PipelineRun | None = None
         self._group_names: list[list[list[str]]] = []
 
@@ -325,11 +335,17 @@ class PipeOffloadStrategy(PipelineProcesses):
     def _is_split(self) -> bool:
         return self._run is not None and self._run.pipeline.committed
 
+    @property
+    def _states(self) -> StateCollector:
+        return StateCollector(self.run.pipeline, self.group)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._is_split:
-            return super().lightning_module_state_dict()
-        return StateCollector(self.run.pipeline, self.group).module_state()
+        if self._is_split:
+            states = self._states
+            return states.module_part() if self._saves_folder else states.module_state()
+        # Without a seed the ranks' modules differ until they are split.
+        return super().lightning_module_state_dict() if self.is_global_zero else {}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -340,13 +356,52 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._is_split:
-            return super().optimizer_state(optimizer)
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        index = [id(known) for known in self.optimizers].index(id(optimizer))
-        collector = StateCollector(self.run.pipeline, self.group)
-        return collector.optimizer_state(optimizer, self._group_names[index])
+        names = self._group_names[[id(known) for known in self.optimizers].index(id(optimizer))]
+        if not self._is_split and not self.is_global_zero:
+            return {}
+        if self._is_split:
+            states = self._states
+            collect = states.optimizer_part if self._saves_folder else states.optimizer_state
+            return collect(optimizer, names)
+        state = super().optimizer_state(optimizer)
+        return name_optimizer_state(state, names) if self._saves_folder else state
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MovingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self._saves_folder:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} is of a CheckpointIO, which does not write "
+                f"folders; leave it out, or set save_distributed_checkpoint=False"
+            )
+        write_checkpoint_folder(checkpoint, Path(self.broadcast(filepath)), self.group)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not is_checkpoint_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        folder = Path(checkpoint_path)
+        rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
+        return read_checkpoint_folder(folder, rest, self.group, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ IMPORTED = {
         "tree_map",
         "tree_unflatten",
     ],
+    "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
     "lightning.fabric.utilities.distributed": [
         "_get_default_process_group_backend_for_device",
@@ -60,6 +61,7 @@ USED = {
     "_logged_metrics": TRAINER._logger_connector,
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
+    "_checkpoint_io": TRAINER.strategy,
 }
 
 

@@ -78,7 +78,6 @@ UNBUILT = [
     ("recompute", "cheap"),
     ("memory_limit", "40GiB"),
     ("optimizer_sync", "barrier"),
-    ("save_distributed_checkpoint", True),
 ]
 
 

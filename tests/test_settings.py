@@ -141,7 +141,6 @@ DEFAULTS = {
     "recompute": "none",
     "memory_limit": None,
     "optimizer_sync": "auto",
-    "save_distributed_checkpoint": False,
 }
 
 
@@ -158,7 +157,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
         ("recompute", "full"),
         ("memory_limit", "40GiB"),
         ("optimizer_sync", "barrier"),
-        ("save_distributed_checkpoint", True),
     ],
 )
 def test_what_is_not_built_is_refused(name, value):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -99,28 +97,6 @@ def test_the_report_has_what_the_interface_names(ranks, tmp_path):
     measured = report["measured"]
     assert len(measured["step_seconds"]) == len(measured["peak_activation_bytes"]) == 2
     assert measured["deferred_flops"] == measured["weight_flops"]
-
-
-@pytest.mark.parametrize("written_at", [1, 2, 4])
-def test_a_checkpoint_is_one_file_of_the_plain_module(ranks, tmp_path, written_at):
-    result = ranks(written_at).run(_fit, written_at, str(tmp_path), {})[0]
-    assert Path(result["best"]).is_file()
-    module = fits.Net.load_from_checkpoint(result["best"], map_location="cpu")
-    module.eval()
-    losses = [module.loss(batch).item() for batch in fits.loader()]
-    assert sum(losses) / len(losses) == pytest.approx(result["metrics"]["val_loss"], rel=1e-12)
-
-
-@pytest.mark.parametrize("written_at", [0, 1, 2, 4])
-@pytest.mark.parametrize("read_at", [0, 2, 4])
-def test_training_goes_on_at_another_size(ranks, tmp_path, written_at, read_at):
-    options = {"module": {"dropout": 0.0}}
-    whole = fits.fit(0, str(tmp_path / "whole"), **options, trainer={"max_epochs": 3})
-    half = {**options, "trainer": {"max_epochs": 2}}
-    written = _run(ranks, written_at, str(tmp_path / "half"), half)
-    rest = {**options, "trainer": {"max_epochs": 3}, "ckpt_path": written["best"]}
-    resumed = _run(ranks, read_at, str(tmp_path / "rest"), rest)
-    assert resumed["losses"] == pytest.approx(whole["losses"][10:], **EXACT)
 
 
 def _run(ranks, num_ranks, folder, options):
