@@ -43,7 +43,7 @@ CASES = [
     (Gathers, {}, "barrier() inside a step would wait for ever"),
     (fits.Net, {"schedule": build("1f1b", 4, 8)}, "is for 4 ranks and 8 microbatches"),
     (fits.Net, {"num_microbatches": 3}, "batch of 8 samples cannot be cut into 3"),
-    (fits.Net, {"blocks": "layers"}, "blocks='layers' is not a ModuleList or Sequential"),
+    (fits.Net, {"blocks": "block"}, "it has blocks; did you mean 'blocks'?"),
     (fits.Net, {"split": [3, 4]}, "add up to 8 blocks; its 2 entries add up to 7"),
     (fits.Net, {"schedule": "interleaved_1f1b", "num_chunks": 5}, "has 8 blocks for 10 stages"),
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from torch import nn
@@ -104,7 +105,8 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
     if best == (0, 0):
         raise ValueError(
             f"found no ModuleList or Sequential of blocks with parameters in "
-            f"{type(module).__name__}; keep the blocks of the model in one, or name it with blocks="
+            f"{type(module).__name__}; a pipeline is cut between its entries, so keep the model's "
+            f"layers in one and call them once each and in order"
         )
     if len(names) > 1:
         raise ValueError(
@@ -116,9 +118,11 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
 
 def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
     if name not in containers:
+        similar = get_close_matches(name, containers, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(
             f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "
-            f"{', '.join(containers) or 'none'}"
+            f"{', '.join(containers) or 'none'}{hint}"
         )
     return BlockChain(name, list(containers[name].children()))
 

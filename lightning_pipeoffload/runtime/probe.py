@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.shape_only import (
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.unchanged import unchanged
-from lightning_pipeoffload.runtime.users_code import deepest_users_line, users_line
+from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ class _ProbePass:
             expected = self.segment
             what = f"before {self.chain.block_name(expected)}" if index > expected else "again"
             raise ValueError(
-                f"the step calls {name} {what}; a pipeline needs each entry of {self.chain.name} "
-                f"called once and in order"
+                f"the step calls {name} {what}{_calling_line()}; a pipeline needs each entry of "
+                f"{self.chain.name} called once and in order"
             )
         if self._training and not torch.is_grad_enabled():
             raise ValueError(
-                f"the step calls {name} without gradients (torch.no_grad, or a reentrant "
-                f"checkpoint); use torch.utils.checkpoint(..., use_reentrant=False)"
+                f"the step calls {name} without gradients{_calling_line()}: leave out "
+                f"torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
             )
         output = call()
         self.segment += 1
@@ -203,6 +203,10 @@ class _ProbePass:
             )
 
 
+def _calling_line() -> str:
+    return in_brackets(deepest_users_line(traceback.extract_stack()))
+
+
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
     """Count the operations of matrix products, convolutions and attention; 0 for others."""
     packet = func.overloadpacket
@@ -215,9 +219,9 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
 
 
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
-    line = users_line(error)
     return (
-        f"the step needs a value before {chain.block_name(segment)} has run that only one stage "
-        f"has: {error}{f' ({line})' if line else ''}; move it behind the blocks, or compute it "
+        f"the step cannot be cut into stages, for only one of them has what it needs before "
+        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
+        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
         f"from the batch"
     )

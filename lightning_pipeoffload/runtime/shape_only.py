@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +29,17 @@ _FACTORIES = {
 aten.new_empty,
 }  # fmt: skip
 
+# What the user wrote, where torch calls it otherwise.
+_USERS_WORDS = {
+    "_local_scalar_dense": "a branch, a print or item()",
+    "index": "indexing with a mask",
+}
 
-class ValueNeededError(RuntimeError):
+
+class ValueNeededError(BaseException):
     """Code asked for a value that exists on another stage only.
+
+    Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
 
     Attributes:
         origins: what the value was computed from, by name.
@@ -96,6 +104,19 @@ class ShapeOnly(Tensor):
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
         return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec:
+            raise ValueNeededError(f"the format {format_spec!r}", self.origins)
+        return repr(self)
+
+    def tolist(self) -> NoReturn:
+        """Refuse: there are no values to list."""
+        raise ValueNeededError("tolist()", self.origins)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse: there are no values to give to numpy."""
+        raise ValueNeededError("numpy()", self.origins)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -173,7 +194,8 @@ def _refuse_values(
 ) -> None:
     dynamic = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
     if dynamic or torch.Tag.data_dependent_output in func.tags:
-        raise ValueNeededError(f"{func.overloadpacket.__name__}()", origins)
+        name = func.overloadpacket.__name__
+        raise ValueNeededError(_USERS_WORDS.get(name, f"{name}()"), origins)
 
 
 def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:

@@ -22,11 +22,10 @@ from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_to
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
     ValueNeededError,
-    describe,
     dropping_writes,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.users_code import users_line
+from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 
 
 @dataclass
@@ -188,9 +187,8 @@ class StagePass:
         return result
 
     def _explain(self, error: ValueNeededError) -> str:
-        line = users_line(error)
         return (
-            f"{error.operation} needs the value of {describe(error.origins)}, which is not on "
-            f"stage {self._context.stage.index}{f' ({line})' if line else ''}; pass it on through "
-            f"the blocks, or compute it from the batch"
+            f"{error}, which is not on stage {self._context.stage.index}"
+            f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
+            f"output, or compute it from the batch"
         )

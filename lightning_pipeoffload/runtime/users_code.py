@@ -19,3 +19,8 @@ def deepest_users_line(frames: traceback.StackSummary) -> str:
         if "site-packages" not in path.parts and ours not in path.parents:
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def in_brackets(line: str) -> str:
+    """Put a line that was found behind what it explains; "" if none was."""
+    return f" ({line})" if line else ""

@@ -1,12 +1,10 @@
-"""The probe says what cannot be cut and where, and leaves no trace."""
+"""The probe learns how the step uses its blocks and weights, and leaves no trace."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
@@ -19,159 +17,20 @@ from tests.runtime.models import (
     assert_exact,
     call_step,
     linear_blocks,
-    run_pipeline,
+)
+from tests.runtime.test_step_refusals import (
+    Step,
+    auxiliary_losses_by_hooks,
+    hidden_states_in_the_loss,
+    loss_of,
+    penalty_before,
+    through,
+    x0_skip,
 )
 
 
-class Step(Regression):
-    """A step in one function of embed, blocks, head and x."""
-
-    def __init__(self, function, blocks=None):
-        super().__init__(blocks or linear_blocks(4))
-        self.function = function
-
-    def step(self, x):
-        return self.function(self, x)
-
-
-def through(blocks, x):
-    for block in blocks:
-        x = block(x)
-    return x
-
-
-def loss_of(module, x):
-    return module.head(x).pow(2).mean()
-
-
-def block_twice(m, x):
-    return loss_of(m, through([*m.blocks[:2], m.blocks[0], *m.blocks[2:]], x))
-
-
-def out_of_order(m, x):
-    return loss_of(m, through([m.blocks[0], m.blocks[2], m.blocks[1], m.blocks[3]], x))
-
-
-def one_missing(m, x):
-    return loss_of(m, through(m.blocks[:3], x))
-
-
-def branch_before(m, x):
-    x = m.embed(x)
-    return loss_of(m, through(m.blocks, x if x.sum() > 0 else -x))
-
-
-def branch_between(m, x):
-    x = through(m.blocks[:2], x)
-    return loss_of(m, through(m.blocks[2:], x * x.max().item()))
-
-
-def mask_before(m, x):
-    x = m.embed(x)
-    return loss_of(m, through(m.blocks, x[x[:, 0] > 0]))
-
-
-def without_gradients(m, x):
-    with torch.no_grad():
-        x = m.blocks[0](x)
-    return loss_of(m, through(m.blocks[1:], x))
-
-
-def reentrant(m, x):
-    for block in m.blocks:
-        x = checkpoint(block, x.requires_grad_(), use_reentrant=True)
-    return loss_of(m, x)
-
-
-def skip_over_blocks(m, x):
-    first = m.embed(x)
-    return loss_of(m, m.blocks[3](through(m.blocks[:3], first) + first))
-
-
-def skip_between_blocks(m, x):
-    first = m.blocks[0](x)
-    return loss_of(m, first + through(m.blocks[1:], first))
-
-
-def penalty_before(m, x):
-    penalty = sum(p.pow(2).sum() for p in m.parameters())
-    return penalty + loss_of(m, through(m.blocks, x))
-
-
-def weight_view_before(m, x):
-    transposed = m.embed.weight.t()
-    return (through(m.blocks, m.embed(x)) @ transposed).pow(2).mean()
-
-
-def losses_of_blocks(m, x):
-    losses = []
-    for block in m.blocks:
-        x = block(x)
-        losses.append(x.pow(2).mean())
-    return sum(losses)
-
-
-def losses_by_hooks(m, x):
-    losses = []
-    hooks = [b.register_forward_hook(lambda b, i, out: losses.append(out.mean())) for b in m.blocks]
-    loss = loss_of(m, through(m.blocks, x))
-    for hook in hooks:
-        hook.remove()
-    return loss + sum(losses)
-
-
-REFUSED = {
-    block_twice: "the step calls blocks.0 again; a pipeline needs each entry of blocks called once",
-    out_of_order: "the step calls blocks.2 before blocks.1; a pipeline needs each entry",
-    one_missing: "the step does not call blocks.3; a pipeline needs each entry of blocks called",
-    branch_before: "needs a value before blocks.0 has run that only one stage has: _local_scalar_d",
-    branch_between: "needs a value before blocks.2 has run .*computed from the output of blocks.1",
-    mask_before: "needs a value before blocks.0 .* computed from embed.bias, embed.weight",
-    without_gradients: r"blocks.0 without gradients \(torch.no_grad, or a reentrant checkpoint\)",
-    reentrant: r"blocks.0 without gradients \(torch.no_grad, or a reentrant checkpoint\)",
-    skip_over_blocks: "computed from embed.bias, embed.weight before or in blocks.3, on stage 1, "
-    "but computes it before or in blocks.0, on stage 0",
-    skip_between_blocks: "computed from the output of blocks.0 behind the blocks, on stage 1",
-    penalty_before: "and 9 more behind the blocks, on stage 1, but computes it before or in block",
-    weight_view_before: "something computed from embed.weight behind the blocks, on stage 1",
-    losses_of_blocks: "computed from the output of blocks.0 behind the blocks, on stage 1",
-    losses_by_hooks: "computed from blocks.0.bias, blocks.0.weight behind the blocks, on stage 1",
-}
-
-
-@pytest.mark.parametrize(("step", "message"), REFUSED.items(), ids=lambda part: str(part)[10:30])
-def test_a_step_that_cannot_be_cut_is_refused(step, message):
-    with pytest.raises(ValueError, match=message):
-        run_pipeline(Step(step), build("1f1b", 2, 2), torch.randn(4, 4), 2)
-
-
-@pytest.mark.parametrize("step", [branch_before, skip_over_blocks, losses_by_hooks])
-def test_a_refusal_names_the_line(step):
-    with pytest.raises(ValueError, match=r"\(/.*/test_probe.py:\d+: \S.*\)"):
-        run_pipeline(Step(step), build("1f1b", 2, 2), torch.randn(4, 4), 2)
-
-
-class Setting(nn.Linear):
-    loss = 0.0
-
-    def forward(self, x):
-        x = super().forward(x)
-        self.loss = x.pow(2).mean()
-        return x
-
-
-def losses_in_attributes(m, x):
-    return loss_of(m, through(m.blocks, x)) + sum(block.loss for block in m.blocks)
-
-
-def test_a_loss_that_an_early_block_keeps_is_refused():
-    module = Step(losses_in_attributes, [Setting(4, 4) for _ in range(4)])
-    with pytest.raises(ValueError, match="computed from blocks.0.bias, .* behind the blocks"):
-        run_pipeline(module, build("1f1b", 2, 2), torch.randn(4, 4), 2)
-
-
 @pytest.mark.parametrize(
-    "step", [skip_over_blocks, skip_between_blocks, penalty_before, losses_by_hooks]
+    "step", [x0_skip, hidden_states_in_the_loss, penalty_before, auxiliary_losses_by_hooks]
 )
 def test_within_one_stage_values_may_skip_blocks(step):
     assert_exact(Step(step).double(), torch.randn(4, 4).double(), num_ranks=1)
