@@ -80,7 +80,7 @@ class PipelineRun:
         settings: PipelineSettings,
         device: torch.device,
     ) -> None:
-        cut = CutSettings(group.stage_ranks, settings.blocks, settings.split)
+        cut = CutSettings(group.stage_ranks, settings.blocks, settings.split, settings.recompute)
         self.pipeline = Pipeline(module, group.rank, cut, device)
         self.executor = Executor(
             group.rank, self.pipeline.stages, group.transport, ActionTimer(device)

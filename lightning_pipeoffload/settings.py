@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from lightning_pipeoffload.runtime.recompute import check_recompute
 from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
@@ -15,7 +16,6 @@ DEFAULT_SCHEDULE = "zb_h1"
 _NOT_BUILT = {
     "data_parallel_size": 1,
     "offload": ("auto", "none"),
-    "recompute": "none",
     "memory_limit": None,
     "optimizer_sync": "auto",
 }
@@ -36,6 +36,7 @@ class PipelineSettings:
     blocks: str | None = None
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
@@ -52,6 +53,7 @@ class PipelineSettings:
                 f'microbatch_weight must be "samples" or a callable of the microbatch, not '
                 f"{self.microbatch_weight!r}"
             )
+        check_recompute(self.recompute)
         if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
             raise ScheduleError(
                 f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "

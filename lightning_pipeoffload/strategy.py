@@ -62,7 +62,8 @@ class PipeOffloadStrategy(PipelineProcesses):
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
         zb_h1.
         offload: which activations go to the host. Not built yet.
-        recompute: which activations are computed again. Not built yet.
+        recompute: what the backward computes again instead of keeping it: "none"; "cheap": norms,
+            activations and dropout; "full": the blocks, each once.
         memory_limit: of a device, for what is planned. Not built yet.
         blocks: name of the ModuleList or Sequential to cut; None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
@@ -114,7 +115,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         refuse_unbuilt(
             data_parallel_size=data_parallel_size,
             offload=offload,
-            recompute=recompute,
             memory_limit=memory_limit,
             optimizer_sync=optimizer_sync,
         )
@@ -126,6 +126,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             blocks,
             split,
             microbatch_weight,
+            recompute,
         )
         self.zero_grad: Callable[[], None] | None = None
         self._process_group_backend = process_group_backend

@@ -30,6 +30,7 @@ IMPORTED = {
         "tree_unflatten",
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
     "lightning.fabric.utilities.distributed": [
         "_get_default_process_group_backend_for_device",
@@ -48,6 +49,7 @@ USED = {
     "_ops": torch,
     "_make_wrapper_subclass": torch.Tensor,
     "_version": torch.ones(1),
+    "_cdata": torch.ones(1).untyped_storage(),
     "_backward_hooks": torch.ones(1),
     "_schema": torch.ops.aten.add.Tensor,
     "_destroy": torch.library.Library,

@@ -75,7 +75,6 @@ def _refusal(module, options):
 UNBUILT = [
     ("data_parallel_size", 2),
     ("offload", "half"),
-    ("recompute", "cheap"),
     ("memory_limit", "40GiB"),
     ("optimizer_sync", "barrier"),
 ]

@@ -135,10 +135,14 @@ def test_a_schedule_before_the_batch_is_known(options, num_microbatches):
     assert (schedule.num_ranks, schedule.num_microbatches) == (4, num_microbatches)
 
 
+def test_an_unknown_recompute_is_refused():
+    with pytest.raises(ValueError, match="recompute must be .*, not 'some'"):
+        PipelineSettings(recompute="some")
+
+
 DEFAULTS = {
     "data_parallel_size": 1,
     "offload": "auto",
-    "recompute": "none",
     "memory_limit": None,
     "optimizer_sync": "auto",
 }
@@ -154,7 +158,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
         ("data_parallel_size", 2),
         ("offload", "half"),
         ("offload", 0.5),
-        ("recompute", "full"),
         ("memory_limit", "40GiB"),
         ("optimizer_sync", "barrier"),
     ],

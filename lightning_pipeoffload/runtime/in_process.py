@@ -30,7 +30,7 @@ class InProcessPipeline:
         module: the user's; it is copied for each rank.
         schedule: of compute actions.
         step: calls the user's step: ``step(module, microbatch)`` returns the loss.
-        options: ``blocks`` and ``split`` of :class:`.pipeline.CutSettings`.
+        options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 
     def __init__(

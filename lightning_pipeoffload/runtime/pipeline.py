@@ -47,11 +47,13 @@ class CutSettings:
         stage_ranks: the pipeline rank of each stage.
         blocks: the container's name; None: found.
         split: see :func:`.partition.cut`.
+        recompute: see :class:`.stage.StageRunner`.
     """
 
     stage_ranks: tuple[int, ...]
     blocks: str | None = None
     split: str | Sequence[int] = "auto"
+    recompute: str = "none"
 
 
 class Pipeline:
@@ -270,8 +272,9 @@ class Pipeline:
         self._move()
         count = len(self.partition)
         for index in self.local_stages:
-            runner = StageRunner(self.partition[index], count, self._chain, self.ownership)
-            self.stages[index] = runner
+            self.stages[index] = StageRunner(
+                self.partition[index], count, self._chain, self.ownership, self._settings.recompute
+            )
 
     def _move(self) -> None:
         for tensor in self.ownership.local_tensors().values():

@@ -44,14 +44,52 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def forked_randomness() -> Iterator[None]:
     """Leave every global generator as it was found."""
-    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = torch.get_device_module() if torch.accelerator.is_available() else None
-    device_state = device.get_rng_state() if device else None
+    found = RandomnessReplay()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if device:
-            device.set_rng_state(device_state)
+        found.restore()
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the device's generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+@contextmanager
+def replayed_generator(device: torch.device, state: torch.Tensor) -> Iterator[None]:
+    """Draw from the device's generator as it was, and leave it as it is."""
+    before = generator_state(device)
+    _set_generator(device, state)
+    try:
+        yield
+    finally:
+        _set_generator(device, before)
+
+
+def _set_generator(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class RandomnessReplay:
+    """Every global generator as it was when this was made."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._cpu = torch.get_rng_state()
+        self._device = torch.get_device_module() if torch.accelerator.is_available() else None
+        self._device_state = self._device.get_rng_state() if self._device else None
+
+    def restore(self) -> None:
+        """Let every generator go on from there."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._device:
+            self._device.set_rng_state(self._device_state)

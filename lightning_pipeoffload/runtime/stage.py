@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, StagePass
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
@@ -39,12 +40,19 @@ class StageRunner:
         num_stages: of the whole model.
         chain: the blocks of the user's module.
         ownership: the rank's parameters.
+        recompute: what is computed again in B: "none", "cheap" (norms, activations, dropout) or
+            "full" (blocks).
     """
 
     def __init__(
-        self, stage: Stage, num_stages: int, chain: BlockChain, ownership: Ownership
+        self,
+        stage: Stage,
+        num_stages: int,
+        chain: BlockChain,
+        ownership: Ownership,
+        recompute: str = "none",
     ) -> None:
-        self._context = StageContext(stage, num_stages, chain, ownership)
+        self._context = StageContext(stage, num_stages, chain, ownership, recompute)
         self.is_first = self._context.is_first
         self.is_last = self._context.is_last
         self.memory = SavedMemory(ownership)
@@ -133,8 +141,12 @@ class StageRunner:
 
     @contextmanager
     def _recording(self, queue: WeightGradQueue) -> Iterator[None]:
-        with deferring(queue), self.memory.measuring_forward():
+        with deferring(queue), self.memory.measuring_forward(), self._saving():
             yield
+
+    def _saving(self) -> AbstractContextManager[None]:
+        is_cheap = self._context.recompute == "cheap"
+        return CheapRecompute().saving() if is_cheap else nullcontext()
 
     def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
         found = [TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -62,12 +64,14 @@ class StageContext:
         num_stages: of the whole model.
         chain: the blocks of the user's module.
         ownership: the rank's parameters.
+        recompute: "none", "cheap" or "full".
     """
 
     stage: Stage
     num_stages: int
     chain: BlockChain
     ownership: Ownership
+    recompute: str = "none"
 
     @property
     def is_first(self) -> bool:
@@ -145,12 +149,20 @@ class StagePass:
     def _run_owned(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         for leaf in shape_only_leaves(arguments):
             raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
-        output = call()
+        output = self._run_again_later(index, arguments) if self._is_recomputed() else call()
         self._seed_after(index)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
             raise StageExit(output)
         return output
+
+    def _is_recomputed(self) -> bool:
+        return self._context.recompute == "full" and self._received is not None
+
+    def _run_again_later(self, index: int, arguments: Any) -> Any:
+        chain = self._context.chain
+        args, kwargs = arguments
+        return run_checkpointed(chain.blocks[index], partial(chain.run_block, index), args, kwargs)
 
     def _seed_after(self, index: int) -> None:
         # Not before the block: a checkpoint around its call has saved the generator by then.

@@ -1,0 +1,113 @@
+"""Runs a block so that its backward runs it once more, and only its inputs are kept.
+
+``torch.utils.checkpoint``, with what it leaves out: Python's and numpy's random numbers are the
+same again, and buffers that the block writes, such as running statistics, are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves  # private: see shape_only
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
+
+
+def run_checkpointed(
+    block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return ``call(*args, **kwargs)``, which runs again in the backward.
+
+    A block that is checkpointed by the user's model already is run as it is.
+
+    Args:
+        block: whose buffers ``call`` may write.
+        call: runs it.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        ValueError: the block writes its input in place, so it cannot run again.
+    """
+    if not torch.is_grad_enabled() or _is_checkpointed(block):
+        return call(*args, **kwargs)
+    before = _Before(block)
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    versions = [tensor._version for tensor in inputs]
+    output = checkpoint(
+        call,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # replayed here, with Python's and numpy's
+        context_fn=before.contexts,
+        **kwargs,
+    )
+    before.drop_unwritten()
+    if [tensor._version for tensor in inputs] != versions:
+        raise ValueError(
+            f'recompute="full" cannot run {type(block).__name__} again, which writes its input in '
+            f'place; take inplace=True out of it, or use recompute="cheap"'
+        )
+    return output
+
+
+class _Before:
+    """Random numbers and buffers as they were before a block ran."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._randomness = RandomnessReplay()
+        self._buffers = [
+            (child, name, buffer.clone(), buffer._version)
+            for child in block.modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self.replayed()
+
+    def drop_unwritten(self) -> None:
+        """Forget the buffers that the block has only read."""
+        self._buffers = [
+            (child, name, value, version)
+            for child, name, value, version in self._buffers
+            if _counts_no_versions(child) or _buffer(child, name)._version != version
+        ]
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Run inside what was run then; nothing outside notices."""
+        found = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
+        for child, name, value, _ in self._buffers:
+            child._buffers[name] = value.clone()
+        try:
+            with forked_randomness():
+                self._randomness.restore()
+                yield
+        finally:
+            for child, name, buffer in found:
+                child._buffers[name] = buffer
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer
+
+
+def _counts_no_versions(module: nn.Module) -> bool:
+    """Whether the module's kernel writes buffers behind autograd's back, as batch norms do."""
+    return hasattr(module, "track_running_stats")
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    if getattr(block, "gradient_checkpointing", False) and block.training:
+        return True  # a block of Hugging Face, which does it inside of its call
+    # Private: see weight_grad.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__

@@ -1,0 +1,170 @@
+"""Calls of cheap operations, remembered so that their results can be computed again.
+
+A norm, an activation or a dropout mask costs far less time than its result costs memory
+(PipeOffload, section 4; "selective recomputation" of Korthikanti et al., 2022). A call here is an
+operation with its inputs, each of which is a tensor that is kept or the result of another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.randomness import replayed_generator
+
+aten = torch.ops.aten
+
+
+class Store(Protocol):
+    """Where tensors stay between F and backward; two functions that autograd's hooks could be."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a tensor."""
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Return what ``pack`` got."""
+
+
+class Source:
+    """Where a value comes from: a tensor, or a result of a call.
+
+    Args:
+        tensor: the value, where it can only be kept.
+        call: what computes it, where it can be computed.
+        index: of the result among the call's.
+    """
+
+    def __init__(
+        self, tensor: Tensor | None = None, call: CheapCall | None = None, index: int = 0
+    ) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor is None else tensor._version
+        self.call = call
+        self.index = index
+        self._handle: Any = None
+
+    @property
+    def depth(self) -> int:
+        """Calls in a row that computing the value takes."""
+        return 0 if self.call is None else self.call.depth
+
+    def kept_as(self, handle: Any) -> None:
+        """Take the value from the store from now on."""
+        self.tensor, self.call, self._handle = None, None, handle
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Find the tensors that would have to be kept for this value, and are not yet."""
+        if self.call is not None:
+            for source in self.call.inputs():
+                yield from source.leaves()
+        elif self.tensor is not None:
+            yield self.tensor
+
+    def is_intact(self) -> bool:
+        """Whether nothing that the value comes from was written since."""
+        if self.call is not None:
+            return all(source.is_intact() for source in self.call.inputs())
+        return self.tensor is None or self.tensor._version == self.version
+
+    def claim(self, store: Store) -> None:
+        """Make sure that the value can be had later, once more than so far."""
+        if self.call is not None:
+            self.call.claim(store)
+        elif self.tensor is not None:
+            self.kept_as(store.pack(self.tensor))
+
+    def value(self, store: Store) -> Tensor:
+        """Return the value."""
+        if self.call is not None:
+            return self.call.result(self.index, store)
+        return store.unpack(self._handle)
+
+
+class CheapCall:
+    """One call of an operation.
+
+    The results are computed at their first use and freed after the last.
+
+    Args:
+        operation: an overload of aten.
+        arguments: its arguments, with a :class:`Source` in each tensor's place.
+        options: its keyword arguments, without tensors.
+        generator: device and state of the generator that the call draws from.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[..., Any],
+        arguments: list[Any],
+        options: dict[str, Any],
+        generator: tuple[torch.device, Tensor] | None = None,
+    ) -> None:
+        self._operation = operation
+        self._arguments = arguments
+        self._options = options
+        self._generator = generator
+        self.depth = 1 + max((source.depth for source in self.inputs()), default=0)
+        self._num_claims = 0
+        self._num_uses = 0
+        self._results: tuple[Tensor, ...] | None = None
+
+    def inputs(self) -> Iterator[Source]:
+        """Return the sources among the arguments."""
+        return (argument for argument in self._arguments if isinstance(argument, Source))
+
+    def claim(self, store: Store) -> None:
+        """Announce one more use; the first one makes sure of the inputs."""
+        if not self._num_claims:
+            for source in self.inputs():
+                source.claim(store)
+        self._num_claims += 1
+
+    def result(self, index: int, store: Store) -> Tensor:
+        """Return a result, for one of the uses."""
+        results = self._compute(store) if self._results is None else self._results
+        self._num_uses += 1
+        is_last = self._num_uses >= self._num_claims
+        self._results = None if is_last else results
+        return results[index]
+
+    @torch.no_grad()
+    def _compute(self, store: Store) -> tuple[Tensor, ...]:
+        arguments = [
+            argument.value(store) if isinstance(argument, Source) else argument
+            for argument in self._arguments
+        ]
+        with replayed_generator(*self._generator) if self._generator else nullcontext():
+            results = self._operation(*arguments, **self._options)
+        return results if isinstance(results, tuple) else (results,)
+
+
+_NAMES = (
+    "native_layer_norm", "_fused_rms_norm",
+    "gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "sigmoid", "tanh", "glu",
+    "native_dropout", "_to_copy", "mul.Tensor", "mul.Scalar", "add.Tensor", "pow.Tensor_Scalar",
+)  # fmt: skip
+_RANDOM = {"native_dropout"}
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet, None), overload or "default", None)
+
+
+CHEAP = {operation: name in _RANDOM for name in _NAMES if (operation := _overload(name))}
+"""The operations, and whether they draw random numbers."""
+
+
+def bernoulli(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
+    """Return what makes ``like`` as ``like.bernoulli_(probability)`` did, from its shape alone."""
+    size, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
+
+    def draw() -> Tensor:
+        empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return empty.bernoulli_(probability)
+
+    return draw
