@@ -10,13 +10,20 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from lightning_pipeoffload.figures import figures
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    ScheduleError,
+    build,
+    offload_activations,
+    simulate,
+)
 
 __all__ = ["compare", "comparison_table"]
 
 Row = dict[str, Any]
 
-HEADINGS = ("stages", "makespan", "bubble", "no barrier", "memory", "messages")
+HEADINGS = ("stages", "makespan", "bubble", "no barrier", "memory", "host", "messages")
 
 
 def compare(
@@ -29,7 +36,7 @@ def compare(
     """Return the figures of each schedule, or under ``refused`` why it cannot be.
 
     Args:
-        names: Schedules by name; the result has their order.
+        names: Schedules by name, ``uniform+half`` with offload; the result has their order.
         costs: Of a rank that holds one stage. A schedule with v stages per rank has 1/v of each
             number in a stage, but for the communication; sequences stay as they are.
         memory_limit: The most memory of a rank.
@@ -52,11 +59,15 @@ def _row(
     num_chunks: int | None,
     sizes: Mapping[str, int],
 ) -> Row:
-    chunks = _chunks(name, num_chunks)
+    base, _, amount = name.partition("+")
+    chunks = _chunks(base, num_chunks)
     costs = _of_one_stage(costs, chunks)
+    limit = None if amount else memory_limit
     try:
-        schedule = build(name, num_chunks=chunks, costs=costs, memory_limit=memory_limit, **sizes)
-        return figures(schedule, simulate(schedule, costs))
+        schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
+        if amount:
+            schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
+        return {**figures(schedule, simulate(schedule, costs)), "schedule": name}
     except ScheduleError as error:
         return {"schedule": name, "refused": str(error).partition("\n")[0]}
 
@@ -81,8 +92,8 @@ def _of_one_stage(costs: Costs, num_chunks: int) -> Costs:
 def comparison_table(rows: Iterable[Row], title: str) -> Table:
     """Return a table with one row per schedule; one that cannot be has a dash for each figure.
 
-    The bubble is with a barrier at the optimizer and without one, memory the largest peak of a
-    rank, and messages are those of all ranks in a step.
+    The bubble is with a barrier at the optimizer and without one, memory and host the largest
+    peaks of a rank, and messages are those of all ranks in a step.
     """
     table = Table(
         Column("schedule", no_wrap=True), *HEADINGS, title=title, box=SIMPLE, pad_edge=False
@@ -101,5 +112,6 @@ def _cells(row: Row) -> list[str]:
         f"{row['bubble']:.4f}",
         f"{row['bubble_unsynchronized']:.4f}",
         f"{max(row['peak_memory']):g}",
+        f"{max(row['peak_host_memory']):g}",
         str(sum(row["messages"])),
     ]

@@ -16,7 +16,7 @@ def figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     ``messages`` is how many activations and gradients each rank sends in a step.
     """
     sizes = ("num_ranks", "num_chunks", "num_microbatches")
-    totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory")
+    totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory", "peak_host_memory")
     return {
         "schedule": schedule.name,
         **{name: getattr(schedule, name) for name in sizes},

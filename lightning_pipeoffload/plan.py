@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ from lightning_pipeoffload.schedule import (
     Timeline,
     accept,
     build,
+    copy_ratios,
     draw,
+    offload_activations,
     simulate,
 )
 
@@ -50,24 +53,42 @@ def plan(config: DictConfig) -> None:
     if config.compare:
         _compare(config, costs)
         return
-    schedule = _schedule(config, costs)
+    schedule, offload = _offloaded(config, costs)
     timeline = simulate(schedule, costs)
     if config.picture:
         write_picture(str(config.picture), timeline, costs, _summary(schedule, timeline))
-    REPORTS[config.format](schedule, timeline)
+    REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload})
 
 
-def _schedule(config: DictConfig, costs: Costs) -> Schedule:
+def _offloaded(config: DictConfig, costs: Costs) -> tuple[Schedule, dict[str, Any]]:
+    """Return the schedule, with its copies if any are asked for, and what the pass reports."""
+    amount = config.strategy.offload
+    if amount == "none":
+        return _schedule(config, costs, config.memory_limit), {}
+    schedule = _schedule(config, costs, None)
+    schedule, report = offload_activations(schedule, costs, amount, config.memory_limit)
+    names = ("offloaded", "kept", "slowdown", "reason")
+    return schedule, {name: getattr(report, name) for name in names}
+
+
+def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+    ratio = max(copy_ratios(costs, schedule.num_stages))
+    return {"copy_ratio": ratio if isfinite(ratio) else None, "full_offload_is_free": ratio <= 1}
+
+
+def _schedule(config: DictConfig, costs: Costs, memory_limit: float | None) -> Schedule:
     """Build the schedule, or read it from a .csv, whose sizes are its own."""
     name = str(config.strategy.schedule)
     if not name.endswith(".csv"):
-        sizes = ("num_ranks", "num_microbatches", "num_chunks", "memory_limit")
+        sizes = ("num_ranks", "num_microbatches", "num_chunks")
         taken = {size: config[size] for size in sizes}
-        return build(name, costs=costs, **taken, **_mapping(config, "options"))
+        return build(
+            name, costs=costs, memory_limit=memory_limit, **taken, **_mapping(config, "options")
+        )
     if not Path(name).is_file():
         raise ScheduleError(f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one")
     schedule = Schedule.from_csv(name)
-    accept(schedule, costs, config.memory_limit)
+    accept(schedule, costs, memory_limit)
     return schedule
 
 
@@ -95,12 +116,12 @@ def _mapping(config: DictConfig, name: str) -> Mapping[str, Any]:
     return value
 
 
-def print_json(schedule: Schedule, timeline: Timeline) -> None:
+def print_json(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
     """Print one JSON object with the figures, and nothing else."""
-    sys.stdout.write(json.dumps(figures(schedule, timeline)) + "\n")
+    sys.stdout.write(json.dumps({**figures(schedule, timeline), **offload}) + "\n")
 
 
-def print_text(schedule: Schedule, timeline: Timeline) -> None:
+def print_text(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
     """Print a table of the ranks, the figures of all together and a drawing."""
     console = Console()
     console.print(rank_table(schedule, timeline))
@@ -109,7 +130,19 @@ def print_text(schedule: Schedule, timeline: Timeline) -> None:
         f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n",
         highlight=False,
     )
+    if offload["copy_ratio"] != 0:
+        console.out(_about_copies(offload), highlight=False)
     console.out(draw(timeline, console.width), highlight=False)
+
+
+def _about_copies(offload: dict[str, Any]) -> str:
+    ratio = offload["copy_ratio"]
+    free = "full offload is free" if offload["full_offload_is_free"] else "full offload is not free"
+    lines = [f"k {'infinite' if ratio is None else f'{ratio:.3g}'}: {free}"]
+    if "offloaded" in offload:
+        counts = f"offloaded {offload['offloaded']}, kept {offload['kept']}"
+        lines.append(f"{counts}, makespan x {offload['slowdown']:.4g} {offload['reason']}")
+    return "\n".join(lines) + "\n"
 
 
 REPORTS = {"text": print_text, "json": print_json}

@@ -47,8 +47,29 @@ def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
         "bubble": timeline.bubble,
         "bubble_unsynchronized": timeline.bubble_unsynchronized,
         "peak_memory": [7, 7, 7, 7],
+        "peak_host_memory": [0, 0, 0, 0],
         "messages": [8, 16, 16, 8],
+        "copy_ratio": 0.0,
+        "full_offload_is_free": True,
     }
+
+
+COPIES = ("schedule=uniform", "costs.offload=1.05", "costs.reload=1.05")
+
+
+@pytest.mark.parametrize("amount", ["offload=full", "strategy.offload=1.0"])
+def test_offload_is_planned_and_reported(amount, capsys):
+    plan(plan_config(*COPIES, amount, "format=json"))
+    found = json.loads(capsys.readouterr().out)
+    assert found["copy_ratio"] == pytest.approx(0.7)
+    assert max(found["peak_memory"]) <= 4
+    assert min(found["offloaded"]) > 0
+    assert max(found["peak_host_memory"]) > 0
+
+
+def test_text_says_what_k_allows(capsys):
+    plan(plan_config(*COPIES, "offload=half"))
+    assert "k 0.7: full offload is free\noffloaded (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -13,6 +13,7 @@ from .actions import (
     ScheduleError,
 )
 from .build import SCHEDULES, Recipe, accept, build
+from .copy_ratio import copy_ratios, estimated_copy_ratio
 from .costs import Costs
 from .draw import draw
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
@@ -50,7 +51,9 @@ __all__ = [
     "accept",
     "add_transfers",
     "build",
+    "copy_ratios",
     "draw",
+    "estimated_copy_ratio",
     "forward_only",
     "keep_microbatches",
     "lower",

@@ -1,0 +1,27 @@
+import pytest
+
+from lightning_pipeoffload.schedule import (
+    Costs,
+    ScheduleError,
+    copy_ratios,
+    estimated_copy_ratio,
+)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "sequence_length", "ratio"),
+    [(4096, 4096, 1.71), (4096, 32768, 0.85), (5120, 16384, 1.04), (10240, 32768, 0.52)],
+)
+def test_formula_1_with_the_papers_rates(hidden_size, sequence_length, ratio):
+    found = estimated_copy_ratio(hidden_size, sequence_length, 220e12, 15e9)
+    assert found == pytest.approx(ratio, abs=0.005)
+
+
+def test_rates_must_be_positive():
+    with pytest.raises(ScheduleError, match=r"copy_rate \(0\) must be more than 0"):
+        estimated_copy_ratio(4096, 4096, 1e12, 0)
+
+
+def test_ratio_of_every_stage():
+    costs = Costs([1, 2, 0], [1, 2, 0], [1, 2, 0], offload=1, reload=2)
+    assert copy_ratios(costs, 3) == (1.0, 0.5, float("inf"))
