@@ -33,7 +33,7 @@ class PipelineSettings:
     num_microbatches: int | str = "auto"
     num_chunks: int | str = "auto"
     schedule: ScheduleLike = "auto"
-    blocks: str | None = None
+    blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
     recompute: str = "none"
@@ -43,10 +43,10 @@ class PipelineSettings:
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
-        if self.blocks is not None and not isinstance(self.blocks, str):
+        if not _is_none_or_names(self.blocks):
             raise ValueError(
-                f"blocks={self.blocks!r}: lists of patterns are not built yet; give the name of "
-                f"one ModuleList or Sequential"
+                f"blocks must be the name of a ModuleList or Sequential, or a list of patterns of "
+                f"its blocks' names, not {self.blocks!r}"
             )
         if self.microbatch_weight != "samples" and not callable(self.microbatch_weight):
             raise ValueError(
@@ -169,3 +169,9 @@ def refuse_unbuilt(**arguments: Any) -> None:
         allowed = default if isinstance(default, tuple) else (default,)
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not built yet; leave it at {allowed[0]!r}")
+
+
+def _is_none_or_names(blocks: Any) -> bool:
+    if blocks is None or isinstance(blocks, str):
+        return True
+    return isinstance(blocks, Sequence) and all(isinstance(name, str) for name in blocks)

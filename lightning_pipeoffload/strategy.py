@@ -65,7 +65,8 @@ class PipeOffloadStrategy(PipelineProcesses):
         recompute: what the backward computes again instead of keeping it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
         memory_limit: of a device, for what is planned. Not built yet.
-        blocks: name of the ModuleList or Sequential to cut; None: found.
+        blocks: name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
+            blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
         microbatch_weight: weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
@@ -96,7 +97,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         offload: str | float = "auto",
         recompute: str = "none",
         memory_limit: int | str | None = None,
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
         split: str | Sequence[int] = "auto",
         microbatch_weight: str | Callable[[Any], float] = "samples",
         optimizer_sync: str = "auto",

@@ -10,7 +10,7 @@ BAD_ARGUMENTS = {
     "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
     "schedule": ("1f2b", "schedule='1f2b' is unknown; use auto, gpipe, .* path of a .csv file"),
-    "blocks": (["a.*"], r"blocks=\['a.\*'\]: lists of patterns are not built yet"),
+    "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
     "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
 }
 

@@ -8,7 +8,8 @@ attribute of the instance would not do; a wrapper module would change the names 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -27,13 +28,15 @@ class BlockChain:
     """Blocks in the order of their calls.
 
     Args:
-        name: the container's name in the user's module.
-        blocks: its entries.
+        name: of the whole, for messages: the container's in the user's module, say.
+        blocks: its entries by their names in the user's module.
     """
 
-    def __init__(self, name: str, blocks: list[nn.Module]) -> None:
+    def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self.name = name
-        self.blocks = blocks
+        self.blocks = list(blocks.values())
+        self._names = list(blocks)
+        self._index = {block: index for index, block in enumerate(blocks)}
         self._pass: Pass | None = None
         self._intercepting = False
 
@@ -42,7 +45,13 @@ class BlockChain:
 
     def block_name(self, index: int) -> str:
         """Return the name of a block in the user's module."""
-        return f"{self.name}.{index}"
+        return self._names[index]
+
+    def index_of(self, name: str) -> int | None:
+        """Return the block that holds a parameter or buffer of this name; None: no block does."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return next((self._index[path] for path in prefixes if path in self._index), None)
 
     def run_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Call a block as its own class does."""
@@ -84,7 +93,7 @@ class BlockChain:
         self._intercepting = False
 
 
-def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
+def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:
     """Find the ModuleList or Sequential to cut.
 
     The one that leaves the most parameters outside of its largest entry, that is, the one whose
@@ -92,11 +101,14 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
 
     Args:
         module: the user's module.
-        name: of the container, where the user says it.
+        name: of the container, where the user says it; or patterns of the blocks' names in the
+            order of their calls, in which ``*`` stands for any part of a name between two dots.
 
     Raises:
-        ValueError: no such container, or several that are equally good.
+        ValueError: no such container or block, or several containers that are equally good.
     """
+    if name is not None and not isinstance(name, str):
+        return _chain_of_patterns(module, name)
     containers = {
         path: child
         for path, child in module.named_modules()
@@ -118,7 +130,41 @@ def find_chain(module: nn.Module, name: str | None = None) -> BlockChain:
             f"{' and '.join(names)} could both be the chain of blocks; say which with "
             f'blocks="{names[0]}"'
         )
-    return BlockChain(names[0], list(containers[names[0]]))
+    return _chain_of(names[0], containers[names[0]])
+
+
+def _chain_of(name: str, container: nn.Module) -> BlockChain:
+    return BlockChain(name, {f"{name}.{key}": block for key, block in container.named_children()})
+
+
+def _chain_of_patterns(module: nn.Module, patterns: Sequence[str]) -> BlockChain:
+    """Join what the patterns find, in their order."""
+    modules = dict(module.named_modules())
+    blocks: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        expression = re.escape(pattern).replace(r"\*", "[^.]*")
+        found = {path: child for path, child in modules.items() if re.fullmatch(expression, path)}
+        if not found:
+            known = [
+                path for path, child in modules.items() if path and len(list(child.children()))
+            ]
+            raise ValueError(
+                f"blocks={list(patterns)!r}: no module is called {pattern!r}; with others inside "
+                f"there are {', '.join(known[:20]) or 'none'}"
+            )
+        blocks.update(found)
+    _check_apart(list(blocks), patterns)
+    return BlockChain(", ".join(patterns), blocks)
+
+
+def _check_apart(names: Sequence[str], patterns: Sequence[str]) -> None:
+    for outer in names:
+        for inner in names:
+            if inner.startswith(f"{outer}."):
+                raise ValueError(
+                    f"blocks={list(patterns)!r} finds {inner} inside of {outer}; each has to be a "
+                    f"block of its own"
+                )
 
 
 def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
@@ -129,7 +175,7 @@ def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
             f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "
             f"{', '.join(containers) or 'none'}{hint}"
         )
-    return BlockChain(name, list(containers[name].children()))
+    return _chain_of(name, containers[name])
 
 
 def _spread(container: nn.Module) -> tuple[int, int]:

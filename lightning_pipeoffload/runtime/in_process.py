@@ -97,9 +97,8 @@ class InProcessPipeline:
         for key, _ in keys:
             parameters = [p for entries in shared for k, p, _ in entries if k == key]
             gradients = [p.grad for p in parameters if p.grad is not None]
-            total = torch.stack(gradients).sum(0)
-            for parameter in parameters:
-                parameter.grad = total.clone()
+            for parameter in parameters if gradients else []:
+                parameter.grad = torch.stack(gradients).sum(0)
 
 
 def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:

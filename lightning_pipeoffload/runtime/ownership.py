@@ -40,7 +40,7 @@ class Ownership:
         self.owners = owners
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
-        glue = [slot for slot in self.slots if not slot.name.startswith(f"{chain.name}.")]
+        glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
         with_parameters = {id(slot.module) for slot in glue if slot.kind == "_parameters"}
         self._glue = [slot for slot in glue if id(slot.module) in with_parameters]
         self._home = self._make_view(lambda slot: True)

@@ -79,7 +79,7 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
     found: dict[str, set[int]] = {}
     default = 0
     for slot in find_slots(module):
-        block = _block_of(chain, slot.name)
+        block = chain.index_of(slot.name)
         if block is not None:
             default = len(chain)
         uses = set(probe.segments.get(slot.name, ()))
@@ -94,13 +94,6 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
 def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
     path = buffer.name[: len(buffer.name) - len(buffer.attribute)]
     return set().union(*(found.get(path + name, ()) for name in buffer.module._parameters))
-
-
-def _block_of(chain: BlockChain, name: str) -> int | None:
-    if not name.startswith(f"{chain.name}."):
-        return None
-    entry = name[len(chain.name) + 1 :].split(".")[0]
-    return int(entry) if entry.isdigit() else None
 
 
 def cut(

@@ -45,13 +45,13 @@ class CutSettings:
 
     Attributes:
         stage_ranks: the pipeline rank of each stage.
-        blocks: the container's name; None: found.
+        blocks: the container's name, or patterns; see :func:`.block_chain.find_chain`.
         split: see :func:`.partition.cut`.
         recompute: see :class:`.stage.StageRunner`.
     """
 
     stage_ranks: tuple[int, ...]
-    blocks: str | None = None
+    blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     recompute: str = "none"
 

@@ -214,6 +214,8 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
         query, key, value = args[:3]
         rows = query.shape[:-1].numel()
         return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+    if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
+        return int(2 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return int(formula(*args, out_val=result)) if formula else 0
 

@@ -20,6 +20,8 @@ from torch.utils._pytree import (
     tree_map,
 )  # private: torch's own containers, HF outputs too
 
+from lightning_pipeoffload.runtime.meta_kernels import run_on_meta
+
 aten = torch.ops.aten
 
 # The value of these is known from their arguments, or drawn: they are real on every stage.
@@ -139,7 +141,7 @@ class ShapeOnly(Tensor):
         _refuse_writes(func, args, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _advance_generator(func, shape_only[0], device)
-        out = func(*tree_map(_to_meta, args), **_on_meta(kwargs))
+        out = run_on_meta(func, tree_map(_to_meta, args), _on_meta(kwargs))
         result = _wrap(func, args, out, device, origins)
         for observe in _observers:
             observe(func, args, result)

@@ -186,6 +186,24 @@ class _MatrixProduct(_Call):
         return 2 * grad.numel() * x.shape[-1]
 
 
+class _GroupedProduct(_Call):
+    """``x[rows of group i] @ weight[i]`` with x ``[rows, in]``, weight ``[groups, in, out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return aten._grouped_mm.default(x, self.weight, *self.options)
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return aten._grouped_mm.default(
+            grad.contiguous(), self.weight.transpose(-2, -1), *self.options
+        )
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        _accumulate(self.weight, aten._grouped_mm.default(x.t(), grad.contiguous(), *self.options))
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        return 2 * grad.numel() * x.shape[-1]
+
+
 class _Convolution(_Call):
     """``convolution(x, weight, bias, *options)`` as aten has it."""
 
@@ -356,6 +374,16 @@ def _addmm(original: Any) -> Callable[..., Tensor]:
     return kernel
 
 
+def _grouped_mm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
+        by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
+        if by_rows and _takes_part(right, None):
+            return _apply(_GroupedProduct(right, None, *options), left)
+        return original.call_boxed(keys, left, right, *options, **named)
+
+    return kernel
+
+
 def _convolution(original: Any) -> Callable[..., Tensor]:
     def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         if _takes_part(weight, bias):
@@ -365,7 +393,13 @@ def _convolution(original: Any) -> Callable[..., Tensor]:
     return kernel
 
 
-_KERNELS = {"linear": _linear, "mm": _mm, "addmm": _addmm, "convolution": _convolution}
+_KERNELS = {
+    "linear": _linear,
+    "mm": _mm,
+    "addmm": _addmm,
+    "convolution": _convolution,
+    "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
+}
 _libraries: dict[str, torch.library.Library] = {}
 
 

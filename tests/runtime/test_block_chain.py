@@ -50,6 +50,33 @@ def test_a_wrong_name_is_refused(name):
         find_chain(Two(), name)
 
 
+PATTERNS = {
+    ("encoder.*", "decoder.*"): ["encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1"],
+    ("decoder.1", "encoder.*"): ["decoder.1", "encoder.0", "encoder.1", "encoder.2"],
+    ("*coder",): ["encoder", "decoder"],
+}
+
+
+@pytest.mark.parametrize(("patterns", "names"), PATTERNS.items())
+def test_patterns_name_blocks_in_their_order(patterns, names):
+    chain = find_chain(Two(), patterns)
+    assert [chain.block_name(index) for index in range(len(chain))][: len(names)] == names
+    assert chain.index_of(f"{names[1]}.weight") == 1
+    assert chain.index_of("single.0.weight") is None
+
+
+WRONG_PATTERNS = {
+    ("encoder.*", "decodr.*"): "no module is called 'decodr.*'; .* there are encoder, decoder, sin",
+    ("encoder", "encoder.*"): "finds encoder.0 inside of encoder; each has to be a block of its",
+}
+
+
+@pytest.mark.parametrize(("patterns", "message"), WRONG_PATTERNS.items())
+def test_wrong_patterns_are_refused(patterns, message):
+    with pytest.raises(ValueError, match=message):
+        find_chain(Two(), patterns)
+
+
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
 def test_a_module_without_a_chain_is_refused(module):
     with pytest.raises(ValueError, match="found no ModuleList or Sequential of blocks"):

@@ -13,7 +13,7 @@ from tests.runtime.models import DemoGPT, Regression, call_step, linear_blocks, 
 
 
 def chain_of(count):
-    return BlockChain("blocks", [nn.Identity() for _ in range(count)])
+    return BlockChain("blocks", {f"blocks.{i}": nn.Identity() for i in range(count)})
 
 
 def costs_of(*forward):

@@ -1,0 +1,308 @@
+"""Models that people bring, as they come: each a tiny configuration inside a five-line module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+DEPTH = 8  # blocks: two stages on each of four ranks
+VOCABULARY = 16
+CLASSES = 3
+SIZES = {"hidden_size": 8, "num_hidden_layers": DEPTH, "num_attention_heads": 2}
+TEXT = {**SIZES, "vocab_size": VOCABULARY, "intermediate_size": 16, "pad_token_id": 0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class Task(L.LightningModule):
+    """A model and a loss, as a function of the model's output and the batch."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.model, batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+def call_step(module: Any, batch: Any) -> Tensor:
+    return (module.training_step if module.training else module.validation_step)(batch, 0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a model, its loss and its batches.
+
+    Attributes:
+        make: the model.
+        loss: of the model on a batch.
+        batch: so many samples.
+        blocks: where the chain has to be named.
+        dtype: in which gradients are compared; float32 where a kernel knows no float64.
+    """
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch: Callable[[int], Any]
+    blocks: str | tuple[str, ...] | None = None
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error of a gradient, relative to the largest one."""
+        return 1e-12 if self.dtype is torch.float64 else 1e-5
+
+    def task(self) -> Task:
+        """Make the module, in the dtype in which it is compared."""
+        return Task(self.make(), self.loss).to(self.dtype)
+
+    def samples(self, count: int) -> Any:
+        """Make a batch, its floating-point tensors in the same dtype."""
+        return _to_dtype(self.batch(count), self.dtype)
+
+
+def _to_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, dict):
+        return {name: _to_dtype(value, dtype) for name, value in batch.items()}
+    return batch.to(dtype) if batch.is_floating_point() else batch
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, (count, 6))
+
+
+def padded(count: int) -> dict[str, Tensor]:
+    mask = (torch.arange(6) < torch.arange(count)[:, None] % 4 + 3).long()
+    return {"input_ids": tokens(count), "attention_mask": mask}
+
+
+def images(count: int, size: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 3, size, size), "y": torch.randint(CLASSES, (count,))}
+
+
+def spectrograms(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 4, 12), "y": torch.randint(CLASSES, (count,))}
+
+
+def labelled_tokens(count: int) -> dict[str, Tensor]:
+    return {"x": tokens(count), "y": torch.randint(CLASSES, (count,))}
+
+
+# Hugging Face's causal models compute their loss in float32, so ours is computed outside.
+
+
+def next_token(model: nn.Module, batch: Tensor, **options: Any) -> Tensor:
+    logits = model(input_ids=batch, **options).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def next_token_padded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(**batch).logits[:, :-1]
+    labels = batch["input_ids"].where(batch["attention_mask"] == 1, -100)[:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def masked_tokens(model: nn.Module, batch: Tensor) -> Tensor:
+    masked = torch.rand(batch.shape) < 0.5
+    labels = batch.masked_fill(~masked, -100)
+    return model(input_ids=batch.masked_fill(masked, 1), labels=labels).loss
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor], name: str) -> Tensor:
+    return model(**{name: batch["x"]}, labels=batch["y"]).loss
+
+
+def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def from_transformers(kind: str, checkpointing: dict[str, bool] | None = None, **options: Any):
+    import transformers
+
+    attention = options.pop("attn_implementation", None)
+    config = getattr(transformers, kind.partition("For")[0].replace("LMHeadModel", "") + "Config")
+    if attention:
+        options["attn_implementation"] = attention
+    model = getattr(transformers, kind)(config(**options))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    return model
+
+
+def llama(**options: Any) -> Callable[[], nn.Module]:
+    heads = {"num_key_value_heads": 1}
+    return partial(from_transformers, "LlamaForCausalLM", **{**TEXT, **heads, **options})
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 8, "n_layer": DEPTH, "n_head": 2, "n_positions": 8}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return from_transformers("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **dropouts)
+
+
+class SpeechClassifier(nn.Module):
+    """Whisper's encoder, with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import WhisperConfig
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        sizes = {"d_model": 8, "encoder_layers": DEPTH, "encoder_attention_heads": 2}
+        more = {"encoder_ffn_dim": 16, "num_mel_bins": 4, "max_source_positions": 6}
+        self.encoder = WhisperEncoder(WhisperConfig(**sizes, **more, dropout=0.0))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).last_hidden_state.mean(1))
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(8, 4, DEPTH, 2, 8, 16, num_classes=CLASSES)
+
+
+def vgg() -> nn.Module:
+    from torchvision.models.vgg import VGG, make_layers
+
+    model = VGG(make_layers([4, "M", 8, "M", 8, 8], batch_norm=True), CLASSES, dropout=0.0)
+    model.classifier = nn.Sequential(nn.Linear(8 * 7 * 7, 16), nn.ReLU(True), nn.Linear(16, 3))
+    return model
+
+
+def densenet() -> nn.Module:
+    from torchvision.models import DenseNet
+
+    return DenseNet(4, (2, 2), 4, bn_size=2, num_classes=CLASSES)
+
+
+def swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    sizes = {"patch_size": [2, 2], "embed_dim": 4, "depths": [4, 3], "num_heads": [1, 2]}
+    options = {"window_size": [2, 2], "num_classes": CLASSES, "stochastic_depth_prob": 0.0}
+    return SwinTransformer(**sizes, **options)
+
+
+def resnet() -> nn.Module:
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [2, 2, 2, 2], CLASSES)
+
+
+class ScaledGPT(nn.Module):
+    """Blocks with a vector of learned scales in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(encoder_layer() for _ in range(DEPTH))
+        self.resid_lambdas = nn.Parameter(torch.rand(DEPTH))
+        self.head = nn.Linear(8, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(self.resid_lambdas[index] * x)
+        return self.head(x.mean(1))
+
+
+class RecurrentFirst(nn.Module):
+    """An LSTM reads the sequence before the blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.blocks = nn.Sequential(*(encoder_layer() for _ in range(DEPTH)))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embed(x))
+        return self.head(self.blocks(states).mean(1))
+
+
+class TextEncoder(nn.Module):
+    """torch's own encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.encoder = nn.TransformerEncoder(encoder_layer(), DEPTH, enable_nested_tensor=False)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)).mean(1))
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+HF = partial(partial, from_transformers)
+MAMBA = {"hidden_size": 8, "num_hidden_layers": DEPTH, "state_size": 4, "vocab_size": VOCABULARY}
+CACHED = partial(next_token, use_cache=True)
+PLAIN = partial(next_token, use_cache=False)
+EXPERTS = {"num_local_experts": 2, "num_key_value_heads": 1}
+VISION = {"image_size": 8, "patch_size": 4, "num_labels": CLASSES, **NO_DROPOUT}
+CLASSIFIER = {**TEXT, "num_labels": CLASSES, **NO_DROPOUT}
+INPUT_IDS = partial(own_loss, name="input_ids")
+PIXELS = partial(own_loss, name="pixel_values")
+
+FAMILIES = {
+    "gpt2": Family(gpt2, PLAIN, tokens),
+    "llama": Family(llama(), PLAIN, tokens),
+    "llama_cache": Family(llama(), CACHED, tokens),
+    "llama_eager_attention": Family(llama(attn_implementation="eager"), PLAIN, tokens),
+    "llama_padding_mask": Family(llama(), next_token_padded, padded),
+    "llama_checkpointed": Family(llama(checkpointing={"use_reentrant": False}), PLAIN, tokens),
+    "llama_checkpointed_reentrant": Family(
+        llama(checkpointing={"use_reentrant": True}), PLAIN, tokens
+    ),
+    "qwen2": Family(HF("Qwen2ForCausalLM", **TEXT, num_key_value_heads=1), PLAIN, tokens),
+    "qwen3": Family(
+        HF("Qwen3ForCausalLM", **TEXT, num_key_value_heads=1, head_dim=4), PLAIN, tokens
+    ),
+    "mixtral": Family(
+        HF("MixtralForCausalLM", **TEXT, **EXPERTS), PLAIN, tokens, dtype=torch.float32
+    ),
+    "bert": Family(HF("BertForMaskedLM", **TEXT, **NO_DROPOUT), masked_tokens, tokens),
+    "roberta": Family(
+        HF("RobertaForSequenceClassification", **CLASSIFIER), INPUT_IDS, labelled_tokens
+    ),
+    "vit": Family(
+        HF("ViTForImageClassification", **SIZES, **VISION, intermediate_size=16), PIXELS, images
+    ),
+    "mamba": Family(HF("MambaForCausalLM", **MAMBA), next_token, tokens),
+    "whisper_encoder": Family(SpeechClassifier, classify, spectrograms),
+    "scaled_gpt": Family(ScaledGPT, classify, labelled_tokens),
+    "lstm_first": Family(RecurrentFirst, classify, labelled_tokens),
+    "transformer_encoder": Family(TextEncoder, classify, labelled_tokens),
+    "torchvision_vit": Family(torchvision_vit, classify, images),
+    "vgg": Family(vgg, classify, images),
+    "densenet": Family(densenet, classify, partial(images, size=32), blocks="model.features"),
+    "swin": Family(
+        swin,
+        classify,
+        images,
+        blocks=("model.features.1.*", "model.features.2", "model.features.3.*"),
+    ),
+    "resnet": Family(
+        resnet,
+        classify,
+        partial(images, size=16),
+        blocks=tuple(f"model.layer{index}.*" for index in range(1, 5)),
+    ),
+}
+
+NEEDS_TORCHVISION = {"torchvision_vit", "vgg", "densenet", "swin", "resnet"}

@@ -1,0 +1,62 @@
+"""Models as people bring them: a pipeline computes what the plain module computes.
+
+Every family with two and four ranks and three schedules; evaluation with two ranks, for what its
+schedule is makes no difference without a backward.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.models.comparison import SCHEDULES, evaluate, evaluate_plain, train, train_plain
+from tests.models.families import FAMILIES, NEEDS_TORCHVISION
+from tests.runtime.models import assert_same
+
+
+def _has_torchvision():
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # the latter where it was built for another torch
+        return False
+    return True
+
+
+no_torchvision = pytest.mark.skipif(not _has_torchvision(), reason="needs torchvision")
+NAMES = [
+    pytest.param(name, marks=[no_torchvision] if name in NEEDS_TORCHVISION else [])
+    for name in FAMILIES
+]
+
+
+@cache
+def prepared(name):
+    """Return a module, a batch, and what training it plainly gives."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    module, batch = family.task(), family.samples(8)
+    return module, batch, train_plain(module, batch)
+
+
+def options(family):
+    return {"blocks": family.blocks} if family.blocks else {}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_the_plain_modules(name, num_ranks, schedule):
+    module, batch, plain = prepared(name)
+    family = FAMILIES[name]
+    _, found = train(module.train(), schedule, num_ranks, batch, **options(family))
+    assert_same(found, plain, family.tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_is_the_plain_modules(name):
+    module, batch, _ = prepared(name)
+    family = FAMILIES[name]
+    expected = evaluate_plain(module, batch)
+    found = evaluate(module, batch, **options(family))
+    tolerance = {"rtol": family.tolerance, "atol": family.tolerance}
+    torch.testing.assert_close(found, expected, **tolerance)
