@@ -210,7 +210,7 @@ def _span(chain: BlockChain, stage: Stage) -> str:
 
 def _advice(chain: BlockChain, crossing: Crossing) -> str:
     """Say what would help: the commonest of what makes such a value is told by where it is from."""
-    blocks = [_block_of(chain, origin) for origin in crossing.origins]
+    blocks = [chain.index_of(origin) for origin in crossing.origins]
     if any(block is not None and block > crossing.made_in for block in blocks):
         return "compute a penalty on weights behind the blocks, or as the optimizer's weight_decay"
     if crossing.used_in == len(chain):
