@@ -66,7 +66,8 @@ def _color(kind: Kind, chunk: int, num_chunks: int) -> str:
 
 def _draw_legend(canvas: Canvas, top: float) -> None:
     num_chunks = max((count for _, count in canvas.chunks.values()), default=1)
-    there = {event.action.kind for event in canvas.timeline.events}
+    # FREE takes no time: it has no cell, so its colour would explain nothing.
+    there = {event.action.kind for event in canvas.timeline.events if event.end > event.start}
     x = LEFT
     for kind in (kind for kind in Kind if kind in there):
         for chunk in range(num_chunks):
