@@ -23,7 +23,7 @@ from .squeeze import POLICIES, Policy, squeeze
 
 __all__ = ["Stage", "best_schedule", "simpler_times"]
 
-PASSES_OF_TRIALS = 500_000
+PASSES_OF_TRIALS = 800_000
 VARIANTS_OF_FINALISTS = 20
 FEWEST = 3
 
@@ -64,10 +64,9 @@ def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatche
     """Return the fastest schedule that the blocks give.
 
     All blocks are tried with simple times, then the best of them, and the first one anyway, with
-    other times and policies. The
-    trials have no more than ``2 * num_ranks + 4`` microbatches each, and together a fixed number of
-    passes, so that on many ranks there are fewer of them: the time hardly grows with the ranks, and
-    with the microbatches as that of a few squeezes does.
+    other times and policies. The trials have no more than ``2 * num_ranks + 4`` microbatches each,
+    and together a fixed number of passes, so that on many ranks there are fewer of them: the time
+    hardly grows with the ranks, and with the microbatches as that of a few squeezes does.
 
     Args:
         blocks: What to try, the most promising first; none may need more than the memory.
@@ -89,8 +88,8 @@ def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatche
         blocks = list(dict.fromkeys([blocks[0], *finalists]))
     num_variants = max(FEWEST, budget // len(blocks))
     finals = (Rehearsal(b, *variant) for b in blocks for variant in variants[:num_variants])
-    winner = best(best(finals, FEWEST, few), 1, num_microbatches)[0]
-    return route.as_schedule(stage.play(winner, num_microbatches))
+    orders = (stage.play(final, num_microbatches) for final in best(finals, FEWEST, few))
+    return route.as_schedule(min(orders, key=route.longest_span))
 
 
 def simpler_times(costs: Costs) -> list[Costs]:

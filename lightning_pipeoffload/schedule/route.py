@@ -56,9 +56,10 @@ class Route:
         """Return the seconds from first start to last end of the rank where they are most.
 
         Args:
-            order: Passes of every rank that do not wait for each other in a circle.
+            order: Passes of every rank that do not wait for each other in a circle; those of a step
+                in the order of the microbatches.
         """
-        arrivals: dict[Pass, float] = {}
+        arrivals: list[list[float]] = [[] for _ in self.hops]
         waiting: defaultdict[Pass, list[int]] = defaultdict(list)
         clocks, starts = [0.0] * len(order), [0.0] * len(order)
         passes = [iter(enumerate(rank)) for rank in order]
@@ -71,19 +72,18 @@ class Route:
                 blocked[rank] = current
                 index, (step, microbatch) = current
                 if 0 < step < 2 * self.num_stages:
-                    awaited = (step - 1, microbatch)
-                    if awaited not in arrivals:
-                        waiting[awaited].append(rank)
+                    arrived = arrivals[step - 1]
+                    if microbatch >= len(arrived):
+                        waiting[step - 1, microbatch].append(rank)
                         break
-                    clock = max(clock, arrivals[awaited])
+                    clock = max(clock, arrived[microbatch])
                 blocked[rank] = None
                 if index == 0:
                     starts[rank] = clock
                 clock += self.seconds[step]
                 if step < 2 * self.num_stages:
-                    done = (step, microbatch)
-                    arrivals[done] = clock + self.hops[step]
-                    runnable += waiting.pop(done, ())
+                    arrivals[step].append(clock + self.hops[step])
+                    runnable += waiting.pop((step, microbatch), ())
             clocks[rank] = clock
         return max(end - start for end, start in zip(clocks, starts, strict=True))
 

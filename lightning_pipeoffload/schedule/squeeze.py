@@ -125,29 +125,45 @@ class _Squeeze:
     def _choose(self, rank: _Rank, time: float) -> Pass | None:
         if rank.weights and rank.forwards_left and self._policy.weights_first:
             return rank.weights[0]
-        for place in sorted(self._ready(rank, time)):
-            if self._may_start(rank, place):
-                chosen = rank.order[place]
-                is_full = chosen[0] < self._num_stages and rank.live + 1 > self._memory
-                return rank.weights[0] if is_full else chosen
+        chosen = self._next_of_order(rank, time) or self._overtaking(rank, time)
+        if chosen is not None:
+            is_full = chosen[0] < self._num_stages and rank.live + 1 > self._memory
+            return rank.weights[0] if is_full else chosen
         if rank.weights and not self._should_wait(rank, time):
             return rank.weights[0]
+        return None
+
+    def _next_of_order(self, rank: _Rank, time: float) -> Pass | None:
+        """Return the first pass of what is left of the order if it may start, as it mostly may."""
+        if rank.head == len(rank.order):
+            return None
+        step, microbatch = passed = rank.order[rank.head]
+        fits = step >= self._num_stages or rank.in_flight + 1 <= self._memory
+        return passed if fits and self._has_arrived(step, microbatch, time) else None
+
+    def _overtaking(self, rank: _Rank, time: float) -> Pass | None:
+        """Return the first other pass of the order that may start."""
+        for place in sorted(self._ready(rank, time)):
+            if place != rank.head and self._may_start_early(rank, place):
+                return rank.order[place]
         return None
 
     def _ready(self, rank: _Rank, time: float) -> Iterator[int]:
         for step in rank.steps:
             started = self._started[step]
-            arrivals = self._arrivals[step]
-            if started < len(arrivals) and arrivals[started] <= time + self._tolerance:
+            if self._has_arrived(step, started, time):
                 yield self._places[step][started]
 
-    def _may_start(self, rank: _Rank, place: int) -> bool:
-        is_next = place == self._advance_head(rank)
+    def _has_arrived(self, step: int, microbatch: int, time: float) -> bool:
+        arrivals = self._arrivals[step]
+        return microbatch < len(arrivals) and arrivals[microbatch] <= time + self._tolerance
+
+    def _may_start_early(self, rank: _Rank, place: int) -> bool:
         if rank.order[place][0] >= self._num_stages:
-            return is_next or self._policy.backwards_overtake
+            return self._policy.backwards_overtake
         if rank.in_flight + 1 > self._memory:
             return False
-        return is_next or (self._may_overtake(rank, place) and self._fits_before(rank, place))
+        return self._may_overtake(rank, place) and self._fits_before(rank, place)
 
     def _may_overtake(self, rank: _Rank, place: int) -> bool:
         if rank.weights and not self._policy.forwards_overtake_weights:
@@ -160,10 +176,10 @@ class _Squeeze:
         room = min(first + 1, self._memory // 2)
         return self._started[first] + 1 + room <= self._memory
 
-    def _advance_head(self, rank: _Rank) -> int:
-        while self._is_started(rank.order[rank.head]):
+    def _advance_head(self, rank: _Rank) -> None:
+        order = rank.order
+        while rank.head < len(order) and self._is_started(order[rank.head]):
             rank.head += 1
-        return rank.head
 
     def _is_started(self, passed: Pass) -> bool:
         step, microbatch = passed
@@ -206,6 +222,7 @@ class _Squeeze:
         self._count(rank, chosen)
         if step < 2 * self._num_stages:
             self._started[step] += 1
+            self._advance_head(rank)
             self._announce(step, rank.clock)
 
     def _count(self, rank: _Rank, chosen: Pass) -> None:
