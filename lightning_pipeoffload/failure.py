@@ -85,11 +85,12 @@ class FailureBoard:
         self._thread = threading.Thread(target=self._watch, name="failure-board", daemon=True)
         self._thread.start()
 
-    def report(self, cause: str) -> None:
+    def report(self, cause: str, status: int = 1) -> None:
         """Tell all ranks that this one failed, and wait a little until they know.
 
         Args:
             cause: one line: what happened and where.
+            status: of this process, if its regular end takes too long.
         """
         self.stop()
         try:
@@ -98,7 +99,7 @@ class FailureBoard:
             self._wait_until_seen()
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
-        _exit_soon()
+        _exit_soon(status)
 
     def stop_because_of_others(self, suspicion: str) -> NoReturn:
         """End this process because of another rank.
@@ -187,8 +188,8 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _exit_soon() -> None:
+def _exit_soon(status: int) -> None:
     """End this process even if something holds up its regular end."""
-    timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
+    timer = threading.Timer(_GRACE_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import (
@@ -58,10 +59,19 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
     loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
         _stop_if_told, trainer
     )
+    # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
+    trainer._signal_connector._sigterm_notifier_fn = partial(  # type: ignore[method-assign]
+        _note_sigterm, trainer
+    )
     trainer._logger_connector = SharedMetricsConnector.replacing(
         trainer._logger_connector, metrics_store
     )
     keep_metrics_local(trainer)
+
+
+def _note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
+    """Remember to stop after this batch; the other ranks then stop because of this one."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def _stop_if_told(trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ Lightning repeats this part in each of its own strategies; here it is apart, bel
 from __future__ import annotations
 
 import secrets
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,  # private: as Lightning's own strategies
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
@@ -31,6 +33,8 @@ from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.failure import FailureBoard, connect_store, say
 from lightning_pipeoffload.runtime.transport import PeerLostError
 from lightning_pipeoffload.settings import PipelineSettings
+
+_SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
 
 
 class PipelineProcesses(ParallelStrategy):
@@ -163,17 +167,20 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        status = 1
+        if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
+            status = exception.code = _SIGTERM_STATUS
         board, self._board = self._board, None
         if board is None:
             return
         if isinstance(exception, (PeerLostError, dist.DistError)):
             self._finalize_loggers()
             board.stop_because_of_others(_first_line(exception))
-        what = f"{type(exception).__name__}: {_first_line(exception)}"
+        what = _describe(exception)
         if self.place:
             say(f"global rank {self.global_rank} failed in {self.place}")
             what = f"{what} (in {self.place})"
-        board.report(what)
+        board.report(what, status)
 
     def _finalize_loggers(self) -> None:
         assert self.lightning_module is not None
@@ -187,6 +194,12 @@ class PipelineProcesses(ParallelStrategy):
             self.group.barrier()
             board.stop()
         super().teardown()
+
+
+def _describe(exception: BaseException) -> str:
+    if isinstance(exception, SIGTERMException):
+        return "told to stop by SIGTERM"
+    return f"{type(exception).__name__}: {_first_line(exception)}"
 
 
 def _first_line(exception: BaseException) -> str:

@@ -24,16 +24,18 @@ class Failing(fits.Net):
         self.rank = rank
 
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx) if self.cause != "step" else None
-        if batch_idx == 2 and self.trainer.global_rank == self.rank and self.trainer.strategy.place:
+        fails = self.cause == "step" and batch_idx == 2 and self.trainer.global_rank == self.rank
+        if fails and self.trainer.strategy.place:
             raise KeyError("no such thing")
-        return loss if loss is not None else super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx != 2 or self.trainer.global_rank != self.rank:
             return
         if self.cause == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.cause == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.cause == "hook":
             raise RuntimeError("in a hook")
 

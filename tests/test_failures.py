@@ -71,3 +71,11 @@ def test_ranks_that_read_other_batches_are_reported():
     status, errors, _ = run("batch", 1)
     assert status != 0
     assert "global ranks [1] read another batch in training_step than global rank 0" in errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_told_to_stop_stops_all(rank):
+    status, errors, _ = run("sigterm", rank)
+    assert status == (143 if rank == 0 else 1)  # that of global rank 0, which the user started
+    other = f"global rank {1 - rank} stops because of global rank {rank}: told to stop by SIGTERM"
+    assert lines_of(errors) == [f"[pipeoffload] {other}"]

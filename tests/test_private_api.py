@@ -59,6 +59,8 @@ USED = {
     "_replace": Action,
     "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
     "_logger_connector": TRAINER,
+    "_signal_connector": TRAINER,
+    "_sigterm_notifier_fn": TRAINER._signal_connector,
     "_callback_metrics": TRAINER._logger_connector,
     "_logged_metrics": TRAINER._logger_connector,
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
