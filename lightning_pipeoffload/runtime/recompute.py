@@ -52,7 +52,8 @@ class SurroundingHooks:
 
     def pack(self, tensor: Tensor) -> _Kept:
         """Keep a tensor; beside autograd, for a node that held its own output would never go."""
-        kept = tensor.detach() if type(tensor) is Tensor else tensor
+        is_in_graph = type(tensor) is Tensor and tensor.requires_grad
+        kept = tensor.detach() if is_in_graph else tensor
         return _Kept(self._pack(kept), tensor._version)
 
     def unpack(self, handle: _Kept) -> Tensor:

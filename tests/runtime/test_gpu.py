@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_pipeoffload.runtime import recompute
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 from tests.runtime.models import MODELS, SCHEDULES, assert_same, call_step, run_pipeline, run_plain
@@ -38,6 +39,20 @@ def test_dropout_does_not_depend_on_ranks(num_ranks):
     module = on_device(module.double())
     reference = run_pipeline(module, build("gpipe", 1, 4), batch, size=2)
     assert_same(run_pipeline(module, build("zb_h1", num_ranks, 4), batch, size=2), reference)
+
+
+@pytest.mark.parametrize("how", ["cheap", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
+def test_recomputed_values_are_the_forwards(name, schedule, how, monkeypatch):
+    monkeypatch.setattr(recompute, "SMALLEST_NUMEL", 1)
+    module, batch = MODELS[name].make(), on_device(MODELS[name].batch(8))
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.2
+    module, plan = on_device(module), build(schedule, 2, 4)
+    plain = run_pipeline(module, plan, batch, size=2)
+    assert_same(run_pipeline(module, plan, batch, size=2, recompute=how), plain, tolerance=0)
 
 
 def test_weight_gradients_wait_for_w():
