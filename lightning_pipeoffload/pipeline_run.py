@@ -20,6 +20,7 @@ from lightning_pipeoffload.report import (
     print_measurement,
     print_prediction,
 )
+from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
@@ -83,7 +84,11 @@ class PipelineRun:
         cut = CutSettings(group.stage_ranks, settings.blocks, settings.split, settings.recompute)
         self.pipeline = Pipeline(module, group.rank, cut, device)
         self.executor = Executor(
-            group.rank, self.pipeline.stages, group.transport, ActionTimer(device)
+            group.rank,
+            self.pipeline.stages,
+            group.transport,
+            ActionTimer(device),
+            ActivationMemory.on(device),
         )
         self.schedule = settings.provisional_schedule(group.num_ranks)
         self._group = group

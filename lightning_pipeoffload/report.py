@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, peak_memory, simulate
+from lightning_pipeoffload.schedule import Kind, Schedule, simulate
 
 _COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
@@ -51,25 +51,15 @@ def measure(plan: Schedule, executor: Executor, weight_flops: int) -> dict[str, 
     )
     memory = {index: runner.memory for index, runner in executor.stages.items()}
     deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
-    costs = Costs(
-        0.0,
-        0.0,
-        0.0,
-        activation=_of_stages(plan, {i: s.activation_bytes for i, s in memory.items()}),
-        weight_residue=_of_stages(plan, {i: s.residue_bytes for i, s in memory.items()}),
-    )
+    ledger = executor.memory.ledger
     return {
         "step_seconds": step_seconds,
         "bubble": 1 - busy / step_seconds if step_seconds else 0.0,
-        "peak_activation_bytes": int(peak_memory(plan, costs)[executor.rank]),
-        "offloaded_bytes": 0,
+        "peak_activation_bytes": ledger.peak_device_bytes,
+        "offloaded_bytes": ledger.offloaded_bytes,
         "deferred_flops": deferred,
         "weight_flops": weight_flops,
     }
-
-
-def _of_stages(plan: Schedule, known: dict[int, int | None]) -> tuple[float, ...]:
-    return tuple(float(known.get(stage) or 0) for stage in range(plan.num_stages))
 
 
 def print_prediction(report: dict[str, Any]) -> None:

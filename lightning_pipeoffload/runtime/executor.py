@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule
+from lightning_pipeoffload.schedule.actions import COPIES, TRANSFERS
 from lightning_pipeoffload.schedule.messages import recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
@@ -29,6 +31,7 @@ class Executor:
         stages: its stages by index.
         transport: to the other ranks.
         timer: measures the actions.
+        memory: where activations are kept.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class Executor:
         stages: dict[int, StageRunner],
         transport: Transport,
         timer: ActionTimer,
+        memory: ActivationMemory,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.transport = transport
         self.timer = timer
+        self.memory = memory
         self.current: Action | None = None
         self._inbox: dict[Action, list[Tensor]] = {}
         self._outbox: dict[Action, list[Tensor]] = {}
@@ -55,6 +60,7 @@ class Executor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
+            **dict.fromkeys(COPIES, memory.move),
         }
 
     @property
@@ -97,6 +103,7 @@ class Executor:
         timer = self.timer if self._keep else None
         if timer:
             timer.start_step()
+            self.memory.start_step(plan[self.rank], self.stages)
         for action in plan[self.rank]:
             yield action
             self.current = action
@@ -107,6 +114,8 @@ class Executor:
             self._handlers[action.kind](action)
             if timer and action.kind in COMPUTE:
                 timer.record(action)
+            if timer and action.kind not in TRANSFERS:
+                self.memory.record(action)
         self.current = None
         if timer:
             timer.end_step()
@@ -125,9 +134,10 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
-        output = stage.forward(
-            self._microbatches[action.microbatch], partial(self._take_input, action), self._keep
-        )
+        microbatch = self._microbatches[action.microbatch]
+        store = self.memory.open(action, microbatch) if self._keep else None
+        receive = partial(self._take_input, action)
+        output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
             self._results[action.microbatch] = output
         else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
@@ -30,6 +31,7 @@ class InProcessPipeline:
         module: the user's; it is copied for each rank.
         schedule: of compute actions.
         step: calls the user's step: ``step(module, microbatch)`` returns the loss.
+        memory: makes each rank's place for activations.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 
@@ -38,6 +40,7 @@ class InProcessPipeline:
         module: nn.Module,
         schedule: Schedule,
         step: Callable[[nn.Module, Any], Any],
+        memory: Callable[[torch.device], ActivationMemory] = ActivationMemory.on,
         **options: Any,
     ) -> None:
         self.plan = lower(schedule)
@@ -50,7 +53,7 @@ class InProcessPipeline:
         ]
         self._transport = InProcessTransport()
         self.executors = [
-            Executor(rank, {}, self._transport, ActionTimer(device))
+            Executor(rank, {}, self._transport, ActionTimer(device), memory(device))
             for rank in range(schedule.num_ranks)
         ]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.call_recorder import CallRecorder
 from lightning_pipeoffload.runtime.cheap_calls import Source
 
@@ -107,19 +108,23 @@ class CheapRecompute:
             return self.pack(tensor)
         source, (size, stride, offset, dtype) = found
         if tensor.dtype == dtype and self._is_worth_it(source, tensor):
-            source.claim(self)
+            with weight_grad.for_backward():  # which computes the value, for W too
+                source.claim(self)
             return _Recipe(
                 source, offset, tensor.shape, tensor.stride(), int(tensor.storage_offset())
             )
         kept = self.pack(tensor)
-        if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset):
+        same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
+        # What is kept for W alone may be elsewhere when B has to compute something from it.
+        if same and not weight_grad.is_saving_weight_input():
             source.kept_as(kept)
         return kept
 
     def _unpack(self, packed: _Kept | _Recipe) -> Tensor:
         if isinstance(packed, _Kept):
             return self._store.unpack(packed)
-        value = packed.source.value(self)
+        with weight_grad.for_backward():
+            value = packed.source.value(self)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map  # private: see shape_only
 
+from lightning_pipeoffload.runtime.activation_store import ActivationStore
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
@@ -20,6 +21,7 @@ from lightning_pipeoffload.runtime.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, StagePass
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
+from lightning_pipeoffload.schedule.actions import Part
 
 
 @dataclass
@@ -28,6 +30,7 @@ class _Alive:
 
     received: Received
     queue: WeightGradQueue
+    store: ActivationStore | None = None
     loss: Tensor | None = None
     sent: list[GradientEdge] = field(default_factory=list)
 
@@ -55,13 +58,17 @@ class StageRunner:
         self._context = StageContext(stage, num_stages, chain, ownership, recompute)
         self.is_first = self._context.is_first
         self.is_last = self._context.is_last
-        self.memory = SavedMemory(ownership)
+        self.memory = SavedMemory()
         self._alive: dict[int, _Alive] = {}
 
     @property
     def num_alive(self) -> int:
         """Microbatches between the end of their F and the end of their W."""
         return len(self._alive)
+
+    def owned_tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers of the rank."""
+        return self._context.ownership.local_tensors().values()
 
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What the previous stage sends."""
@@ -78,7 +85,11 @@ class StageRunner:
         )
 
     def forward(
-        self, microbatch: Microbatch, receive: Callable[[], list[Tensor]], keep: bool
+        self,
+        microbatch: Microbatch,
+        receive: Callable[[], list[Tensor]],
+        keep: bool,
+        store: ActivationStore | None = None,
     ) -> Any:
         """Run F.
 
@@ -87,17 +98,19 @@ class StageRunner:
             receive: waits for the tensors that the previous stage sends; the first stage never
                 calls it.
             keep: a backward follows.
+            store: keeps what autograd saves; None: autograd does.
 
         Returns:
             A list of the tensors for the next stage; on the last stage what the user's step
             returned.
         """
-        alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue())
+        alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
-        with self._recording(alive.queue) if keep else nullcontext():
+        with self._recording(alive) if keep else nullcontext():
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
+            self.memory.measure_forward(store)
         if self.is_last:
             alive.loss = _loss_of(output)
             return tree_map(_detach, output) if keep else output
@@ -123,25 +136,31 @@ class StageRunner:
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
+        if alive.store:
+            alive.store.arrive(Part.FOR_B | Part.FOR_W if fused else Part.FOR_B)
         with deferring(alive.queue):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None and alive.loss.requires_grad:
                 microbatch.differentiate(alive.loss * microbatch.weight)
-        self.memory.measure_backward(alive.queue)
         received, alive.received = alive.received, Received([])
         alive.sent, alive.loss = [], None
+        self.memory.measure_backward(alive.queue, alive.store)
         if fused:
             self.weight(microbatch)
         return gradients_to_send(received)
 
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
-        self._alive.pop(microbatch.index).queue.run()
+        alive = self._alive.pop(microbatch.index)
+        if alive.store:
+            alive.store.arrive(Part.FOR_W | Part.GRADIENT)
+        alive.queue.run()
 
     @contextmanager
-    def _recording(self, queue: WeightGradQueue) -> Iterator[None]:
-        with deferring(queue), self.memory.measuring_forward(), self._saving():
+    def _recording(self, alive: _Alive) -> Iterator[None]:
+        keeping = alive.store.recording() if alive.store else nullcontext()
+        with deferring(alive.queue), keeping, self._saving():
             yield
 
     def _saving(self) -> AbstractContextManager[None]:

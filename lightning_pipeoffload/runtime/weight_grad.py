@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,19 @@ _TRANSPARENT = {
 # Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
 # thread's or a context's variable.
 _active: WeightGradQueue | None = None
+_saving = False
+_reading = False
+_promised: Callable[[], Tensor] | None = None
+
+
+class Keeper(Protocol):
+    """Keeps what waits for W, on the device or elsewhere."""
+
+    def pack_for_weight(self, tensor: Tensor) -> Any:
+        """Keep a tensor."""
+
+    def fetch(self, saved: Any) -> Callable[[], Tensor]:
+        """Return what gives the tensor back."""
 
 
 class WeightGradQueue:
@@ -40,39 +53,39 @@ class WeightGradQueue:
 
     Args:
         immediate: compute each gradient at once, for a fused backward.
+        keeper: of what waits; None: it stays as it is.
 
     Attributes:
         flops: of the gradients that came through here.
     """
 
-    def __init__(self, immediate: bool = False) -> None:
+    def __init__(self, immediate: bool = False, keeper: Keeper | None = None) -> None:
         self.immediate = immediate
+        self.keeper = keeper
         self.flops = 0
         self._entries: list[Callable[[], None]] = []
-        self._tensors: list[Tensor] = []
 
-    def put(self, compute: Callable[[], None], flops: int, tensors: tuple[Tensor, ...]) -> None:
-        """Keep ``compute`` for W; it holds ``tensors``."""
+    def put(self, compute: Callable[[], None], flops: int = 0) -> None:
+        """Keep ``compute`` for W."""
         self.flops += flops
         if self.immediate:
             compute()
-            return
-        self._entries.append(compute)
-        self._tensors.extend(tensors)
+        else:
+            self._entries.append(compute)
+
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a tensor for W; return what gives it back."""
+        if self.keeper is None or self.immediate:
+            return lambda: tensor
+        return self.keeper.fetch(self.keeper.pack_for_weight(tensor))
 
     @torch.no_grad()
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
-        self._tensors.clear()
         entries = self._entries[::-1]
         self._entries.clear()
         while entries:
             entries.pop()()
-
-    def nbytes(self) -> int:
-        """Return the bytes of the tensors that wait for W, each storage once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors}
-        return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextmanager
@@ -110,7 +123,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     if _active is None:
         add()
     else:
-        _active.put(add, 0, ())
+        _active.put(add)
 
 
 class _Call:
@@ -261,29 +274,81 @@ class _DeferredCall(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         call: _Call = ctx.call
         call.check_unchanged()
-        (x,) = (ctx.keeper or ctx).saved_tensors
-        _queue_or_run(call, x, grad)
+        x, fetch = _read_input(ctx.keeper or ctx)
+        _queue_or_run(call, x, fetch, grad)
         return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None, None
 
 
-def _queue_or_run(call: _Call, x: Tensor, grad: Tensor) -> None:
-    x = x.detach()
+def _read_input(node: Any) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    """Return what ``node`` saved, and how W gets it if this is a stand-in."""
+    global _reading, _promised
+    _reading, _promised = True, None
+    try:
+        (x,) = node.saved_tensors
+        return x.detach(), _promised
+    finally:
+        _reading, _promised = False, None
+
+
+def _queue_or_run(call: _Call, x: Tensor, fetch: Callable[[], Tensor] | None, grad: Tensor) -> None:
     if _active is None:
-        call.accumulate(x, grad)
-    else:
-        _active.put(lambda: call.accumulate(x, grad), call.flops(x, grad), (x, grad))
+        call.accumulate(fetch() if fetch else x, grad)
+        return
+    fetch_x = fetch or _active.keep(x)
+    fetch_grad = _active.keep(grad)
+    _active.put(lambda: call.accumulate(fetch_x(), fetch_grad()), call.flops(x, grad))
+
+
+def is_saving_weight_input() -> bool:
+    """Whether what autograd saves now is the input of a deferred operation: only W reads it."""
+    return _saving
+
+
+def is_reading_weight_input() -> bool:
+    """Whether that input is read back by the B of its operation, which hands it on to W."""
+    return _reading
+
+
+def promise(fetch: Callable[[], Tensor]) -> None:
+    """Say, from the hook that unpacks the input, how W gets it; B does with its shape."""
+    global _promised
+    _promised = fetch
+
+
+@contextmanager
+def for_backward() -> Iterator[None]:
+    """Let what a hook itself saves or reads inside be for B, whatever it does that for."""
+    global _saving, _reading
+    outer = _saving, _reading
+    _saving = _reading = False
+    try:
+        yield
+    finally:
+        _saving, _reading = outer
 
 
 def _apply(call: _Call, x: Tensor) -> Tensor:
     # The first layer's input needs no gradient, but its weight does: something must ask for one.
     if not x.requires_grad:
-        return _DeferredCall.apply(x, torch.empty(0, requires_grad=True), None, call)
+        with _saving_input():
+            return _DeferredCall.apply(x, torch.empty(0, requires_grad=True), None, call)
     if not _is_saving_hooked():
         return _DeferredCall.apply(x, None, None, call)
     # A Function saves after its forward has run; a checkpoint's recomputation, which stops at the
     # last tensor saved, would so run the block's last operation in vain.
-    kept = _Keep.apply(x)
+    with _saving_input():
+        kept = _Keep.apply(x)
     return _DeferredCall.apply(kept, None, kept.grad_fn, call)
+
+
+@contextmanager
+def _saving_input() -> Iterator[None]:
+    global _saving
+    _saving = True
+    try:
+        yield
+    finally:
+        _saving = False
 
 
 def _is_saving_hooked() -> bool:

@@ -31,6 +31,7 @@ from tests.runtime.models import (
     run_plain,
     tokens,
 )
+from tests.runtime.offloaded import memory_of_all
 from tests.runtime.random_orders import random_schedule
 
 PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
@@ -142,7 +143,8 @@ def test_after_backward_only_the_queue_is_alive(watch):
 
     watch(look)
     plan = Schedule.of([actions("0F0 0B0 0W0")])
-    pipeline = InProcessPipeline(Regression([Watched(), Watched()]).double(), plan, call_step)
+    module = Regression([Watched(), Watched()]).double()
+    pipeline = InProcessPipeline(module, plan, call_step, memory_of_all)
     pipeline.run(torch.randn(3, 4).double(), 3)
     assert found["0B0"] > 10
     assert found["0W0"] == 0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
@@ -150,7 +151,8 @@ def train(name):
     stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
     module, x = make_model()
     pipeline = Pipeline(module, rank, CutSettings(stage_ranks, blocks="blocks"), CPU)
-    executor, losses = Executor(rank, pipeline.stages, transport, ActionTimer(CPU)), []
+    memory, losses = ActivationMemory.on(CPU), []
+    executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
         microbatches = pipeline.make_microbatches(x, 1, module.step, "train", 0)
         for microbatch in microbatches:

@@ -221,19 +221,16 @@ def test_a_fused_backward_leaves_nothing():
     queue = WeightGradQueue(immediate=True)
     with deferring(queue):
         mark_all(module)(x).pow(2).sum().backward()
-    assert (queue.nbytes(), len(queue._entries)) == (0, 0)
+    assert not queue._entries
     torch.testing.assert_close(gradients(module, x), expected)
 
 
-def test_flops_and_bytes_of_a_linear_layer():
+def test_flops_of_a_linear_layer():
     module, x = mark_all(nn.Linear(4, 3).double()), make_input()
     queue = WeightGradQueue()
     with deferring(queue):
         module(x).sin().backward(torch.ones(6, 3).double())
     assert queue.flops == 2 * 6 * 4 * 3
-    assert queue.nbytes() == 8 * (6 * 4 + 6 * 3)
-    queue.run()
-    assert queue.nbytes() == 0
 
 
 @pytest.mark.parametrize(

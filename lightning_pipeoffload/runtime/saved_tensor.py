@@ -1,0 +1,199 @@
+"""What stands for a saved tensor while autograd keeps it: on the device, or on the host.
+
+Storages are kept, not tensors: several saved tensors may be views of one, and bytes survive
+whatever the dtype and the strides are. Autograd holds the saved tensors, they hold their storages,
+and nobody else does; so a storage is free as soon as the graph has used it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.host_memory import Slab
+from lightning_pipeoffload.schedule.actions import Part
+
+
+class Saved(Protocol):
+    """Stands for a saved tensor."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor on the device."""
+
+
+class WrittenInPlaceError(RuntimeError):
+    """A tensor has another value than when autograd saved it."""
+
+
+class Resident:
+    """A tensor that stays where it is: a parameter, an input of the step, something small."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached: an output would hold the node that holds it.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """Return it.
+
+        Raises:
+            WrittenInPlaceError: it was written to.
+        """
+        _check_unchanged(self._tensor, self._version)
+        return self._tensor
+
+
+class Cast:
+    """A parameter in another dtype, as autocast makes it: cast again instead of kept."""
+
+    def __init__(self, parameter: Tensor, cast: Tensor) -> None:
+        self._parameter = Resident(parameter)
+        self._dtype = cast.dtype
+        self._layout = cast.size(), cast.stride(), cast.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """Cast the parameter.
+
+        Raises:
+            WrittenInPlaceError: the parameter was written to.
+        """
+        return self._parameter.unpack().to(self._dtype).as_strided(*self._layout)
+
+
+class SavedStorage:
+    """A storage with the tensors that autograd saved of it.
+
+    Attributes:
+        num_bytes: its size.
+        part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
+        device_bytes: the storage as bytes; None while it is on the host.
+        slab: host room that holds a copy, from byte ``start`` on; None without one.
+        description: for errors.
+    """
+
+    def __init__(self, tensor: Tensor, part: Part) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes()
+        self.part = part
+        self.device = tensor.device
+        self.description = f"the tensor {describe(tensor)}"
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.device_bytes: Tensor | None = empty.set_(storage, 0, (self.num_bytes,), (1,))
+        self.slab: Slab | None = None
+        self.start = 0
+        self._originals: list[tuple[Tensor, int]] = []
+
+    def watch(self, tensor: Tensor) -> int:
+        """Keep a tensor of this storage, and its version; return its place."""
+        self._originals.append((tensor.detach(), tensor._version))
+        return len(self._originals) - 1
+
+    def original(self, place: int) -> Tensor | None:
+        """Return a watched tensor, if the storage never left the device.
+
+        Raises:
+            WrittenInPlaceError: it was written to.
+        """
+        if not self._originals:
+            return None
+        tensor, version = self._originals[place]
+        _check_unchanged(tensor, version)
+        return tensor
+
+    def check_unchanged(self) -> None:
+        """Compare the versions of all watched tensors.
+
+        Raises:
+            WrittenInPlaceError: one was written to.
+        """
+        for tensor, version in self._originals:
+            _check_unchanged(tensor, version)
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self.check_unchanged()
+        self._originals.clear()
+        self.device_bytes = None
+
+    def allocate(self) -> Tensor:
+        """Make room on the device again, for a copy to fill."""
+        self.device_bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        return self.device_bytes
+
+
+class SavedTensor:
+    """A view of a :class:`SavedStorage`.
+
+    Args:
+        storage: of the tensor.
+        tensor: what autograd saved.
+        is_weight_input: a weight gradient alone reads it.
+    """
+
+    def __init__(self, storage: SavedStorage, tensor: Tensor, is_weight_input: bool) -> None:
+        self.is_weight_input = is_weight_input
+        self._storage = storage
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._place = storage.watch(tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, a view of what came back if it had left.
+
+        Raises:
+            WrittenInPlaceError: it was written to.
+            RuntimeError: it is on the host.
+        """
+        original = self._storage.original(self._place)
+        if original is not None:
+            return original
+        if self._storage.device_bytes is None:
+            raise RuntimeError(
+                f"{self._storage.description} is on the host; the plan needs a RELOAD before this"
+            )
+        empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
+        return empty.set_(self._storage.device_bytes.untyped_storage(), *self._layout)
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor of the same shape that takes no memory and has no value."""
+        empty = torch.empty(1, dtype=self._dtype, device=self._storage.device)
+        return empty.expand(self._layout[1])
+
+
+def describe(tensor: Tensor) -> str:
+    """Name a tensor by shape and dtype."""
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def cast_parameter(tensor: Tensor) -> Tensor | None:
+    """Return the parameter that ``tensor`` is nothing but a cast of, or a view of such a cast."""
+    node: Any = tensor.grad_fn
+    for _ in range(3):
+        if node is None or len(node.next_functions) != 1:
+            return None
+        source = node.next_functions[0][0]
+        if node.name() == "ToCopyBackward0":
+            parameter = getattr(source, "variable", None)
+            return parameter if _covers(tensor, parameter) else None
+        node = source
+    return None
+
+
+def _covers(tensor: Tensor, parameter: Tensor | None) -> bool:
+    """Whether casting all of ``parameter`` gives the storage of ``tensor``."""
+    return (
+        isinstance(parameter, torch.nn.Parameter)
+        and parameter.device == tensor.device
+        and tensor.numel() == parameter.numel()
+        and tensor.untyped_storage().nbytes() == parameter.numel() * tensor.element_size()
+    )
+
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise WrittenInPlaceError(
+            f"the tensor {describe(tensor)} was written in place after autograd had saved it; "
+            f"write to a copy"
+        )
