@@ -89,6 +89,23 @@ def checksum(batch: Any) -> int:
     return total
 
 
+def shape_signature(batch: Any) -> tuple[Any, ...]:
+    """Return what the shapes inside a step may depend on: those of tensors, and whole numbers."""
+    found: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append((value.shape, value.dtype))
+        elif _is_column(value):
+            found.append((type(value), len(value)))
+        else:
+            found.append(value if isinstance(value, int) else type(value))
+        return value
+
+    _map(leaf, batch)
+    return tuple(found)
+
+
 @torch.no_grad()
 def _checksum_of(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)

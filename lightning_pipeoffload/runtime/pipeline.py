@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.block_chain import find_chain
-from lightning_pipeoffload.runtime.microbatch import batch_leaves, split_batch
+from lightning_pipeoffload.runtime.microbatch import shape_signature, split_batch
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import (
     SegmentCosts,
@@ -216,7 +216,7 @@ class Pipeline:
         return "even" if self._settings.split == "auto" else self._settings.split
 
     def _probe(self, kind: str, part: Any, call: Callable[[], Any]) -> Probe:
-        key = kind, self.module.training, _signature(part)
+        key = kind, self.module.training, shape_signature(part)
         if key in self._probes:
             self._probes.move_to_end(key)
             return self._probes[key]
@@ -287,10 +287,3 @@ class Pipeline:
 
 def _bind(run: Callable[[Any], Any], part: Any) -> Callable[[], Any]:
     return lambda: run(part)
-
-
-def _signature(part: Any) -> Any:
-    return tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-        for leaf in batch_leaves(part)
-    )

@@ -171,6 +171,12 @@ class StageRunner:
         found = [TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]
         if found != specs and (torch.is_grad_enabled() or not _same_shapes(found, specs)):
             name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
+            if _same_shapes(found, specs):
+                raise RuntimeError(
+                    f"whether the output of {name} requires a gradient is not as it was at first; "
+                    f"a pipeline's parameters cannot be frozen or unfrozen while it trains; "
+                    f"freeze before fit, or stop and fit again"
+                )
             raise RuntimeError(
                 f"{name} returned {found} where {specs} was expected from the shapes of the batch; "
                 f"what a block returns must not depend on the values of its input"

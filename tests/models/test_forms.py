@@ -1,0 +1,269 @@
+"""Forms that models come in, each as a small module over four ranks and eight blocks.
+
+With ``zb_h1`` only, which takes B and W apart: the schedules are tried with each family.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.models.comparison import SCHEDULES, assert_trains_exactly, train, train_plain
+from tests.models.families import Task
+from tests.runtime.models import assert_same
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """An embedding, eight blocks and a head that may be the embedding's weight."""
+
+    def __init__(self, block=Block, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def tokens(length=5, count=8):
+    return torch.randint(8, (count, length))
+
+
+class Adapted(Block):
+    """A frozen weight, and beside it the product of two small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 1, bias=False)
+        self.up = nn.Linear(1, WIDTH, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+class Product(Adapted):
+    """The same, the product added to the weight."""
+
+    def forward(self, x):
+        weight = self.linear.weight + self.up.weight @ self.down.weight
+        return x + functional.linear(x, weight, self.linear.bias)
+
+
+class Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.linear = weight_norm(self.linear)
+
+
+class BatchNormed(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Counting(Block):
+    """Writes a buffer and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.largest.copy_(x.detach().abs().max())
+        return super().forward(x)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Squaring(Block):
+    def forward(self, x):
+        return super().forward(Square.apply(torch.sin(x)))
+
+
+class Hooked(Block):
+    def __init__(self):
+        super().__init__()
+        self.linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class WithUnused(Block):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Unknown(Block):
+    """Its weight is in an operation that no kernel of ours knows."""
+
+    def forward(self, x):
+        return x + torch.einsum("bti,io,o->bto", x, self.linear.weight, self.linear.bias)
+
+
+def frozen_start():
+    model = Net()
+    model.embed.requires_grad_(False)
+    model.blocks[:3].requires_grad_(False)
+    return model
+
+
+def frozen_middle():
+    model = Net()
+    model.blocks[2:6].requires_grad_(False)
+    return model
+
+
+def trained_head():
+    model = Net().requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def compiled():
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+FORMS = {
+    "tied_by_alias": lambda: Net(tied=True),
+    "frozen_start": frozen_start,
+    "frozen_middle": frozen_middle,
+    "trained_head": trained_head,
+    "adapters": lambda: Net(Adapted),
+    "product_of_adapters": lambda: Net(Product),
+    "weight_norm": lambda: Net(Normed),
+    "batch_norm": lambda: Net(BatchNormed),
+    "buffer_and_counter": lambda: Net(Counting),
+    "custom_function": lambda: Net(Squaring),
+    "forward_hook": lambda: Net(Hooked),
+    "unused_parameters": lambda: Net(WithUnused),
+    "unknown_operation": lambda: Net(Unknown),
+    "compiled_blocks": compiled,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_trains_exactly(form):
+    assert_trains_exactly(Task(FORMS[form](), loss).double(), tokens())
+
+
+def tied_by_function(model, batch):
+    x = model.embed(batch)
+    for block in model.blocks:
+        x = block(x)
+    logits = functional.linear(x, model.embed.weight)
+    return functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def masked_at_random(model, batch):
+    kept = torch.rand(batch.shape) < 0.5
+    logits = model(batch * kept)
+    return (
+        functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="none")[
+            ~kept.flatten()
+        ]
+    ).sum()
+
+
+def mixed_up(model, batch):
+    share, order = float(torch.rand(())), torch.randperm(len(batch))
+    return share * loss(model, batch) + (1 - share) * batch[order].double().mean()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("step", [tied_by_function, masked_at_random, mixed_up])
+def test_a_step_trains_exactly(step, schedule):
+    assert_trains_exactly(Task(Net(), step).double(), tokens(), schedule)
+
+
+def test_autocast_in_the_step():
+    def step(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    module, batch = Task(Net(), step), tokens()
+    _, found = train(module, "zb_h1", 4, batch)
+    assert_same(found, train_plain(module, batch), tolerance=1e-2)
+
+
+def test_lengths_and_sizes_change_from_batch_to_batch():
+    pipeline = assert_trains_exactly(Task(Net(), loss).double(), tokens())
+    module = Task(Net(), loss).double()
+    pipeline, found = train(module, "zb_h1", 4, tokens())
+    for length, size in ((3, 2), (7, 3), (5, 2)):
+        batch = tokens(length, 4 * size)
+        before = pipeline.named_gradients()
+        before = {name: grad.clone() for name, grad in before.items()}
+        pipeline.run(batch, size)
+        plain = train_plain(module, batch, size)
+        added = {n: g - before[n] for n, g in pipeline.named_gradients().items()}
+        torch.testing.assert_close(added, plain.gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_a_number_in_the_batch_decides_shapes():
+    def step(model, batch):
+        return loss(model, batch["x"][:, : batch["length"]])
+
+    module = Task(Net(), step).double()
+    pipeline, _ = train(module, "zb_h1", 4, {"x": tokens(), "length": 5})
+    losses = pipeline.run({"x": tokens(), "length": 3}, 2)
+    assert all(torch.isfinite(value) for value in losses)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_run_once_per_microbatch(kind):
+    calls = []
+    module = Task(Net(), loss).double()
+    pipeline, _ = train(module, "zb_h1", 2, tokens())
+    for rank in pipeline.ranks:
+        for parameter in rank.module.parameters():
+            getattr(parameter, kind)(lambda _: calls.append(1) or None)
+    pipeline.run(tokens(), 2)
+    assert len(calls) == 4 * len(list(module.parameters()))
+
+
+def test_freezing_while_training_says_what_to_do():
+    pipeline, _ = train(Task(Net(), loss), "zb_h1", 2, tokens())
+    for parameter in pipeline.ranks[0].module.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen or unfrozen while it trains; freeze before fit"):
+        pipeline.run(tokens(), 2)
