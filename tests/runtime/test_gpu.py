@@ -7,6 +7,7 @@ from lightning_pipeoffload.runtime import recompute
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 from tests.runtime.models import MODELS, SCHEDULES, assert_same, call_step, run_pipeline, run_plain
+from tests.runtime.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +71,25 @@ def test_action_times_are_read_off_the_device():
     pipeline.run(batch, 1)
     times = [executor.timer.action_seconds() for executor in pipeline.executors]
     assert all(seconds > 0 for rank in times for seconds in rank.values())
+
+
+@pytest.mark.parametrize("ways", [FOR_B, APART, QUEUE, EVERYTHING])
+@pytest.mark.parametrize("name", MODELS)
+def test_offload_changes_no_gradient(name, ways):
+    module, batch = on_device(MODELS[name].make().double()), on_device(MODELS[name].batch(4))
+    plan = offloaded(build("zb_h1", 2, 2), ways)
+    found = run_pipeline(module, plan, batch, size=2, memory=memory_of_all)
+    assert_same(found, run_plain(module, batch, size=2))
+
+
+def test_nothing_is_allocated_after_the_first_step():
+    module, batch = on_device(MODELS["gpt"].make()), on_device(MODELS["gpt"].batch(4))
+    plan = offloaded(build("zb_h1", 2, 4), EVERYTHING)
+    pipeline = InProcessPipeline(module, plan, call_step, memory_of_all)
+    counted = []
+    for step in range(3):
+        pipeline.run(batch, 1, step)
+        hosts = [executor.memory.settings.host for executor in pipeline.executors]
+        reserved = torch.accelerator.memory_reserved()
+        counted.append((reserved, *(host.num_allocations for host in hosts)))
+    assert counted[1] == counted[2]
