@@ -15,6 +15,7 @@ from lightning_pipeoffload.runtime.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.streams import CopyError, CopyLanes, InlineLane
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, build
 from lightning_pipeoffload.schedule.memory import peak_memory
+from lightning_pipeoffload.schedule.offload import offload_activations
 from tests.runtime.models import MODELS, DemoGPT, Regression, call_step, run_pipeline
 from tests.runtime.offloaded import (
     APART,
@@ -114,15 +115,33 @@ def measured_costs(pipeline, num_stages):
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("name", ["zb_h1", "gis_h", "uniform"])
-def test_peak_is_the_simulators(name, ways, num_ranks):
-    plan = offloaded(build(name, num_ranks, 8), ways)
-    pipeline = run_steps(plan, memory_of_all)
+def assert_peak_is_the_simulators(pipeline, plan):
     costs = measured_costs(pipeline, plan.num_stages)
     peaks = tuple(e.memory.ledger.peak_device_bytes for e in pipeline.executors)
+    assert min(peaks) > 0
     assert peaks == peak_memory(plan, costs)
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["zb_h1", "gis_h", "uniform"])
+def test_peak_is_the_simulators(name, ways):
+    plan = offloaded(build(name, 2, 8), ways)
+    assert_peak_is_the_simulators(run_steps(plan, memory_of_all), plan)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "share"), [("uniform", "half"), ("uniform", "full"), ("gis_h", "half")]
+)
+def test_peak_of_a_planned_offload_is_the_simulators(name, share, num_ranks):
+    schedule = build(name, num_ranks, 4 * num_ranks)
+    costs = Costs(1.0, 1.0, 1.0, offload=0.2, reload=0.2)
+    plan, report = offload_activations(schedule, costs, share)
+    pipeline = run_steps(plan, memory_of_all, steps=1)
+    assert sum(report.offloaded) > 0
+    assert_peak_is_the_simulators(pipeline, plan)
+    for executor in pipeline.executors:
+        assert executor.memory.ledger.offloaded_bytes > 0
 
 
 def test_host_memory_is_filled_in_the_first_step():
