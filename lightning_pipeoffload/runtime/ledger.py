@@ -72,8 +72,11 @@ class Ledger:
         before = self._held.get(key, _NOTHING)
         self.offloaded_bytes += max(held.host - before.host, 0)
         self._held[key] = held
+        total = self._total
         self._total = Held(
-            *(t + new - old for t, new, old in zip(self._total, held, before, strict=True))
+            total.device + held.device - before.device,
+            total.host + held.host - before.host,
+            total.moving + held.moving - before.moving,
         )
         self.peak_device_bytes = max(self.peak_device_bytes, self._total.device)
         self.peak_host_bytes = max(self.peak_host_bytes, self._total.host)
