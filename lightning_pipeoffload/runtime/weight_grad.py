@@ -27,7 +27,8 @@ _MARK = "_pipeoffload_deferred"
 _TRANSPARENT = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
     "ToCopyBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
-    "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0",
+    "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0",
 }  # fmt: skip
 
 # Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
