@@ -2,7 +2,8 @@
 
 Each rank has several stages. A group of microbatches goes through the first of them, then through
 the second, and on; backwards likewise. B and W are apart, and W follows its B at once. What differs
-is the size of the group: the smaller it is, the less memory, and the more bubble.
+is the size of the group: the smaller it is, the less memory, and the more bubble. Where the size
+does not divide the microbatches, which the paper leaves open, W may wait and fill what is idle.
 
 Source: Wan et al., "PipeOffload", ICML 2025, section 4. Building takes n log n of the actions.
 """
@@ -10,14 +11,18 @@ Source: Wan et al., "PipeOffload", ICML 2025, section 4. Building takes n log n 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
 from .actions import Action, Kind, ScheduleError
 from .costs import Costs
+from .fill_gaps import fill_gaps
+from .fixed_order import FixedOrder
 from .memory import peak_memory
 from .placement import loop, stages_on
+from .problem import Problem
 from .schedule import Schedule
 
 __all__ = ["gis", "gis_h", "grouped", "uniform"]
@@ -54,8 +59,10 @@ def grouped(
     """Groups of any size from half of the ranks to all of them.
 
     With g microbatches in a group, rank i of p keeps g(v-1) + p - i activations of a stage. The
-    bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches;
-    otherwise it is larger, most of all where one microbatch is left over from groups of p/2.
+    bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches.
+    Otherwise the groups are unequal, W waits for idle slots, every rank may keep as many as the
+    first, and the bubble is a few slots larger (up to 3 for 8 ranks, 8 for 16). With fewer
+    microbatches than ranks it is what one microbatch takes to go down the stages and back.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -112,12 +119,13 @@ def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size
     A slot of a rank has room for one F and for one B with its W. The gradient of the first
     microbatch comes back to a rank one slot later for each rank after it.
     """
+    placement = loop(num_ranks, num_chunks)
     block = _building_block(num_ranks, num_chunks, group_size)
     groups = _groups(num_microbatches, num_chunks, group_size, least=_half(num_ranks))
     turn = block[-1] * groups[0].room
 
     def order(rank: int) -> list[Action]:
-        stages = stages_on(loop(num_ranks, num_chunks), rank)
+        stages = stages_on(placement, rank)
         return_slot = turn + num_ranks - 1 - rank
         timed = list(_slots((Kind.F,), stages, block, groups))
         timed += [
@@ -127,7 +135,25 @@ def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size
         # Sorting is stable: in one slot F comes first, then B, then W.
         return [action for _, action in sorted(timed, key=lambda item: item[0])]
 
-    return Schedule.of(order(rank) for rank in range(num_ranks))
+    schedule = Schedule.of(order(rank) for rank in range(num_ranks))
+    if num_microbatches % group_size == 0:
+        return schedule
+    peak = group_size * (num_chunks - 1) + num_ranks
+    return _with_late_weight_gradients(schedule, placement, peak)
+
+
+def _with_late_weight_gradients(
+    schedule: Schedule, placement: tuple[int, ...], memory: int
+) -> Schedule:
+    """Keep the order of F and B, and let W fill the slots in which a rank would wait.
+
+    ``memory`` is enough for W at once, so the run never gets stuck: before F, W makes room.
+    """
+    costs = replace(Costs.unit(), weight_residue=1)
+    problem = Problem(placement, schedule.num_microbatches, costs, memory)
+    ranks = [[(a.kind, a.stage) for a in rank if a.kind is not Kind.W] for rank in schedule]
+    filled = fill_gaps(problem, FixedOrder(problem, ranks, overtaking=False), patience=0.0)
+    return filled.schedule or schedule
 
 
 def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[int]:
@@ -142,21 +168,15 @@ def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[in
 
 
 def _groups(num_microbatches: int, num_chunks: int, group_size: int, least: int) -> list[_Group]:
-    """Cut the microbatches into groups: evenly, where the larger of them have ``least`` or more.
+    """Cut the microbatches into as few groups as there can be, of sizes that differ by one at most.
 
-    Smaller groups would wait for their own results, so they have the room of ``least``. Where all
-    were smaller, only the last group is short, in the room of a full one.
+    A group of fewer than ``least`` would wait for its own results, so it has the room of that many;
+    not so the groups that are small by design.
     """
     num_groups = -(-num_microbatches // group_size)
-    even = -(-num_microbatches // num_groups) >= least
-    bounds = [
-        num_microbatches - num_microbatches * left // num_groups
-        if even
-        else min(num_microbatches, group_size * (num_groups - left))
-        for left in range(num_groups, -1, -1)
-    ]
-    members = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    rooms = [max(len(group), least) if even else group_size for group in members]
+    bounds = [num_microbatches - num_microbatches * n // num_groups for n in range(num_groups + 1)]
+    members = [range(*pair) for pair in zip(bounds[::-1], bounds[-2::-1], strict=False)]
+    rooms = [max(len(group), min(least, group_size)) for group in members]
     starts = accumulate((num_chunks * room for room in rooms), initial=0)
     return [_Group(*group) for group in zip(members, rooms, starts, strict=False)]
 

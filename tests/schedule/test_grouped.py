@@ -1,4 +1,6 @@
 import time
+from itertools import product
+from math import gcd
 
 import pytest
 from plans import plan
@@ -51,31 +53,21 @@ def test_closed_forms_of_full_groups(p, g, v):
         assert timeline.peak_memory == tuple(min(m * v, g * (v - 1) + p - i) for i in range(p))
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize(("p", "g"), GROUPS)
-def test_groups_that_do_not_divide_the_grids_microbatches_cost_at_most_12_slots(p, g, v):
-    timeline = simulate(build("grouped", p, 4 * p, v, group_size=g), UNIT)
-    assert extra_slots(timeline, 4 * p, v) <= bubble_formula(p, v, g) + 12
-
-
-@pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("g", "m"), [(5, 7), (5, 9), (5, 11), (6, 7), (6, 9), (7, 8), (7, 16), (8, 9), (8, 17), (8, 28)]
+    ("p", "g"),
+    [*((p, g) for p in (3, 4, 5, 8) for g in range(-(-p // 2), p + 1)), (16, 8), (16, 13)],
 )
-def test_groups_that_can_be_even_cost_at_most_12_slots(g, m, v):
-    timeline = simulate(build("grouped", 8, m, v, group_size=g), UNIT)
-    assert extra_slots(timeline, m, v) <= bubble_formula(8, v, g) + 12
+def test_groups_that_do_not_divide_cost_at_most_12_slots_and_no_memory(p, g):
+    for m, v in product([p, p + 1, p + 2, 2 * p - 1, 4 * p, 4 * p + 1], [2, 3, 4]):
+        timeline = simulate(build("grouped", p, m, v, group_size=g), UNIT)
+        assert extra_slots(timeline, m, v) <= bubble_formula(p, v, g) + 12
+        assert max(timeline.peak_memory) <= g * (v - 1) + p
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize(("p", "g"), GROUPS)
-@pytest.mark.parametrize("left", [1, 3])
-def test_a_short_last_group_costs_less_than_a_round_trip_and_no_memory(p, g, v, left):
-    m = 2 * g + left
-    timeline = simulate(build("grouped", p, m, v, group_size=g), UNIT)
-    assert extra_slots(timeline, m, v) <= bubble_formula(p, v, g) + (p - 1) * (v - 1)
-    peaks = zip(timeline.peak_memory, range(p), strict=True)
-    assert all(peak <= g * (v - 1) + p - rank for peak, rank in peaks)
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 3, 2), (8, 1, 4), (8, 3, 4), (16, 7, 2)])
+def test_few_microbatches_take_hardly_longer_than_the_way_down_and_back(p, m, v):
+    makespan = simulate(build("gis", p, m, v), UNIT).makespan
+    assert 2 * p * v + m <= makespan <= 2 * p * v + 3 * m
 
 
 @pytest.mark.parametrize(("name", "g"), [("gis", 8), ("gis_h", 4)])
@@ -101,6 +93,16 @@ def test_uniform_without_offload(p, v, peak, extra):
     timeline = simulate(build("uniform", p, 4 * p, v), UNIT)
     assert max(timeline.peak_memory) <= peak
     assert extra_slots(timeline, 4 * p, v) <= extra
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 5), (3, 2), (5, 3), (7, 4), (8, 4), (9, 5)])
+def test_uniform_keeps_at_most_a_block_and_what_waits_in_it(p, v):
+    half = -(-p // 2)
+    for m in (p, 2 * p + 1, 4 * p + 3):
+        timeline = simulate(build("uniform", p, m, v), UNIT)
+        peak = half * (v - 1) + (v - 1) * gcd(v, half) // v + p
+        assert max(timeline.peak_memory) <= peak
+        assert extra_slots(timeline, m, v) <= 3 * v * (p - 1)
 
 
 @pytest.mark.parametrize("limit", range(12, 18))
