@@ -7,16 +7,22 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from lightning_pipeoffload.memory_limit import parse_bytes
 from lightning_pipeoffload.runtime.recompute import check_recompute
-from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    ScheduleError,
+    accept,
+    build,
+)
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 DEFAULT_SCHEDULE = "zb_h1"
 _NOT_BUILT = {
     "data_parallel_size": 1,
-    "offload": ("auto", "none"),
-    "memory_limit": None,
     "optimizer_sync": "auto",
 }
 
@@ -37,6 +43,8 @@ class PipelineSettings:
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
     recompute: str = "none"
+    offload: str | float = "auto"
+    memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
@@ -54,6 +62,9 @@ class PipelineSettings:
                 f"{self.microbatch_weight!r}"
             )
         check_recompute(self.recompute)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        _check_offload(self.offload)
         if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
             raise ScheduleError(
                 f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "
@@ -81,13 +92,36 @@ class PipelineSettings:
             )
         return num_ranks
 
-    def make_schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most memory of a device that a plan may take; None: any."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @property
+    def plans_memory(self) -> bool:
+        """Whether what is kept on the device is to be planned."""
+        return self.memory_limit is not None or self.offload not in ("auto", "none")
+
+    def make_schedule(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        costs: Costs | None = None,
+        memory_limit: float | None = None,
+    ) -> Schedule:
         """Build the schedule for that many microbatches.
 
+        Args:
+            num_ranks: of the pipeline.
+            num_microbatches: of a batch.
+            costs: of the stages; None: the schedule's own idea of them.
+            memory_limit: the most memory of a rank, in the unit of the costs; None: any.
+
         Raises:
-            ScheduleError: there is none, or a given one is of another size.
+            ScheduleError: there is none, a given one is of another size, or it needs more memory
+                than it may.
         """
-        schedule = self._make(num_ranks, num_microbatches)
+        schedule = self._make(num_ranks, num_microbatches, costs, memory_limit)
         if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
                 f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
@@ -147,15 +181,33 @@ class PipelineSettings:
             return None
         return Schedule.from_csv(self.schedule)
 
-    def _make(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        fixed = self._fixed_schedule()
-        if fixed is not None:
-            return fixed
-        if callable(self.schedule):
-            return self.schedule(num_ranks, num_microbatches)
-        name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
-        num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
-        return build(name, num_ranks, num_microbatches, num_chunks=num_chunks)
+    def _make(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        costs: Costs | None,
+        memory_limit: float | None,
+    ) -> Schedule:
+        if self._is_name():
+            name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
+            num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
+            return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
+        given = self._fixed_schedule()
+        if given is None:
+            assert callable(self.schedule)
+            given = self.schedule(num_ranks, num_microbatches)
+        accept(given, costs, memory_limit)
+        return given
+
+
+def _check_offload(offload: str | float) -> None:
+    named = offload in ("auto", "none", "half", "full")
+    share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
+    if not named and not (share and 0 <= float(offload) <= 1):
+        raise ValueError(
+            f"offload={offload!r} must be auto, none, half, full, or a share of the stages from 0 "
+            f"to 1"
+        )
 
 
 def refuse_unbuilt(**arguments: Any) -> None:

@@ -1,0 +1,26 @@
+"""Amounts of memory, read and refused."""
+
+import pytest
+
+from lightning_pipeoffload.memory_limit import parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1024, 1024),
+        ("1024", 1024),
+        ("40GiB", 40 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2GB", 2_000_000_000),
+        ("7 B", 7),
+    ],
+)
+def test_an_amount_is_read(value, expected):
+    assert parse_bytes(value) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, "40 gigs", "GiB", "", "1..5GiB", "0GiB", True])
+def test_what_is_no_amount_is_refused(value):
+    with pytest.raises(ValueError, match="is no amount of memory; use bytes"):
+        parse_bytes(value)
