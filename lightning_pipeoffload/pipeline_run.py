@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -13,21 +13,35 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoint import prune_optimizer
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.memory_plan import plan_before_measuring, plan_by_costs
 from lightning_pipeoffload.report import (
     join_measurements,
     measure,
     predict,
     print_measurement,
+    print_offload,
     print_prediction,
 )
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
+from lightning_pipeoffload.runtime.copy_speed import measure_copy_speed
 from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.measured_costs import join_costs, measure_costs
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.schedule import Schedule, forward_only, keep_microbatches, lower
+from lightning_pipeoffload.schedule import (
+    Costs,
+    OffloadReport,
+    Schedule,
+    forward_only,
+    keep_microbatches,
+    lower,
+)
 from lightning_pipeoffload.settings import PipelineSettings
+
+# The first one allocates and warms caches; medians of three leave it out.
+_STEPS_TO_MEASURE = 3
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,8 @@ class PipelineRun:
         self._settings = settings
         self._size: int | None = None
         self._plan = cache(_make_plan)
+        self._costs: Costs | None = None
+        self._offloaded: OffloadReport | None = None
         self._measured: dict[str, list[Any]] | None = None
 
     @property
@@ -125,7 +141,9 @@ class PipelineRun:
         total = batch_size(inputs.batch)
         if self._size is None:
             count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
-            self.schedule = self._settings.make_schedule(self._group.num_ranks, count)
+            self.schedule, self._offloaded = plan_before_measuring(
+                self._settings, self._group.num_ranks, count
+            )
             self._size = total // count
         return self._cut(inputs, max(self._size, self._smallest_size(total)))
 
@@ -144,7 +162,22 @@ class PipelineRun:
             accumulated: batches whose gradients add up to one optimizer step.
             before_backward: called before the first backward.
         """
+        if self._costs is None and self.executor.timer.num_steps == _STEPS_TO_MEASURE:
+            self._plan_by_measurement()
         return self._run(inputs, microbatches, accumulated, before_backward)
+
+    def _plan_by_measurement(self) -> None:
+        """Make the plan anew with what the first steps cost; the ranks wait for each other once."""
+        if not (self._settings.plans_memory or self.schedule.has_copies):
+            return
+        mine = measure_costs(self.executor, measure_copy_speed(self.pipeline.device))
+        self._costs = join_costs(self._group.gather(mine))
+        count = self.schedule.num_microbatches
+        self.schedule, self._offloaded = plan_by_costs(
+            self._settings, self._group.num_ranks, count, self._costs
+        )
+        if self._group.is_root:
+            print_offload(self.report())
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -219,7 +252,9 @@ class PipelineRun:
         """
         if not self.pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
-        report = predict(self.plan, self.pipeline)
+        report = predict(self.plan, self.pipeline, self._costs)
+        if self._offloaded is not None:
+            report["offload"] = asdict(self._offloaded)
         if self._measured is not None:
             report["measured"] = self._measured
         elif self.executor.timer.num_steps:

@@ -10,14 +10,22 @@ from rich.table import Table
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Kind, Schedule, simulate
+from lightning_pipeoffload.schedule import Costs, Kind, Schedule, copy_ratios, simulate
 
 _COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
-def predict(plan: Schedule, pipeline: Pipeline) -> dict[str, Any]:
-    """Say what the plan promises, in units of an average block: its work, and its activation."""
-    timeline = simulate(plan, pipeline.costs)
+def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[str, Any]:
+    """Say what the plan promises.
+
+    Args:
+        plan: lowered.
+        pipeline: what runs it.
+        measured: costs in seconds and bytes; None: the pipeline's estimate, in units of an average
+            block's work and activation.
+    """
+    costs = measured or pipeline.costs
+    timeline = simulate(plan, costs)
     return {
         "schedule": plan.name,
         "num_ranks": plan.num_ranks,
@@ -34,6 +42,7 @@ def predict(plan: Schedule, pipeline: Pipeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "makespan": timeline.makespan,
         "peak_memory": list(timeline.peak_memory),
+        "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
     }
 
 
@@ -77,6 +86,23 @@ def print_prediction(report: dict[str, Any]) -> None:
         f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}; peaks are of the rank, in "
         f"activations of an average block.",
     )
+
+
+def print_offload(report: dict[str, Any]) -> None:
+    """Say what is offloaded from now on, and what is not and why."""
+    worst, offload = max(report["k"]), report.get("offload")
+    peak = max(report["peak_memory"]) / 2**20
+    lines = [
+        f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
+        f"{report['bubble']:.1%} and a peak of {peak:.2f} MiB of activations.",
+        f"k = (offload + reload) / (F + B + W) is at most {worst:.2f}"
+        f"{': every copy is hidden.' if worst <= 1 else ': only a part can be copied in time.'}",
+    ]
+    if offload is not None:
+        count, kept = sum(offload["offloaded"]), sum(offload["kept"])
+        lines.append(f"{count} activations of a step go to the host, {kept} of their stages stay.")
+        lines += [f"{offload['reason']}."] if offload["reason"] else []
+    Console().print("\n".join(lines), highlight=False)
 
 
 def print_measurement(report: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ class PipelineSettings:
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
-    recompute: str = "none"
     offload: str | float = "auto"
+    recompute: str = "none"
     memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:

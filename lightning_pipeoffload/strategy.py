@@ -61,10 +61,15 @@ class PipeOffloadStrategy(PipelineProcesses):
         schedule: a name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
         zb_h1.
-        offload: which activations go to the host. Not built yet.
+        offload: which activations go to the host between F and B: "none", "half" or "full" of each
+            rank's stages, those that live longest first, or a share of them from 0 to 1; "auto":
+            as few as ``memory_limit`` asks for. Planned anew after the first three steps, with
+            what they measured.
         recompute: what the backward computes again instead of keeping it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
-        memory_limit: of a device, for what is planned. Not built yet.
+        memory_limit: bytes, or "40GiB", of each device for activations and what waits for W; what
+            does not fit by any order and offload is refused with the least that does. None: no
+            limit.
         blocks: name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
@@ -115,8 +120,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         )
         refuse_unbuilt(
             data_parallel_size=data_parallel_size,
-            offload=offload,
-            memory_limit=memory_limit,
             optimizer_sync=optimizer_sync,
         )
         self.settings = PipelineSettings(
@@ -127,7 +130,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             blocks,
             split,
             microbatch_weight,
+            offload,
             recompute,
+            memory_limit,
         )
         self.zero_grad: Callable[[], None] | None = None
         self._process_group_backend = process_group_backend

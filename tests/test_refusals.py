@@ -74,8 +74,6 @@ def _refusal(module, options):
 
 UNBUILT = [
     ("data_parallel_size", 2),
-    ("offload", "half"),
-    ("memory_limit", "40GiB"),
     ("optimizer_sync", "barrier"),
 ]
 

@@ -11,6 +11,8 @@ BAD_ARGUMENTS = {
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
     "schedule": ("1f2b", "schedule='1f2b' is unknown; use auto, gpipe, .* path of a .csv file"),
     "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
+    "offload": (1.5, "offload=1.5 must be auto, none, half, full, or a share"),
+    "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
     "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
 }
 
@@ -142,8 +144,6 @@ def test_an_unknown_recompute_is_refused():
 
 DEFAULTS = {
     "data_parallel_size": 1,
-    "offload": "auto",
-    "memory_limit": None,
     "optimizer_sync": "auto",
 }
 
@@ -156,9 +156,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
     ("name", "value"),
     [
         ("data_parallel_size", 2),
-        ("offload", "half"),
-        ("offload", 0.5),
-        ("memory_limit", "40GiB"),
         ("optimizer_sync", "barrier"),
     ],
 )

@@ -12,7 +12,6 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from lightning_pipeoffload.runtime.streams import CopyLanes, make_lanes
 
