@@ -8,6 +8,7 @@ costs that were measured.
 from __future__ import annotations
 
 from lightning_pipeoffload.schedule import (
+    UNMEASURED,
     Costs,
     OffloadReport,
     Schedule,
@@ -15,9 +16,6 @@ from lightning_pipeoffload.schedule import (
     offload_activations,
 )
 from lightning_pipeoffload.settings import PipelineSettings
-
-# k = (offload + reload) / (F + B + W) = 1, at which full offload is just about free.
-_UNMEASURED = Costs(1.0, 1.0, 1.0, offload=1.5, reload=1.5)
 
 MemoryPlan = tuple[Schedule, OffloadReport | None]
 
@@ -34,7 +32,7 @@ def plan_before_measuring(
     if schedule.has_copies or not settings.plans_memory or settings.offload == "none":
         return schedule, None
     amount = "full" if settings.offload == "auto" else settings.offload
-    return offload_activations(schedule, _UNMEASURED, amount)
+    return offload_activations(schedule, UNMEASURED, amount)
 
 
 def plan_by_costs(

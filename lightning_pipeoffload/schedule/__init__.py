@@ -18,6 +18,7 @@ from .costs import Costs
 from .draw import draw
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .offload import OffloadReport, offload_activations
+from .pipe_offload import UNMEASURED
 from .schedule import Schedule
 from .simulate import simulate
 from .timeline import Event, Timeline
@@ -37,6 +38,7 @@ __all__ = [
     "MEMORY_EFFECTS",
     "SCHEDULES",
     "TRANSFERS",
+    "UNMEASURED",
     "Action",
     "Costs",
     "Event",

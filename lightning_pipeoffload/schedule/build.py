@@ -13,6 +13,7 @@ from .costs import Costs
 from .grouped import gis, gis_h, grouped, uniform
 from .heuristic import zb, zb_1p, zb_2p
 from .memory import peak_memory
+from .pipe_offload import po_f, po_h
 from .problem import ROUNDING
 from .schedule import Schedule
 from .v_adaptive import v
@@ -64,6 +65,8 @@ SCHEDULES = {
     "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
     "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),
     "uniform": Recipe(uniform, num_chunks=2, max_chunks=None),
+    "po_h": Recipe(po_h, num_chunks=2, max_chunks=None),
+    "po_f": Recipe(po_f, num_chunks=2, max_chunks=None),
 }
 
 
