@@ -25,6 +25,7 @@ from lightning_pipeoffload.report import (
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.copy_speed import measure_copy_speed
 from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.ledger import Ledger
 from lightning_pipeoffload.runtime.measured_costs import join_costs, measure_costs
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
@@ -167,7 +168,10 @@ class PipelineRun:
         return self._run(inputs, microbatches, accumulated, before_backward)
 
     def _plan_by_measurement(self) -> None:
-        """Make the plan anew with what the first steps cost; the ranks wait for each other once."""
+        """Make the plan anew with what the first steps cost, and measure that one from now on.
+
+        The ranks wait for each other here, once.
+        """
         if not (self._settings.plans_memory or self.schedule.has_copies):
             return
         mine = measure_costs(self.executor, measure_copy_speed(self.pipeline.device))
@@ -176,6 +180,8 @@ class PipelineRun:
         self.schedule, self._offloaded = plan_by_costs(
             self._settings, self._group.num_ranks, count, self._costs
         )
+        self.executor.timer = ActionTimer(self.pipeline.device)
+        self.executor.memory.ledger = Ledger()
         if self._group.is_root:
             print_offload(self.report())
 

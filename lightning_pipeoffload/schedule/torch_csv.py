@@ -46,7 +46,7 @@ def _to_torch(action: Action) -> str:
     if action.kind not in TORCH_NAMES:
         raise ScheduleError(
             f"{action} cannot be written: torch's format has compute actions only; "
-            "write the schedule from before lower()"
+            "write the schedule from before its copies and lower()"
         )
     return f"{action.stage}{TORCH_NAMES[action.kind]}{action.microbatch}"
 
