@@ -37,6 +37,17 @@ def _fit(num_ranks, folder, options):
     return fits.fit(num_ranks, folder, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "po_h"}, {"offload": "full", "recompute": "cheap"}, {"memory_limit": "1GiB"}],
+    ids=str,
+)
+def test_what_goes_to_the_host_comes_back_as_it_was(ranks, plain, tmp_path, options):
+    options = {"module": {"dropout": 0.0}, **options}
+    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
+        assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
+
+
 def test_tied_weights_train_as_on_one_device(ranks, tmp_path):
     options = {"module": {"dropout": 0.0, "tie": True}}
     expected = fits.fit(0, str(tmp_path), module={"dropout": 0.0, "tie": True})
