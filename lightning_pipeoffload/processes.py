@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import signal
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from lightning_pipeoffload.runtime.transport import PeerLostError
 from lightning_pipeoffload.settings import PipelineSettings
 
 _SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
+_SIGINT_STATUS = 128 + signal.SIGINT
 
 
 class PipelineProcesses(ParallelStrategy):
@@ -170,6 +171,8 @@ class PipelineProcesses(ParallelStrategy):
         status = 1
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             status = exception.code = _SIGTERM_STATUS
+        if isinstance(exception, KeyboardInterrupt):
+            self._interrupt()
         board, self._board = self._board, None
         if board is None:
             return
@@ -181,6 +184,19 @@ class PipelineProcesses(ParallelStrategy):
             say(f"global rank {self.global_rank} failed in {self.place}")
             what = f"{what} (in {self.place})"
         board.report(what, status)
+
+    def _interrupt(self) -> NoReturn:
+        """End at Ctrl-C, which every process of a terminal gets; Lightning would with status 1.
+
+        Raises:
+            SystemExit: always.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._finalize_loggers()
+        board, self._board = self._board, None
+        if board is not None:
+            board.report("interrupted", _SIGINT_STATUS)
+        raise SystemExit(_SIGINT_STATUS)
 
     def _finalize_loggers(self) -> None:
         assert self.lightning_module is not None

@@ -34,6 +34,8 @@ class Failing(fits.Net):
             return
         if self.cause == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.cause == "ctrl_c":
+            os.killpg(os.getpgrp(), signal.SIGINT)
         if self.cause == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         if self.cause == "hook":

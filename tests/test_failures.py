@@ -26,6 +26,7 @@ def run(cause: str, rank: int) -> tuple[int, str, float]:
         text=True,
         timeout=120,
         env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C goes to the processes of its session
     )
     return done.returncode, done.stderr, time.monotonic() - start
 
@@ -79,3 +80,12 @@ def test_a_rank_that_is_told_to_stop_stops_all(rank):
     assert status == (143 if rank == 0 else 1)  # that of global rank 0, which the user started
     other = f"global rank {1 - rank} stops because of global rank {rank}: told to stop by SIGTERM"
     assert lines_of(errors) == [f"[pipeoffload] {other}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_all_with_the_status_of_a_shell(rank):
+    status, errors, seconds = run("ctrl_c", rank)
+    assert status == 130
+    assert "Traceback" not in errors
+    assert len(lines_of(errors)) <= 1
+    assert seconds < 60

@@ -141,7 +141,8 @@ class StageRunner:
         with deferring(alive.queue):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
-            elif alive.loss is not None and alive.loss.requires_grad:
+            elif alive.loss is not None:
+                _check_differentiable(alive.loss)
                 microbatch.differentiate(alive.loss * microbatch.weight)
         received, alive.received = alive.received, Received([])
         alive.sent, alive.loss = [], None
@@ -181,6 +182,14 @@ class StageRunner:
                 f"{name} returned {found} where {specs} was expected from the shapes of the batch; "
                 f"what a block returns must not depend on the values of its input"
             )
+
+
+def _check_differentiable(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any parameter that trains: it was detached, or computed "
+            "under no_grad; return the loss itself, and log loss.detach()"
+        )
 
 
 def _loss_of(result: Any) -> Tensor | None:

@@ -202,6 +202,17 @@ def test_a_step_that_returns_a_dict():
     assert not any(result["loss"].requires_grad for result in results)
 
 
+class Detached(Regression):
+    def step(self, x):
+        return super().step(x).detach()
+
+
+def test_a_detached_loss_is_refused():
+    module, x = Detached(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    with pytest.raises(ValueError, match="does not depend on any parameter that trains"):
+        run_pipeline(module, build("zb_h1", 2, 2), x, 2)
+
+
 # Dropout
 
 
