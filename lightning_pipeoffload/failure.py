@@ -88,13 +88,18 @@ class FailureBoard:
     def report(self, cause: str, status: int = 1) -> None:
         """Tell all ranks that this one failed, and wait a little until they know.
 
+        What another rank has said already, in the same words, is not said again: this process ends.
+
         Args:
             cause: one line: what happened and where.
             status: of this process, if its regular end takes too long.
         """
         self.stop()
         try:
-            self._announce(f"global rank {self._global_rank}: {cause}")
+            announced = self._announce(f"global rank {self._global_rank}: {cause}")
+            origin, _, said = announced.partition(": ")
+            if said == cause and origin != f"global rank {self._global_rank}":
+                self._leave(announced, status)
             self._store.set(f"{_SEEN}{self._global_rank}", "")
             self._wait_until_seen()
         except dist.DistError:
@@ -156,7 +161,7 @@ class FailureBoard:
         while time.monotonic() < deadline and not self._store.check(others):
             time.sleep(_POLL_SECONDS)
 
-    def _leave(self, cause: str) -> NoReturn:
+    def _leave(self, cause: str, status: int = 1) -> NoReturn:
         with self._lock:
             say(f"global rank {self._global_rank} stops because of {cause}")
             try:
@@ -166,7 +171,7 @@ class FailureBoard:
             except dist.DistError:
                 log.debug("the run's store is gone", exc_info=True)
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
-            os._exit(1)
+            os._exit(status)
 
 
 def _retire_observer() -> None:
