@@ -172,6 +172,7 @@ def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) 
     if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
         rank = peaks.index(max(peaks))
         raise ScheduleError(
-            f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {schedule.name} "
-            f"needs on rank {rank}; raise the limit, or use a schedule that needs less"
+            f"memory_limit ({memory_limit:.10g}) is less than the {max(peaks):.10g} that "
+            f"{schedule.name} needs on rank {rank}; raise the limit, or use a schedule "
+            f"that needs less"
         )

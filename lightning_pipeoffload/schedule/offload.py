@@ -114,8 +114,8 @@ def _least_that_fits(planner: _Planner, most: int, memory_limit: float | None) -
         peaks.append(max(planned[1].peak_memory))
     if memory_limit is not None and peaks[-1] > memory_limit * (1 + ROUNDING):
         raise ScheduleError(
-            f"memory_limit ({memory_limit:g}) is less than the {min(peaks):g} that "
-            f"{planner.schedule.name} needs with offload; use at least {min(peaks):g}"
+            f"memory_limit ({memory_limit:.10g}) is less than the {min(peaks):.10g} that "
+            f"{planner.schedule.name} needs with offload; use at least {min(peaks):.10g}"
         )
     return planned
 
@@ -136,8 +136,9 @@ def _most_that_is_free(planner: _Planner, count: int) -> Offloaded:
 def _check_limit(schedule: Schedule, peaks: tuple[float, ...], memory_limit: float | None) -> None:
     if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
         raise ScheduleError(
-            f"memory_limit ({memory_limit:g}) is less than the {max(peaks):g} that {schedule.name} "
-            f"needs with this offload; use offload=auto, or a limit of {max(peaks):g}"
+            f"memory_limit ({memory_limit:.10g}) is less than the {max(peaks):.10g} that "
+            f"{schedule.name} needs with this offload; use offload=auto, or a limit of "
+            f"{max(peaks):.10g}"
         )
 
 

@@ -83,7 +83,7 @@ def _stage(num_ranks: int, costs: Costs, memory_limit: float | None) -> Stage:
         return Stage(v_placement(num_ranks), costs, memory=num_stages)
     if memory_limit < 2 * activation:
         raise ScheduleError(
-            f"memory_limit ({memory_limit:g}) must be at least {2 * activation:g} for v, the "
+            f"memory_limit ({memory_limit:.10g}) must be at least {2 * activation:g} for v, the "
             f"activations of both stages of a rank; raise it to that"
         )
     memory = memory_limit / activation
