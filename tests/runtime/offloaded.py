@@ -8,7 +8,7 @@ from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.activation_store import OffloadSettings
 from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.streams import CopyLanes, InlineLane, LateLane, make_lanes
-from lightning_pipeoffload.schedule import Action, Kind, Schedule, validate
+from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 
 # what to insert before and after actions of some kinds
 Insertions = dict[Kind, tuple[str, str]]
@@ -19,9 +19,9 @@ EVERYTHING = {**FOR_B, Kind.B: ("RELOAD_B", "OFFLOAD_W FREE_W"), Kind.W: ("RELOA
 
 
 def offloaded(schedule: Schedule, insertions: Insertions) -> Schedule:
-    """Put copies around the actions of every stage and microbatch."""
+    """Put copies around the actions of every stage and microbatch, in place of those it has."""
     ranks = [
-        [new for action in actions for new in _surrounded(action, insertions)]
+        [new for a in actions if a.kind not in COPIES for new in _surrounded(a, insertions)]
         for actions in schedule
     ]
     plan = Schedule.of(ranks, f"{schedule.name} offloaded")
