@@ -49,6 +49,8 @@ class OtherBatches(L.Callback):
 
 
 def main() -> None:
+    # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cause, rank = sys.argv[1], int(sys.argv[2])
     trainer = L.Trainer(
         **fits.SILENT,
