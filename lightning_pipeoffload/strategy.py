@@ -60,7 +60,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         num_chunks: stages of each rank; "auto": the schedule's own.
         schedule: a name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
-        zb_h1.
+            zb_h1.
         offload: which activations go to the host between F and B: "none", "half" or "full" of each
             rank's stages, those that live longest first, or a share of them from 0 to 1; "auto":
             as few as ``memory_limit`` asks for. Planned anew after the first three steps, with

@@ -1,0 +1,52 @@
+"""What the README says of arguments and files is so."""
+
+import re
+from datetime import timedelta
+from inspect import getdoc, signature
+from pathlib import Path
+
+import pytest
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.schedule import SCHEDULES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+GIVEN_BY_THE_TRAINER = {
+    *("self", "accelerator", "parallel_devices", "cluster_environment"),
+    *("checkpoint_io", "precision_plugin"),
+}
+
+
+def section(title):
+    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_argument_is_in_the_table_with_its_default():
+    written = re.findall(r"^\| `(\w+)` \| (\S.*?) \|", section("Arguments"), re.MULTILINE)
+    defaults = {
+        name: parameter.default
+        for name, parameter in signature(PipeOffloadStrategy.__init__).parameters.items()
+        if name not in GIVEN_BY_THE_TRAINER
+    }
+    assert {name: read(default) for name, default in written} == defaults
+
+
+def read(default):
+    number, _, minutes = default.partition(" minutes")
+    return eval(default.strip("`")) if number == default else timedelta(minutes=int(number))
+
+
+def test_every_argument_is_in_the_docstring():
+    arguments = getdoc(PipeOffloadStrategy).partition("Args:")[2].partition("Raises:")[0]
+    documented = set(re.findall(r"^    (\w+): ", arguments, re.MULTILINE))
+    assert documented == signature(PipeOffloadStrategy.__init__).parameters.keys() - {"self"}
+
+
+def test_every_schedule_is_in_the_table():
+    assert set(re.findall(r"`(\w+)`", section("Schedules"))) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_every_link_leads_somewhere(path):
+    assert (ROOT / path).exists()
