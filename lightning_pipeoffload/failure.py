@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -32,13 +33,39 @@ from torch.distributed.constants import default_pg_timeout
 
 log = logging.getLogger(__name__)
 
-_CAUSE = "failure"
+_FAILURE = "failure"
 _SEEN = "seen/"
 _POLL_SECONDS = 0.2
 # The cause of a broken connection has this long to show up; who reports waits as long to be heard.
 _GRACE_SECONDS = 5.0
 # What all ranks refuse, each refuses by itself: then nobody stops because of another.
 _OWN_ERROR_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run ends, as it stands on the board.
+
+    Attributes:
+        cause: one line that names the rank at fault.
+        status: with which every rank ends.
+    """
+
+    cause: str
+    status: int = 1
+
+    def encode(self) -> str:
+        """Return a value for the store."""
+        return f"{self.status} {self.cause}"
+
+    @classmethod
+    def decode(cls, value: bytes) -> Failure:
+        """Return what ``encode`` was given."""
+        status, _, cause = value.decode().partition(" ")
+        return cls(cause, int(status))
+
+
+_RANK_ZERO_GONE = Failure("global rank 0, which is gone")
 
 
 def connect_store(run: str, timeout: timedelta | None) -> Store:
@@ -85,23 +112,23 @@ class FailureBoard:
         self._thread = threading.Thread(target=self._watch, name="failure-board", daemon=True)
         self._thread.start()
 
-    def report(self, cause: str, status: int = 1) -> None:
+    def report(self, cause: str, status: int) -> None:
         """Tell all ranks that this one failed, and wait a little until they know.
 
         What another rank has said already, in the same words, is not said again: this process ends.
 
         Args:
             cause: one line: what happened and where.
-            status: of this process, if its regular end takes too long.
+            status: with which this process ends; the others take it over.
         """
         self.stop()
         try:
-            announced = self._announce(f"global rank {self._global_rank}: {cause}")
-            origin, _, said = announced.partition(": ")
+            failure = self._announce(f"global rank {self._global_rank}: {cause}", status)
+            origin, _, said = failure.cause.partition(": ")
             if said == cause and origin != f"global rank {self._global_rank}":
-                self._leave(announced, status)
-            self._store.set(f"{_SEEN}{self._global_rank}", "")
+                self._leave(failure)
             self._wait_until_seen()
+            self._say_seen()
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
         _exit_soon(status)
@@ -113,7 +140,7 @@ class FailureBoard:
             suspicion: what this rank saw, for when nobody says what happened.
         """
         self.stop()
-        self._leave(self._find_cause(suspicion))
+        self._leave(self._find_failure(suspicion))
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -121,39 +148,44 @@ class FailureBoard:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
-            cause = self._look()
-            if cause is not None and not self._stopped.wait(_OWN_ERROR_SECONDS):
-                self._leave(cause)
+            failure = self._look()
+            if failure is not None and not self._stopped.wait(_OWN_ERROR_SECONDS):
+                self._leave(failure)
 
-    def _look(self) -> str | None:
+    def _look(self) -> Failure | None:
         """Return why the run has failed, if it has."""
         try:
-            if self._store.check([_CAUSE]):
-                return self._store.get(_CAUSE).decode()
+            if self._store.check([_FAILURE]):
+                return Failure.decode(self._store.get(_FAILURE))
             for global_rank, child in enumerate(self._children, start=self._global_rank + 1):
                 if child.poll() not in (None, 0):
                     how = _how_it_ended(child)
                     return self._announce(f"global rank {global_rank}, which {how}")
         except dist.DistError:
-            return "global rank 0, which is gone"
+            return _RANK_ZERO_GONE
         return None
 
-    def _announce(self, cause: str) -> str:
-        """Put ``cause`` on the board, unless there is one already; return the one that is there."""
-        return self._store.compare_set(_CAUSE, "", cause).decode()
+    def _announce(self, cause: str, status: int = 1) -> Failure:
+        """Put a failure on the board, unless there is one already; return the one that is there."""
+        announced = Failure(cause, status).encode()
+        return Failure.decode(self._store.compare_set(_FAILURE, "", announced))
 
-    def _find_cause(self, suspicion: str) -> str:
+    def _find_failure(self, suspicion: str) -> Failure:
         """Return what the rank at fault says, or else put ``suspicion`` on the board."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
-            cause = self._look()
-            if cause is not None:
-                return cause
+            failure = self._look()
+            if failure is not None:
+                return failure
             time.sleep(_POLL_SECONDS)
         try:
             return self._announce(suspicion)
         except dist.DistError:
-            return "global rank 0, which is gone"
+            return _RANK_ZERO_GONE
+
+    def _say_seen(self) -> None:
+        """Let global rank 0, which hosts the store, end; this rank uses it no more."""
+        self._store.set(f"{_SEEN}{self._global_rank}", "")
 
     def _wait_until_seen(self) -> None:
         others = [f"{_SEEN}{r}" for r in range(self._world_size) if r != self._global_rank]
@@ -161,17 +193,17 @@ class FailureBoard:
         while time.monotonic() < deadline and not self._store.check(others):
             time.sleep(_POLL_SECONDS)
 
-    def _leave(self, cause: str, status: int = 1) -> NoReturn:
+    def _leave(self, failure: Failure) -> NoReturn:
         with self._lock:
-            say(f"global rank {self._global_rank} stops because of {cause}")
+            say(f"global rank {self._global_rank} stops because of {failure.cause}")
             try:
-                self._store.set(f"{_SEEN}{self._global_rank}", "")
+                self._say_seen()
                 if self._global_rank == 0:  # it hosts the store
                     self._wait_until_seen()
             except dist.DistError:
                 log.debug("the run's store is gone", exc_info=True)
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
-            os._exit(status)
+            os._exit(failure.status)
 
 
 def _retire_observer() -> None:

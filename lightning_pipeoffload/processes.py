@@ -36,6 +36,7 @@ from lightning_pipeoffload.settings import PipelineSettings
 
 _SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
 _SIGINT_STATUS = 128 + signal.SIGINT
+_REFUSED_STATUS = 2  # as pipeoffload-train ends when its configuration is refused
 
 
 class PipelineProcesses(ParallelStrategy):
@@ -168,9 +169,8 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        status = 1
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
-            status = exception.code = _SIGTERM_STATUS
+            exception.code = _SIGTERM_STATUS
         if isinstance(exception, KeyboardInterrupt):
             self._interrupt()
         board, self._board = self._board, None
@@ -183,7 +183,16 @@ class PipelineProcesses(ParallelStrategy):
         if self.place:
             say(f"global rank {self.global_rank} failed in {self.place}")
             what = f"{what} (in {self.place})"
-        board.report(what, status)
+        board.report(what, self._status_after(exception))
+
+    def _status_after(self, exception: BaseException) -> int:
+        if isinstance(exception, SIGTERMException):
+            return _SIGTERM_STATUS
+        assert self.lightning_module is not None
+        is_refusal = (
+            isinstance(exception, ValueError) and not self.lightning_module.trainer.global_step
+        )
+        return _REFUSED_STATUS if is_refusal else 1
 
     def _interrupt(self) -> NoReturn:
         """End at Ctrl-C, which every process of a terminal gets; Lightning would with status 1.

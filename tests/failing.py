@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,6 +23,13 @@ class Failing(fits.Net):
         super().__init__()
         self.cause = cause
         self.rank = rank
+
+    def on_train_start(self):
+        if self.cause != "refusal":
+            return
+        if self.trainer.global_rank == self.rank:
+            raise ValueError("not like this")
+        threading.Event().wait()
 
     def training_step(self, batch, batch_idx):
         fails = self.cause == "step" and batch_idx == 2 and self.trainer.global_rank == self.rank

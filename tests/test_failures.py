@@ -58,6 +58,17 @@ def test_an_exception_in_a_hook_stops_all():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(rank):
+    status, errors, _ = run("refusal", rank)
+    assert lines_of(errors) == [
+        f"[pipeoffload] global rank {1 - rank} stops because of global rank {rank}: "
+        "ValueError: not like this"
+    ]
+    assert status == (1 if rank == 0 else 2)  # a script that raises ends with 1
+    assert "frame #" not in errors  # torch's own complaint about a store that is gone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_stops_all(rank):
     status, errors, seconds = run("kill", rank)
     assert status != 0
@@ -77,7 +88,7 @@ def test_ranks_that_read_other_batches_are_reported():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_told_to_stop_stops_all(rank):
     status, errors, _ = run("sigterm", rank)
-    assert status == (143 if rank == 0 else 1)  # that of global rank 0, which the user started
+    assert status == 143
     other = f"global rank {1 - rank} stops because of global rank {rank}: told to stop by SIGTERM"
     assert lines_of(errors) == [f"[pipeoffload] {other}"]
 
