@@ -3,12 +3,14 @@
 Blocks sleep through their F, B and W, so that many ranks run on a few cores and all that is left is
 the runtime: choosing the next action, starting it, sending, waiting. Ours is the real strategy in a
 real Trainer; beside it, in the same processes, ``torch.distributed.pipelining`` runs the same
-schedule: its own Schedule1F1B, or our CSV in its runtime, which is spared the walk through the
-autograd graph by ``dw_builder``.
+schedule: its own GPipe, 1F1B and interleaved 1F1B, else our CSV in its runtime. There the weight
+gradients are left as torch does for any module, by walking the autograd graph, or as an expert may
+have it with ``--dw-builder``.
 
     python examples/benchmarks/emulated.py --p 4 --m 8 --milliseconds 10 --schedules 1f1b zb_h1
 
-The two take turns, step by step. Before each step of either there is a barrier, and the step lasts
+A bare loop that only sleeps, sends and receives in the order of our plan shows what is left to
+gain. The three take turns, step by step. Before each step there is a barrier, and the step lasts
 from the first rank's start to the last rank's end; the optimizer's step is in it, and for ours
 Lightning's own work. Theory is the makespan of what each executes: ours is lowered, and so sends
 the input gradient of a fused backward before it computes the weight gradient. What counts is the
@@ -37,18 +39,29 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,  # private: the one that reads schedules from a file
 )
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
-from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, simulate
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
+from lightning_pipeoffload.schedule import COMPUTE, Costs, Kind, Schedule, build, lower, simulate
+from lightning_pipeoffload.schedule.messages import recv_of
 
 FEATURES = 1024  # a message of 4 KiB
 NUM_WARM_UP_STEPS = 2
 PR_SET_TIMERSLACK = 29  # of linux/prctl.h
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
+OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # torch's own, by our names
+SENDERS = {Kind.RECV_F: -1, Kind.RECV_B: 1}  # from the receiving stage to the sending one
 
 Deferral = Callable[[Tensor, Callable[[], Tensor]], None]
 
@@ -61,6 +74,7 @@ class Setup:
     num_ranks: int
     num_microbatches: int
     milliseconds: float
+    uses_dw_builder: bool = False
 
     @property
     def seconds(self) -> float:
@@ -72,26 +86,39 @@ class Setup:
         return build(self.schedule, self.num_ranks, self.num_microbatches)
 
 
-class _Sleep(torch.autograd.Function):
-    """The identity, after a while; the gradient of ``weight`` is left for W."""
+class _SleepForInput(torch.autograd.Function):
+    """The identity, after a while in F and in B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, defer: Deferral) -> Tensor:
-        ctx.weight, ctx.seconds, ctx.defer = weight, seconds, defer
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, seconds = ctx.weight, ctx.seconds
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
 
+
+class _SleepForWeight(torch.autograd.Function):
+    """The identity; its gradient takes a while, now or when ``defer`` asks for it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float, defer: Deferral | None) -> Tensor:
+        ctx.weight, ctx.seconds, ctx.defer = weight, seconds, defer
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         def compute() -> Tensor:
-            time.sleep(seconds)
-            return torch.zeros_like(weight)
+            time.sleep(ctx.seconds)
+            return gradient.clone()
 
-        time.sleep(seconds)
-        ctx.defer(weight, compute)
-        return gradient, None, None, None
+        if ctx.defer is None:
+            return compute(), None, None
+        ctx.defer(ctx.weight, compute)
+        return None, None, None
 
 
 class EmulatedBlock(nn.Module):
@@ -99,18 +126,19 @@ class EmulatedBlock(nn.Module):
 
     Args:
         seconds: of each.
-        defer: takes the computation of a weight gradient.
+        defer: takes the computation of a weight gradient; None: autograd computes it.
     """
 
-    def __init__(self, seconds: float, defer: Deferral) -> None:
+    def __init__(self, seconds: float, defer: Deferral | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(FEATURES))
         self.seconds = seconds
         self.defer = defer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return _Sleep.apply(x, self.weight, self.seconds, self.defer)
+        """Return ``x`` plus the weight."""
+        weight = _SleepForWeight.apply(self.weight, self.seconds, self.defer)
+        return _SleepForInput.apply(x, self.seconds) + weight
 
 
 class EmulatedModel(LightningModule):
@@ -158,37 +186,48 @@ class TorchPipeline:
     """One rank of the same pipeline in ``torch.distributed.pipelining``."""
 
     def __init__(self, setup: Setup) -> None:
-        store = WeightGradStore()
-        block = EmulatedBlock(setup.seconds, store.put)
-        sample = torch.zeros(1, FEATURES, requires_grad=True)
-        stage = PipelineStage(
-            block,
-            dist.get_rank(),
-            setup.num_ranks,
-            torch.device("cpu"),
-            # Given, not inferred: inference would run a backward whose weight gradients stay left.
-            input_args=sample,
-            output_args=sample,
-            dw_builder=store.take,
-        )
-        self._schedule = _torch_schedule(setup, stage)
-        self._optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        schedule, rank = setup.build(), dist.get_rank()
+        if schedule.rank_of(0) != 0:
+            raise ValueError(f"{setup.schedule} places stages as torch does not")
+        owned = [s for s in range(schedule.num_stages) if schedule.rank_of(s) == rank]
+        stages = [_torch_stage(setup, stage, schedule.num_stages) for stage in owned]
+        self._schedule = _torch_schedule(setup, stages)
+        parameters = [p for stage in stages for p in stage.submod.parameters()]
+        self._optimizer = torch.optim.SGD(parameters, lr=0.1)
         self._batch = torch.zeros(setup.num_microbatches, FEATURES)
-        self._is_first, self._is_last = stage.is_first, stage.is_last
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
 
     def step(self) -> None:
         """Train on one batch."""
         self._optimizer.zero_grad()
-        arguments = (self._batch,) if self._is_first else ()
-        target = self._batch if self._is_last else None
+        arguments = (self._batch,) if self._has_first else ()
+        target = self._batch if self._has_last else None
         self._schedule.step(*arguments, target=target)
         self._optimizer.step()
 
 
-def _torch_schedule(setup: Setup, stage: PipelineStage) -> Any:
-    if setup.schedule == "1f1b":
-        return Schedule1F1B(stage, setup.num_microbatches, loss_fn=_mean)
-    schedule = _PipelineScheduleRuntime([stage], setup.num_microbatches, loss_fn=_mean)
+def _torch_stage(setup: Setup, index: int, num_stages: int) -> PipelineStage:
+    store = WeightGradStore() if setup.uses_dw_builder else None
+    sample = torch.zeros(1, FEATURES, requires_grad=True)
+    return PipelineStage(
+        EmulatedBlock(setup.seconds, store.put if store else None),
+        index,
+        num_stages,
+        torch.device("cpu"),
+        # Given, not inferred: inference would run a backward whose weight gradients stay left.
+        input_args=sample,
+        output_args=sample,
+        dw_builder=store.take if store else None,
+    )
+
+
+def _torch_schedule(setup: Setup, stages: list[PipelineStage]) -> Any:
+    if setup.schedule in OF_ONE_STAGE:
+        return OF_ONE_STAGE[setup.schedule](stages[0], setup.num_microbatches, loss_fn=_mean)
+    if setup.schedule == "interleaved_1f1b":
+        return ScheduleInterleaved1F1B(stages, setup.num_microbatches, loss_fn=_mean)
+    schedule = _PipelineScheduleRuntime(stages, setup.num_microbatches, loss_fn=_mean)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         setup.build().to_csv(path)
@@ -200,20 +239,49 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
+class BareLoop:
+    """One rank that sleeps, sends and receives as our plan says, and nothing else: the floor."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._plan, self._seconds = lower(setup.build()), setup.seconds
+        self._actions = self._plan[dist.get_rank()]
+        ranks = range(setup.num_ranks)
+        edges = {(a, b) for a in ranks for b in ranks if a != b}
+        cpu = torch.device("cpu")
+        self._transport = ProcessGroupTransport(list(ranks), dist.get_rank(), edges, cpu)
+
+    def step(self) -> None:
+        """Run the plan once."""
+        message = [TensorSpec(torch.Size((1, FEATURES)), torch.float32, False)]
+        for action in self._actions:
+            if action.kind in SENDERS:
+                sender = self._plan.rank_of(action.stage + SENDERS[action.kind])
+                self._transport.post(action, sender, message)
+        for action in self._actions:
+            if action.kind in COMPUTE:
+                time.sleep(self._seconds)
+            elif action.kind in SENDERS:
+                self._transport.wait(action)
+            else:
+                peer = self._plan.rank_of(recv_of(action).stage)
+                self._transport.send(action, peer, [torch.zeros(1, FEATURES)])
+        self._transport.finish_step()
+
+
 class TakingTurns(Callback):
-    """Times each step of the Trainer, and a step of torch's pipeline after it.
+    """Times each step of the Trainer, and after it a step of torch's pipeline and of the bare loop.
 
     Attributes:
-        spans: for each of the two, when this rank's steps began and ended.
+        spans: for each of the three, when this rank's steps began and ended.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.spans: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
+        self.spans: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": [], "bare": []}
 
     def on_train_start(self, *_: Any) -> None:
-        """Build torch's pipeline, when the ranks know each other."""
-        self._torch = TorchPipeline(self._setup)
+        """Build the others, when the ranks know each other."""
+        self._others = {"torch": TorchPipeline(self._setup), "bare": BareLoop(self._setup)}
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Begin the Trainer's step."""
@@ -221,16 +289,17 @@ class TakingTurns(Callback):
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """End it, and run torch's."""
+        """End it, and run the others'."""
         self.spans["ours"].append((self._began, time.perf_counter()))
-        dist.barrier()
-        began = time.perf_counter()
-        self._torch.step()
-        self.spans["torch"].append((began, time.perf_counter()))
+        for name, other in self._others.items():
+            dist.barrier()
+            began = time.perf_counter()
+            other.step()
+            self.spans[name].append((began, time.perf_counter()))
 
 
 def measure(setup: Setup, num_steps: int) -> dict[str, float]:
-    """Train on this rank; return the seconds of a step, ours and torch's, over all ranks."""
+    """Train on this rank; return the seconds of a step of each, over all ranks."""
     strategy = PipeOffloadStrategy(
         schedule=setup.schedule, num_microbatches=setup.num_microbatches, split="even"
     )
@@ -248,7 +317,7 @@ def measure(setup: Setup, num_steps: int) -> dict[str, float]:
     )
     samples: Any = torch.zeros((num_steps + NUM_WARM_UP_STEPS) * setup.num_microbatches, FEATURES)
     trainer.fit(
-        EmulatedModel(setup.num_ranks, setup.seconds),
+        EmulatedModel(setup.build().num_stages, setup.seconds),
         DataLoader(samples, batch_size=setup.num_microbatches),
     )
     return {name: _median_step(spans) for name, spans in turns.spans.items()}
@@ -268,7 +337,7 @@ def theory(setup: Setup) -> dict[str, float]:
     """Return the makespans of what the two execute."""
     schedule = setup.build()
     costs = Costs(setup.seconds, setup.seconds, setup.seconds)
-    plans = {"ours": lower(schedule), "torch": schedule}
+    plans = {"ours": lower(schedule), "torch": schedule, "bare": lower(schedule)}
     return {name: simulate(plan, costs).makespan for name, plan in plans.items()}
 
 
@@ -309,7 +378,7 @@ def add_row(table: Table, setup: Setup, seconds: dict[str, float]) -> None:
         str(setup.num_ranks),
         str(setup.num_microbatches),
         f"{setup.milliseconds:g}",
-        *(f"{seconds[name] * 1e3:.0f}" for name in promised),
+        *(f"{seconds[name] * 1e3:.0f}" for name in ("ours", "torch")),
         *(f"{over[name]:.3f}" for name in promised),
         f"{(over['ours'] - 1) / (over['torch'] - 1):.2f}",
     )
@@ -326,6 +395,7 @@ def make_table() -> Table:
         "torch, ms",
         "ours / theory",
         "torch / theory",
+        "bare / theory",
         "overhead ratio",
     )
     for name in names:
@@ -338,7 +408,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--p", type=int, nargs="+", default=[2, 4, 8], help="ranks")
     parser.add_argument("--m", type=int, nargs="+", help="microbatches; default: p and 2p")
     parser.add_argument("--milliseconds", type=float, nargs="+", default=[10], help="of F, B and W")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1", "zb_h2"])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    parser.add_argument("--dw-builder", action="store_true", help="torch's W without the walk")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each")
     parser.add_argument("--setups", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
@@ -353,7 +424,7 @@ def main() -> None:
     table = make_table()
     for p in arguments.p:
         setups = [
-            Setup(schedule, p, m, milliseconds)
+            Setup(schedule, p, m, milliseconds, arguments.dw_builder)
             for milliseconds in arguments.milliseconds
             for m in arguments.m or (p, 2 * p)
             for schedule in arguments.schedules
@@ -361,7 +432,7 @@ def main() -> None:
         for setup, seconds in zip(setups, run_ranks(setups, arguments.steps), strict=True):
             add_row(table, setup, seconds)
         table.add_section()
-    Console(width=110).print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
