@@ -2,9 +2,7 @@
 
 ``pack`` and ``unpack`` are the hooks of autograd's saved tensors. Parameters, inputs of the step
 and small tensors stay where they are; of everything else each storage is kept once. A plan's
-OFFLOAD, FREE and RELOAD move the storages. Copies run on lanes of their own, and the compute lane
-allocates and frees every device buffer, after waiting for the copy that used it; so the allocator
-needs no ``record_stream``.
+OFFLOAD, FREE and RELOAD move the storages.
 
 The input of a deferred linear layer is read by W alone: B gets a stand-in for it, and it may stay
 on the host until W.
@@ -15,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,7 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime import weight_grad
-from lightning_pipeoffload.runtime.host_memory import HostMemory, Slab
+from lightning_pipeoffload.runtime.host_copies import HostCopies
+from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.saved_tensor import (
     Cast,
     Resident,
@@ -35,7 +33,6 @@ from lightning_pipeoffload.runtime.saved_tensor import (
 from lightning_pipeoffload.runtime.streams import CopyLanes
 from lightning_pipeoffload.schedule.actions import Part
 
-_ALIGNMENT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
 _ALL = Part.FOR_B | Part.FOR_W | Part.GRADIENT
 
@@ -55,17 +52,6 @@ class OffloadSettings:
     smallest: int = 1025
 
 
-@dataclass(eq=False)
-class _Copied:
-    """Storages of one part that went to the host together, and come back together."""
-
-    part: Part
-    storages: list[SavedStorage]
-    slab: Slab
-    copied: Any
-    loaded: Any = None
-
-
 class ActivationStore:
     """One stage's saved tensors of one microbatch.
 
@@ -82,9 +68,7 @@ class ActivationStore:
         self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._num_storages = 0
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._leaving: list[_Copied] = []
-        self._away: list[_Copied] = []
-        self._returning: list[_Copied] = []
+        self._copies = HostCopies(settings.lanes, settings.host)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -139,47 +123,27 @@ class ActivationStore:
         Raises:
             RuntimeError: something was written to since it was saved, or the host is full.
         """
-        lane = self._settings.lanes.d2h
         with self._named():
-            lane.wait_for_compute()
             for part in Part:
                 storages = [s for s in self._on_device() if s.part == part]
                 if storages:
-                    self._leaving.append(self._copy_to_host(part, storages))
+                    self._copies.offload(part, storages)
 
     def free(self) -> None:
         """Let the compute lane wait for the copies, and drop what they copied."""
-        lane = self._settings.lanes.d2h
         with self._named():
-            for group in self._leaving:
-                lane.hold_compute(group.copied)
-                for storage in group.storages:
-                    storage.free()
-        self._away += self._leaving
-        self._leaving = []
+            self._copies.free()
         self._by_address.clear()  # what is free may be another storage's address
 
     def reload(self, parts: Part) -> None:
         """Allocate what is on the host of some parts, and start the copy back."""
-        lane = self._settings.lanes.h2d
         with self._named():
-            for group in [group for group in self._away if group.part in parts]:
-                self._away.remove(group)
-                targets = [storage.allocate() for storage in group.storages]
-                lane.wait_for_compute()
-                lane.wait_for(group.copied)
-                for storage, target in zip(group.storages, targets, strict=True):
-                    self._copy_back(storage, target, group.slab)
-                group.loaded = lane.mark()
-                self._returning.append(group)
+            self._copies.reload(parts)
 
     def arrive(self, parts: Part) -> None:
         """Let the compute lane wait for what comes back, and give the host's room back."""
         with self._named():
-            for group in [group for group in self._returning if group.part in parts]:
-                self._returning.remove(group)
-                self._settings.lanes.h2d.hold_compute(group.loaded)
-                group.slab.give_back()
+            self._copies.arrive(parts)
 
     def leave_for_weight(self) -> None:
         """After B: what B needed and is still here waits for W, as the gradients do."""
@@ -197,11 +161,11 @@ class ActivationStore:
 
     def host_bytes(self) -> int:
         """Bytes on the host, copies under way included."""
-        return _num_bytes([*self._leaving, *self._away, *self._returning])
+        return self._copies.num_bytes
 
     def moving_bytes(self) -> int:
         """Bytes of copies that nobody has waited for yet."""
-        return _num_bytes([*self._leaving, *self._returning])
+        return self._copies.moving_bytes
 
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -227,26 +191,6 @@ class ActivationStore:
     def _on_device(self) -> list[SavedStorage]:
         return [s for s in self._storages.values() if s.device_bytes is not None]
 
-    def _copy_to_host(self, part: Part, storages: list[SavedStorage]) -> _Copied:
-        size = 0
-        for storage in storages:
-            storage.check_unchanged()
-            storage.start = size
-            size += -(-storage.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        slab = self._settings.host.take(size)
-        lane = self._settings.lanes.d2h
-        for storage in storages:
-            source, what = storage.device_bytes, f"{storage.description} to the host"
-            assert source is not None
-            for offset, piece in slab.parts(storage.start, storage.start + storage.num_bytes):
-                lane.copy(piece, source[offset : offset + piece.numel()], what)
-        return _Copied(part, storages, slab, lane.mark())
-
-    def _copy_back(self, storage: SavedStorage, target: Tensor, slab: Slab) -> None:
-        what = f"{storage.description} from the host"
-        for offset, piece in slab.parts(storage.start, storage.start + storage.num_bytes):
-            self._settings.lanes.h2d.copy(target[offset : offset + piece.numel()], piece, what)
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Say whose tensors an error is about."""
@@ -255,7 +199,3 @@ class ActivationStore:
         except RuntimeError as error:
             error.args = (f"{self._name}: {error}",)
             raise
-
-
-def _num_bytes(groups: list[_Copied]) -> int:
-    return sum(storage.num_bytes for group in groups for storage in group.storages)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.host_memory import Slab
 from lightning_pipeoffload.schedule.actions import Part
 
 
@@ -69,7 +68,7 @@ class SavedStorage:
         num_bytes: its size.
         part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
         device_bytes: the storage as bytes; None while it is on the host.
-        slab: host room that holds a copy, from byte ``start`` on; None without one.
+        start: its first byte in the slab that it is copied to.
         description: for errors.
     """
 
@@ -81,7 +80,6 @@ class SavedStorage:
         self.description = f"the tensor {describe(tensor)}"
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.device_bytes: Tensor | None = empty.set_(storage, 0, (self.num_bytes,), (1,))
-        self.slab: Slab | None = None
         self.start = 0
         self._originals: list[tuple[Tensor, int]] = []
 
@@ -102,18 +100,29 @@ class SavedStorage:
         _check_unchanged(tensor, version)
         return tensor
 
-    def check_unchanged(self) -> None:
-        """Compare the versions of all watched tensors.
+    def bytes_to_copy(self) -> Tensor:
+        """Return the storage as bytes, as it was saved.
 
         Raises:
-            WrittenInPlaceError: one was written to.
+            WrittenInPlaceError: it was written to.
+            RuntimeError: it is on the host.
         """
+        self._check_unchanged()
+        if self.device_bytes is None:
+            raise RuntimeError(f"{self.description} is on the host already")
+        return self.device_bytes
+
+    def _check_unchanged(self) -> None:
         for tensor, version in self._originals:
             _check_unchanged(tensor, version)
 
     def free(self) -> None:
-        """Let go of the device's memory."""
-        self.check_unchanged()
+        """Let go of the device's memory.
+
+        Raises:
+            WrittenInPlaceError: it was written to.
+        """
+        self._check_unchanged()
         self._originals.clear()
         self.device_bytes = None
 
