@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule
 from lightning_pipeoffload.schedule.actions import COPIES, TRANSFERS
-from lightning_pipeoffload.schedule.messages import recv_of
+from lightning_pipeoffload.schedule.messages import arrived_before, recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
 
@@ -61,7 +61,9 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
             **dict.fromkeys(COPIES, memory.move),
+            Kind.FREE: self._free,
         }
+        self._plan = Schedule.of(())
 
     @property
     def results(self) -> list[Any]:
@@ -96,7 +98,8 @@ class Executor:
     ) -> Iterator[Action]:
         """Execute action by action; yields each before it runs, so that ranks can take turns."""
         self._results.clear()
-        self._plan = plan
+        if plan is not self._plan:
+            self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
         self._keep = not plan.is_forward_only
         self._microbatches = microbatches
         self._receives_posted = False
@@ -172,12 +175,19 @@ class Executor:
             return self._inbox.pop(receive)
         self.timer.pause()
         tensors = self.transport.wait(receive)
+        for send in self._arrived_before.get(receive, ()):
+            self.transport.release(send)
         self.timer.resume()
         return tensors
 
     def _send(self, action: Action) -> None:
         peer = self._plan.rank_of(recv_of(action).stage)
         self.transport.send(action, peer, self._outbox.pop(action))
+
+    def _free(self, action: Action) -> None:
+        """What the next stage was sent may be what the host has now: it holds memory no longer."""
+        self.transport.release(action._replace(kind=Kind.SEND_F))
+        self.memory.move(action)
 
     def _receive(self, action: Action) -> None:
         """See that the message can arrive; the F or B that needs it waits for it."""

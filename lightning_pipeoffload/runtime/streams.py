@@ -7,9 +7,9 @@ is done when the call returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from time import sleep
 from typing import Any, Protocol
 
 import torch
@@ -73,14 +73,16 @@ class InlineLane:
 
 
 class LateLane:
-    """For tests on CPU: a thread that begins each copy late, as a slow link would end it.
+    """For the CPU: a thread that begins each copy late, as the end of it is over a slow link.
+
+    For tests, and to rehearse the timing of a machine that is not there.
 
     Args:
-        seconds: before each copy.
+        delay: called with the bytes of each copy before it; sleeps, or waits for something.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, delay: Callable[[int], Any]) -> None:
+        self._delay = delay
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._failure: CopyError | None = None
 
@@ -106,7 +108,7 @@ class LateLane:
     def _copy_late(self, target: Tensor, source: Tensor, what: str) -> None:
         if self._failure:  # whoever waits for a later copy waits for this one too
             raise self._failure
-        sleep(self.seconds)
+        self._delay(source.nbytes)
         try:
             _copy(target, source, what)
         except CopyError as error:

@@ -54,6 +54,9 @@ class Transport(Protocol):
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         """Start sending; never waits."""
 
+    def release(self, send: Action) -> None:
+        """Let go of what was sent, once it has arrived; it may be long gone."""
+
     def finish_step(self) -> None:
         """Let go of what was sent in the step before."""
 
@@ -85,6 +88,9 @@ class InProcessTransport:
         """Hand the tensors over."""
         self._arrived[recv_of(send)].append(tensors)
 
+    def release(self, send: Action) -> None:
+        """The tensors are the receiver's."""
+
     def finish_step(self) -> None:
         """Nothing to let go of."""
 
@@ -115,8 +121,8 @@ class ProcessGroupTransport:
         self._device = device
         self._groups = self._make_groups(edges)
         self._posted: dict[Action, tuple[list[Tensor], list[Any]]] = {}
-        self._sent: list[tuple[list[Tensor], list[Any]]] = []
-        self._sent_before: list[tuple[list[Tensor], list[Any]]] = []
+        self._sent: dict[Action, tuple[list[Tensor], list[Any]]] = {}
+        self._sent_before: dict[Action, tuple[list[Tensor], list[Any]]] = {}
 
     def _make_groups(self, edges: set[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         if self._device.type == "cpu":
@@ -160,18 +166,26 @@ class ProcessGroupTransport:
             group.send([tensor], target, _tag(receive, place))
             for place, tensor in enumerate(tensors)
         ]
-        self._sent.append((tensors, works))
+        self._sent[send] = tensors, works
 
-    def finish_step(self) -> None:
-        """Let go of what was sent in the step before; wait for it if a peer is that far behind.
+    def release(self, send: Action) -> None:
+        """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
 
         Without a wait a gloo send never counts as completed.
         """
-        with blaming_peers("lost a connection while sending"):
-            for _, works in self._sent_before:
-                for work in works:
-                    work.wait()
-        self._sent, self._sent_before = [], self._sent
+        self._let_go(self._sent, send)
+
+    def finish_step(self) -> None:
+        """Let go of what was sent in the step before; wait for it if a peer is that far behind."""
+        for send in list(self._sent_before):
+            self._let_go(self._sent_before, send)
+        self._sent, self._sent_before = {}, self._sent
+
+    def _let_go(self, sent: dict[Action, tuple[list[Tensor], list[Any]]], send: Action) -> None:
+        _, works = sent.pop(send, ([], []))
+        with blaming_peers(f"lost the connection in {send}"):
+            for work in works:
+                work.wait()
 
 
 def _tag(receive: Action, place: int) -> int:

@@ -5,10 +5,14 @@ The transfer pass inserts these, the validator asks whether they are there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from .actions import Action, Kind
 from .schedule import Schedule
 
-__all__ = ["recv_before", "recv_of", "send_after", "send_of"]
+__all__ = ["arrived_before", "recv_before", "recv_of", "send_after", "send_of"]
+
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:
@@ -41,3 +45,20 @@ def send_of(recv: Action) -> Action:
     if recv.kind is Kind.RECV_F:
         return Action(Kind.SEND_F, recv.stage - 1, recv.microbatch)
     return Action(Kind.SEND_B, recv.stage + 1, recv.microbatch)
+
+
+def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
+    """Return for RECVs of a rank which of its SENDs have arrived once such a message is there.
+
+    They are those that the peer waited for before it sent it, each with the first RECV that tells.
+    """
+    told: dict[Action, list[Action]] = {}
+    for peer in range(plan.num_ranks):
+        arrived: list[Action] = []
+        for action in plan[peer] if peer != rank else ():
+            needed = recv_before(plan, action)
+            if needed and plan.rank_of(send_of(needed).stage) == rank:
+                arrived.append(send_of(needed))
+            elif action.kind in SENDS and plan.rank_of(recv_of(action).stage) == rank:
+                told[recv_of(action)], arrived = arrived, []
+    return told

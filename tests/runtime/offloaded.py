@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.activation_store import OffloadSettings
 from lightning_pipeoffload.runtime.host_memory import HostMemory
-from lightning_pipeoffload.runtime.streams import CopyLanes, InlineLane, LateLane, make_lanes
+from lightning_pipeoffload.runtime.streams import CopyLanes, InlineLane, make_lanes
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 
 # what to insert before and after actions of some kinds
@@ -36,15 +40,54 @@ def _surrounded(action: Action, insertions: Insertions) -> list[Action]:
 
 
 def memory_of_all(
-    device: torch.device, budget: int | None = None, late: float = 0.0, lanes: int = 2
+    device: torch.device, budget: int | None = None, lanes: CopyLanes | None = None
 ) -> ActivationMemory:
-    """Keep small tensors too; copies begin ``late`` seconds after their turn."""
+    """Keep small tensors too."""
     host = HostMemory(pinned=device.type != "cpu", budget=budget)
-    made = make_lanes(device, lanes)
-    if late:
-        first = LateLane(late)
-        made = CopyLanes(first, LateLane(late) if lanes == 2 else first)
-    return ActivationMemory(OffloadSettings(made, host, smallest=1))
+    return ActivationMemory(OffloadSettings(lanes or make_lanes(device), host, smallest=1))
+
+
+@dataclass
+class Moment:
+    """A place in the row of a lane."""
+
+    lane: LastMomentLane
+    place: int
+
+
+class LastMomentLane:
+    """Copies when somebody waits for it and no sooner; until then there is garbage.
+
+    Attributes:
+        num_late: how often the compute lane had to wait for a copy.
+    """
+
+    def __init__(self) -> None:
+        self.num_late = 0
+        self._row: list[Callable[[], object]] = []
+        self._done = 0
+
+    def wait_for_compute(self) -> None:
+        """The CPU has computed what it was given."""
+
+    def wait_for(self, moment: Moment) -> None:
+        self._row.append(lambda: moment.lane.run(moment.place))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        target.fill_(255)
+        self._row.append(partial(target.copy_, source))
+
+    def mark(self) -> Moment:
+        return Moment(self, len(self._row))
+
+    def hold_compute(self, moment: Moment) -> None:
+        self.num_late += self._done < moment.place
+        self.run(moment.place)
+
+    def run(self, place: int) -> None:
+        while self._done < place:
+            self._row[self._done]()
+            self._done += 1
 
 
 class FailingLane(InlineLane):
