@@ -77,15 +77,22 @@ def print_prediction(report: dict[str, Any]) -> None:
     for column in ("stage", "rank", "blocks", "parameters", "peak activations"):
         table.add_column(column, justify="left" if column == "blocks" else "right")
     for index, stage in enumerate(report["stages"]):
-        names = stage["blocks"]
-        blocks = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
-        peak = f"{report['peak_memory'][stage['rank']]:.1f}"
+        blocks, peak = span_of(stage["blocks"]), f"{report['peak_memory'][stage['rank']]:.1f}"
         table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
     _print(
         table,
         f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}; peaks are of the rank, in "
         f"activations of an average block.",
     )
+
+
+def span_of(names: Sequence[str]) -> str:
+    """Name a stage's first and last block, and their container once if it is the same."""
+    first, last = names[0], names[-1]
+    container, _, index = last.rpartition(".")
+    if first == last:
+        return first
+    return f"{first} .. {index if first.rpartition('.')[0] == container else last}"
 
 
 def print_offload(report: dict[str, Any]) -> None:

@@ -6,8 +6,10 @@ with the same command line.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer, seed_everything
@@ -87,6 +89,8 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
 
 def main() -> None:
     """Run the console script ``pipeoffload-train``."""
+    # As `python -m` has it: the module that a configuration names may lie in the current folder.
+    sys.path.insert(0, str(Path.cwd()))
     run_hydra_app("train", train)
 
 

@@ -1,0 +1,81 @@
+"""Each example runs as its header says, in a small size, over two ranks."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = {
+    "own_gpt": "--steps 2 --width 16 --context 8 --batch-size 8",
+    "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
+    "vision": "--images 128 --width 4",
+}
+CONSOLE_SCRIPT = """
+from lightning_pipeoffload.train import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name, folder):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        example = load(name)
+        line = [*SMALL[name].split(), "--accelerator", "cpu"]
+        example.main(example.read_arguments(line))
+    finally:
+        os.chdir(before)
+
+
+def checkpoint_in(folder):
+    (path,) = folder.rglob("*.ckpt")
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_trains_over_two_ranks(ranks, name, tmp_path):
+    ranks(2).run(run, name, tmp_path, timeout=240)
+    assert checkpoint_in(tmp_path)["global_step"] == 2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_commands_in_the_header_are_accepted(name):
+    example = load(name)
+    commands = re.findall(rf"^    python examples/{name}\.py(.*)$", example.__doc__, re.MULTILINE)
+    assert len(commands) == 2
+    assert [vars(example.read_arguments(shlex.split(line))) for line in commands]
+
+
+def test_a_configuration_of_the_users_own(tmp_path):
+    folder = shutil.copytree(EXAMPLES / "own_config", tmp_path / "own")
+    script = tmp_path / "bin" / "pipeoffload-train"  # as pip makes it, away from the user's folder
+    script.parent.mkdir()
+    script.write_text(CONSOLE_SCRIPT)
+    command = re.search(r"^    pipeoffload-train (.*)$", load("own_config/waves").__doc__, re.M)[1]
+    small = ["model.depth=2", "model.width=8", "data.num_samples=320", "trainer.max_steps=2"]
+    done = subprocess.run(
+        [sys.executable, script, *shlex.split(command), *small],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert checkpoint_in(folder)["state_dict"].keys() >= {"enter.weight", "blocks.1.norm.bias"}
