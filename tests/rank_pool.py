@@ -26,7 +26,7 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 280) -> list[Any]:
         """Call ``function`` in every process; return the results by global rank.
 
         After a failure the processes may be anywhere, so the pool is of no more use.
