@@ -83,6 +83,7 @@ class PipelineRun:
         group: the pipeline's processes.
         settings: the strategy's.
         device: where this rank computes.
+        num_local_ranks: ranks on this machine.
 
     Attributes:
         schedule: of a full training batch; until there is one, with a provisional number of
@@ -95,6 +96,7 @@ class PipelineRun:
         group: PipelineGroup,
         settings: PipelineSettings,
         device: torch.device,
+        num_local_ranks: int = 1,
     ) -> None:
         cut = CutSettings(group.stage_ranks, settings.blocks, settings.split, settings.recompute)
         self.pipeline = Pipeline(module, group.rank, cut, device)
@@ -103,7 +105,7 @@ class PipelineRun:
             self.pipeline.stages,
             group.transport,
             ActionTimer(device),
-            ActivationMemory.on(device),
+            ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
         )
         self.schedule = settings.provisional_schedule(group.num_ranks)
         self._group = group

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any
 
 from lightning_pipeoffload.memory_limit import parse_bytes
+from lightning_pipeoffload.runtime.host_memory import HostBudget
 from lightning_pipeoffload.runtime.recompute import check_recompute
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
@@ -45,6 +46,7 @@ class PipelineSettings:
     offload: str | float = "auto"
     recompute: str = "none"
     memory_limit: int | str | None = None
+    host_memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
@@ -64,6 +66,8 @@ class PipelineSettings:
         check_recompute(self.recompute)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
+        if self.host_memory_limit is not None:
+            parse_bytes(self.host_memory_limit, "host_memory_limit")
         _check_offload(self.offload)
         if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
             raise ScheduleError(
@@ -96,6 +100,16 @@ class PipelineSettings:
     def limit_bytes(self) -> int | None:
         """The most memory of a device that a plan may take; None: any."""
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    def host_budget(self, num_local_ranks: int) -> HostBudget | None:
+        """Return the most host memory of a rank, before any has taken some; None: any.
+
+        Args:
+            num_local_ranks: ranks on this machine.
+        """
+        if self.host_memory_limit is None:
+            return HostBudget.share_of_machine(num_local_ranks)
+        return HostBudget.given(parse_bytes(self.host_memory_limit, "host_memory_limit"))
 
     @property
     def plans_memory(self) -> bool:

@@ -70,6 +70,10 @@ class PipeOffloadStrategy(PipelineProcesses):
         memory_limit: bytes, or "40GiB", of each device for activations and what waits for W; what
             does not fit by any order and offload is refused with the least that does. None: no
             limit.
+        host_memory_limit: bytes, or "64GiB", of host memory that each rank may take for what it
+            offloads; None: its share of what the machine, or the container, has left when training
+            is set up, but for a reserve. Where it does not suffice, training stops before the
+            machine swaps.
         blocks: name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
@@ -102,6 +106,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         offload: str | float = "auto",
         recompute: str = "none",
         memory_limit: int | str | None = None,
+        host_memory_limit: int | str | None = None,
         blocks: str | Sequence[str] | None = None,
         split: str | Sequence[int] = "auto",
         microbatch_weight: str | Callable[[Any], float] = "samples",
@@ -133,6 +138,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             offload,
             recompute,
             memory_limit,
+            host_memory_limit,
         )
         self.zero_grad: Callable[[], None] | None = None
         self._process_group_backend = process_group_backend
@@ -212,7 +218,9 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self._run is not None and self._run.pipeline.module is self._module:
             self._run.pipeline.attach()
             return
-        self._run = PipelineRun(self._module, self.group, self.settings, self.root_device)
+        self._run = PipelineRun(
+            self._module, self.group, self.settings, self.root_device, self.num_processes
+        )
         self._capture = LogCapture(self._module)
 
     @override

@@ -13,6 +13,7 @@ BAD_ARGUMENTS = {
     "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
     "offload": (1.5, "offload=1.5 must be auto, none, half, full, or a share"),
     "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
+    "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
     "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
 }
 

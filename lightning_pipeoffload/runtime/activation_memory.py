@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.activation_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.host_memory import HostMemory
+from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.stage import StageRunner
@@ -52,14 +52,14 @@ class ActivationMemory:
         self._owned: set[int] = set()
 
     @classmethod
-    def on(cls, device: torch.device, host_budget: int | None = None) -> ActivationMemory:
+    def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
         """Make one for a device.
 
         Args:
             device: of the rank.
-            host_budget: the most bytes of host memory; None: what the machine has.
+            budget: the most host memory; None: what the machine has.
         """
-        host = HostMemory(pinned=device.type != "cpu", budget=host_budget)
+        host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(make_lanes(device), host))
 
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:

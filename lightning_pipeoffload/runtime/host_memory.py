@@ -10,19 +10,55 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.machine_memory import machine_memory
+
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
 _LEFT_FREE = 0.05  # of the machine's memory, for whoever else needs some
-_MEMINFO = Path("/proc/meminfo")
 
 
 class HostMemoryError(RuntimeError):
     """There is no room on the host for what the plan offloads."""
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """The most that one rank may take of its host's memory.
+
+    Attributes:
+        num_bytes: so much.
+        origin: who says so, for errors.
+    """
+
+    num_bytes: int
+    origin: str
+
+    @classmethod
+    def given(cls, num_bytes: int) -> HostBudget:
+        """Make what the user asked for."""
+        return cls(num_bytes, f"host_memory_limit is {_gib(num_bytes)}")
+
+    @classmethod
+    def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
+        """Divide what the machine has left, but for a reserve; None where it does not tell.
+
+        To be called when no rank has taken any yet.
+
+        Args:
+            num_local_ranks: ranks on this machine.
+        """
+        total, available = machine_memory()
+        if not total:
+            return None
+        share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
+        ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
+        origin = f"{_gib(share)} is a rank's share of the {_gib(available)} that the machine had"
+        return cls(share, f"{origin} left for {ranks}")
 
 
 class HostMemory:
@@ -30,14 +66,14 @@ class HostMemory:
 
     Args:
         pinned: the device can copy from and to it while it computes.
-        budget: the most bytes to allocate; None: as much as the machine has.
+        budget: the most to allocate; None: as much as the machine has.
 
     Attributes:
         allocated_bytes: of all pieces.
         num_allocations: so far; does not grow after the first step.
     """
 
-    def __init__(self, pinned: bool, budget: int | None = None) -> None:
+    def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
         self.budget = budget
         self.allocated_bytes = 0
         self.num_allocations = 0
@@ -72,8 +108,9 @@ class HostMemory:
         return piece
 
     def _check_room(self, size: int) -> None:
-        if self.budget is not None and self.allocated_bytes + size > self.budget:
-            raise self._exhausted(size, f"the budget is {_gib(self.budget)}")
+        budget = self.budget
+        if budget is not None and self.allocated_bytes + size > budget.num_bytes:
+            raise self._exhausted(size, budget.origin)
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
             raise self._exhausted(size, f"the machine has {_gib(available)} left and would swap")
@@ -81,8 +118,8 @@ class HostMemory:
     def _exhausted(self, size: int, reason: str) -> HostMemoryError:
         return HostMemoryError(
             f"host memory for offloading is exhausted: {_gib(size)} more than the "
-            f"{_gib(self.allocated_bytes)} in use are needed, and {reason}; offload less, or give "
-            f"the host more memory"
+            f"{_gib(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
+            f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
         )
 
 
@@ -120,15 +157,6 @@ def piece_sizes(num_bytes: int) -> list[int]:
         sizes.append(max(1 << exponent, _SMALLEST_PIECE))
         num_bytes -= sizes[-1]
     return sizes
-
-
-def machine_memory() -> tuple[int, int]:
-    """Return (total, available) bytes of the host; zeros where the system does not tell."""
-    if not _MEMINFO.exists():
-        return 0, 0
-    rows = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    total, available = (1024 * int(rows[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-    return total, available
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.activation_store import OffloadSettings
-from lightning_pipeoffload.runtime.host_memory import HostMemory
+from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.streams import CopyLanes, InlineLane, make_lanes
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 
@@ -40,7 +40,7 @@ def _surrounded(action: Action, insertions: Insertions) -> list[Action]:
 
 
 def memory_of_all(
-    device: torch.device, budget: int | None = None, lanes: CopyLanes | None = None
+    device: torch.device, budget: HostBudget | None = None, lanes: CopyLanes | None = None
 ) -> ActivationMemory:
     """Keep small tensors too."""
     host = HostMemory(pinned=device.type != "cpu", budget=budget)

@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from lightning_pipeoffload.runtime import host_memory
-from lightning_pipeoffload.runtime.host_memory import HostMemory, HostMemoryError, piece_sizes
+from lightning_pipeoffload.runtime.host_memory import (
+    HostBudget,
+    HostMemory,
+    HostMemoryError,
+    piece_sizes,
+)
+from lightning_pipeoffload.runtime.machine_memory import MachineMemory
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 5000, 100_000, 1_234_567, 2**20, 3 * 2**28 + 1])
@@ -27,16 +33,41 @@ def test_pieces_are_reused():
 
 
 def test_the_budget_is_kept():
-    memory = HostMemory(pinned=False, budget=8192)
+    memory = HostMemory(pinned=False, budget=HostBudget.given(8192))
     memory.take(8192)
-    with pytest.raises(HostMemoryError, match="the budget is 0.000 GiB; offload less"):
+    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 0\.000 GiB; offload less"):
         memory.take(1)
 
 
-def test_the_machine_does_not_swap(monkeypatch):
-    monkeypatch.setattr(host_memory, "machine_memory", lambda: (100_000, 6000))
+@pytest.fixture
+def machine(monkeypatch):
+    def of(total, available):
+        found = MachineMemory(total, available)
+        monkeypatch.setattr(host_memory, "machine_memory", lambda: found)
+
+    return of
+
+
+def test_the_machine_does_not_swap(machine):
+    machine(100_000, 6000)
     with pytest.raises(HostMemoryError, match="would swap"):
         HostMemory(pinned=False).take(4096)
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 25_000), (4, 6250)])
+def test_ranks_share_what_the_machine_has_left(machine, ranks, share):
+    machine(100_000, 30_000)
+    budget = HostBudget.share_of_machine(ranks)
+    assert budget.num_bytes == share
+    with pytest.raises(HostMemoryError, match="is a rank's share of the .* left for"):
+        HostMemory(pinned=False, budget=budget).take(28_000)
+
+
+def test_a_full_machine_has_no_share_and_an_unknown_one_no_limit(machine):
+    machine(100_000, 1000)
+    assert HostBudget.share_of_machine(2).num_bytes == 0
+    machine(0, 0)
+    assert HostBudget.share_of_machine(2) is None
 
 
 def test_what_a_validation_allocates_can_be_trained_with():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.activation_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.host_memory import HostMemory, HostMemoryError
+from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.streams import CopyError, CopyLanes, InlineLane
@@ -233,7 +233,7 @@ def test_a_plan_without_offload_installs_no_hooks(monkeypatch):
 def test_host_memory_exhausted():
     plan = offloaded(build("1f1b", 2, 2), FOR_B)
     with pytest.raises(HostMemoryError, match="stage 0, microbatch 0: host memory .* exhausted"):
-        run_steps(plan, functools.partial(memory_of_all, budget=4096))
+        run_steps(plan, functools.partial(memory_of_all, budget=HostBudget.given(4096)))
 
 
 @pytest.mark.parametrize("lane", ["d2h", "h2d"])
