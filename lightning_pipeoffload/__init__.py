@@ -6,12 +6,13 @@ schedule, ``"pipeoffload_zb_h1"`` for instance.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_pipeoffload.memory_picture import MemoryPicture
 from lightning_pipeoffload.runtime.weight_grad import defer_weight_grad
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __version__ = "0.1.0"
-__all__ = ["PipeOffloadStrategy", "defer_weight_grad"]
+__all__ = ["MemoryPicture", "PipeOffloadStrategy", "defer_weight_grad"]
 
 StrategyRegistry.register(
     "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"

@@ -23,10 +23,10 @@ from lightning_pipeoffload.report import (
     print_prediction,
 )
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
-from lightning_pipeoffload.runtime.copy_speed import measure_copy_speed
+from lightning_pipeoffload.runtime.copy_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.ledger import Ledger
-from lightning_pipeoffload.runtime.measured_costs import join_costs, measure_costs
+from lightning_pipeoffload.runtime.measured_costs import RankCosts, join_costs, measure_costs
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
@@ -43,6 +43,7 @@ from lightning_pipeoffload.settings import PipelineSettings
 
 # The first one allocates and warms caches; medians of three leave it out.
 _STEPS_TO_MEASURE = 3
+_NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class PipelineRun:
     Attributes:
         schedule: of a full training batch; until there is one, with a provisional number of
             microbatches.
+        costs_at_end: what the stages of all ranks cost, once training has ended; None before.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class PipelineRun:
         self._costs: Costs | None = None
         self._offloaded: OffloadReport | None = None
         self._measured: dict[str, list[Any]] | None = None
+        self.costs_at_end: Costs | None = None
 
     @property
     def plan(self) -> Schedule:
@@ -176,8 +179,7 @@ class PipelineRun:
         """
         if not (self._settings.plans_memory or self.schedule.has_copies):
             return
-        mine = measure_costs(self.executor, measure_copy_speed(self.pipeline.device))
-        self._costs = join_costs(self._group.gather(mine))
+        self._costs = join_costs(self._group.gather(self._measure_costs()))
         count = self.schedule.num_microbatches
         self.schedule, self._offloaded = plan_by_costs(
             self._settings, self._group.num_ranks, count, self._costs
@@ -277,9 +279,16 @@ class PipelineRun:
         """Bring the measurements of all ranks together, and print them."""
         if not self.executor.timer.num_steps:
             return
-        self._measured = join_measurements(self._group.gather(self._measure()))
+        ranks = self._group.gather((self._measure(), self._measure_costs()))
+        self._measured = join_measurements([measured for measured, _ in ranks])
+        self.costs_at_end = join_costs(costs for _, costs in ranks)
         if self._group.is_root:
             print_measurement(self.report())
+
+    def _measure_costs(self) -> RankCosts:
+        copies = self._settings.plans_memory or self.schedule.has_copies
+        speed = measure_copy_speed(self.pipeline.device) if copies else _NO_COPIES
+        return measure_costs(self.executor, speed)
 
     def _measure(self) -> dict[str, Any]:
         return measure(self.plan, self.executor, self.pipeline.weight_flops)

@@ -50,6 +50,9 @@ def measure(plan: Schedule, executor: Executor, weight_flops: int) -> dict[str, 
     """Say what one rank measured: seconds, bytes, and the share of weight gradients left for W.
 
     The bubble is the idle share of a step's period, which ends where the next step starts.
+    ``live_bytes`` are those of the last step after each action that can change them: seconds since
+    the step's start on the host's clock, bytes on the device, on the host, and in copies that
+    nobody has waited for.
     """
     seconds = executor.timer.action_seconds()
     step_seconds = executor.timer.step_seconds()
@@ -66,6 +69,8 @@ def measure(plan: Schedule, executor: Executor, weight_flops: int) -> dict[str, 
         "bubble": 1 - busy / step_seconds if step_seconds else 0.0,
         "peak_activation_bytes": ledger.peak_device_bytes,
         "offloaded_bytes": ledger.offloaded_bytes,
+        "peak_host_bytes": ledger.peak_host_bytes,
+        "live_bytes": [(entry.seconds, *entry.held) for entry in ledger.entries],
         "deferred_flops": deferred,
         "weight_flops": weight_flops,
     }

@@ -16,7 +16,7 @@ from .memory_curve import Curve, memory_curves
 from .shade import ink_on, lighter
 from .timeline import Event, Timeline
 
-__all__ = ["picture"]
+__all__ = ["picture", "round_step"]
 
 COLORS = {
     Kind.F: "#2f6fc4",
@@ -130,7 +130,7 @@ def _draw_memory(canvas: Canvas, rank: int, curve: Curve, highest: float) -> Non
 
 def _draw_time_axis(canvas: Canvas) -> None:
     top = canvas.top(canvas.timeline.num_ranks)
-    step = _round_step(TICK_DISTANCE / canvas.scale)
+    step = round_step(TICK_DISTANCE / canvas.scale)
     for tick in range(floor(canvas.timeline.makespan / step + 1e-9) + 1):
         x = canvas.x(tick * step)
         canvas.drawing.boxes.append(Box(x, top - 4, 1, 4, MEMORY_OUTLINE))
@@ -138,7 +138,7 @@ def _draw_time_axis(canvas: Canvas) -> None:
         canvas.write(x, top + LINE / 2, label, "middle")
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """Return the smallest of 1, 2, 5, 10, 20 and so on that is not less."""
     power = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

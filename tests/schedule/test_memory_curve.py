@@ -2,7 +2,7 @@ import pytest
 from plans import plan
 
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Timeline, build, simulate
-from lightning_pipeoffload.schedule.memory_curve import memory_curves
+from lightning_pipeoffload.schedule.memory_curve import host_memory_curves, memory_curves
 
 
 def curves(text, costs):
@@ -36,3 +36,11 @@ def test_the_highest_point_is_the_peak(name):
 
 def test_a_rank_without_events_has_no_memory():
     assert memory_curves(Timeline((), (0.0,)), Costs.unit()) == [[(0, 0)]]
+
+
+def test_the_host_has_it_from_the_start_of_the_copy_to_the_end_of_w():
+    costs = Costs(1, 1, 1, activation=4, weight_input=1, offload=2, reload=1)
+    text = "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0B0 0W0"
+    assert host_memory_curves(simulate(plan(text), costs), costs) == [
+        [(0.0, 0.0), (1.0, 4.0), (5.0, 1.0), (6.0, 0.0)]
+    ]
