@@ -45,7 +45,7 @@ class PipelineGroup:
         self.num_ranks = schedule.num_ranks
         self.stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
         self._global_rank = global_rank
-        self._device = device
+        self.device = device
         self.root = min(self.global_ranks)
         self.host_group: Any = dist.new_group(self.global_ranks, backend="gloo")
         self.transport = ProcessGroupTransport(self.global_ranks, self.rank, self._edges(), device)
@@ -152,7 +152,7 @@ class PipelineGroup:
     def global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm over all ranks' gradients."""
         local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        squared = local.to(self._device, torch.float64) ** 2
+        squared = local.to(self.device, torch.float64) ** 2
         with blaming_peers("lost a rank while computing the gradient's norm"):
             dist.all_reduce(squared)
         return squared.sqrt().to(local.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import (
@@ -23,6 +24,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
+
+_BETWEEN_BATCHES = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -46,6 +54,22 @@ class PipelineOptimization(_AutomaticOptimization):
         return None
 
 
+def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
+    """List the user's hooks that run between batches whose gradients add up.
+
+    They may look at gradients, or change parameters, that backwards still to come will use. What
+    Lightning ships with does not.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined] # set at run time
+    owners = [trainer.lightning_module, *callbacks]
+    return tuple(
+        f"{type(owner).__name__}.{name}"
+        for owner in owners
+        for name in _BETWEEN_BATCHES
+        if not getattr(getattr(owner, name), "__module__", "").startswith("lightning.")
+    )
+
+
 def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
     """Put the pipeline's pieces into the trainer's loops.
 
@@ -63,10 +87,20 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
     trainer._signal_connector._sigterm_notifier_fn = partial(  # type: ignore[method-assign]
         _note_sigterm, trainer
     )
+    # While the module still trains: Lightning calls no hook of the strategy that early.
+    loop.val_loop.run = partial(  # type: ignore[method-assign]
+        _validate, trainer, type(loop.val_loop).run
+    )
     trainer._logger_connector = SharedMetricsConnector.replacing(
         trainer._logger_connector, metrics_store
     )
     keep_metrics_local(trainer)
+
+
+def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:
+    """Run the backwards that are left of batches that accumulate, and validate."""
+    trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
+    return run(trainer.fit_loop.epoch_loop.val_loop)
 
 
 def _note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:

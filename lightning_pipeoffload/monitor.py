@@ -159,6 +159,11 @@ class SharedMetricsConnector(_LoggerConnector):
         super().on_epoch_end()
         self.tick()
 
+    @override
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._fetched = self._tick  # what was published so far belongs to what is over
+
     @property
     @override
     def callback_metrics(self) -> dict[str, Any]:

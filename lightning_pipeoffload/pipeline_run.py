@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.accumulation import Accumulation, JoinedRun, join_batches
 from lightning_pipeoffload.checkpoint import prune_optimizer
 from lightning_pipeoffload.collectives import PipelineGroup
-from lightning_pipeoffload.memory_plan import plan_before_measuring, plan_by_costs
+from lightning_pipeoffload.memory_plan import MemoryPlan, plan_before_measuring, plan_by_costs
 from lightning_pipeoffload.report import (
     join_measurements,
     measure,
     predict,
+    print_accumulation,
     print_measurement,
     print_offload,
     print_prediction,
@@ -33,6 +35,7 @@ from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
     Costs,
+    JoinedPlan,
     OffloadReport,
     Schedule,
     forward_only,
@@ -114,6 +117,9 @@ class PipelineRun:
         self._settings = settings
         self._size: int | None = None
         self._plan = cache(_make_plan)
+        self._joined: dict[int, JoinedPlan | None] = {}
+        self._in_use: JoinedPlan | None = None
+        self._open: JoinedRun | None = None
         self._costs: Costs | None = None
         self._offloaded: OffloadReport | None = None
         self._measured: dict[str, list[Any]] | None = None
@@ -121,7 +127,11 @@ class PipelineRun:
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a full training batch."""
+        """The lowered plan of a full training batch, or of several that accumulate."""
+        return self._in_use.plan if self._in_use else self._plan_of_batch
+
+    @property
+    def _plan_of_batch(self) -> Schedule:
         return self._plan(self.schedule, self.schedule.num_microbatches, training=True)
 
     @property
@@ -147,9 +157,7 @@ class PipelineRun:
         total = batch_size(inputs.batch)
         if self._size is None:
             count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
-            self.schedule, self._offloaded = plan_before_measuring(
-                self._settings, self._group.num_ranks, count
-            )
+            self.schedule, self._offloaded = self._make_schedule(count)
             self._size = total // count
         return self._cut(inputs, max(self._size, self._smallest_size(total)))
 
@@ -157,20 +165,62 @@ class PipelineRun:
         self,
         inputs: StepInputs,
         microbatches: list[Microbatch],
-        accumulated: int,
+        accumulation: Accumulation,
         before_backward: Callable[[], None],
     ) -> StepOutput:
-        """Run all forwards and backwards of a batch.
+        """Run all forwards of a batch, and its backwards now or with the batches that follow.
 
         Args:
             inputs: the batch.
             microbatches: of it.
-            accumulated: batches whose gradients add up to one optimizer step.
-            before_backward: called before the first backward.
+            accumulation: whose gradients its own are added to.
+            before_backward: called before the first backward, or at the end.
         """
+        self._open_plan(accumulation)
+        if self._open is None:
+            plan = self._plan(self.schedule, len(microbatches), training=True)
+            execute = partial(self.executor.run, plan, microbatches, before_backward)
+        else:
+            execute = partial(self._open.run, microbatches, before_backward)
+        output = self._run(inputs, microbatches, accumulation.num_batches, execute)
+        if accumulation.is_last:
+            self.finish_plan()
+        return output
+
+    def _open_plan(self, accumulation: Accumulation) -> None:
+        """Go on with the plan that is open, or choose the one to begin with."""
+        if self._open is not None and (accumulation.is_first or self._open.is_full):
+            self.finish_plan()
+        if self._open is not None:
+            return
         if self._costs is None and self.executor.timer.num_steps == _STEPS_TO_MEASURE:
             self._plan_by_measurement()
-        return self._run(inputs, microbatches, accumulated, before_backward)
+        self._choose_plan(accumulation)
+        if self._in_use is not None and not accumulation.is_last:
+            self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self.executor)
+
+    def _choose_plan(self, accumulation: Accumulation) -> None:
+        watched = bool(accumulation.watched_by)
+        self._in_use = None if watched else self._join(accumulation.num_batches)
+
+    def finish_plan(self) -> None:
+        """Run the backwards that are left of batches that accumulate."""
+        if self._open is not None:
+            open_plan, self._open = self._open, None
+            open_plan.finish()
+
+    def _join(self, num_batches: int) -> JoinedPlan | None:
+        if num_batches not in self._joined:
+            costs = self._costs or self.pipeline.costs
+            self._joined[num_batches] = join_batches(
+                lambda count: self._make_schedule(count)[0], self._plan_of_batch, num_batches, costs
+            )
+        return self._joined[num_batches]
+
+    def _make_schedule(self, count: int) -> MemoryPlan:
+        if self._costs is None:
+            return plan_before_measuring(self._settings, self._group.num_ranks, count)
+        return plan_by_costs(self._settings, self._group.num_ranks, count, self._costs)
 
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
@@ -180,10 +230,8 @@ class PipelineRun:
         if not (self._settings.plans_memory or self.schedule.has_copies):
             return
         self._costs = join_costs(self._group.gather(self._measure_costs()))
-        count = self.schedule.num_microbatches
-        self.schedule, self._offloaded = plan_by_costs(
-            self._settings, self._group.num_ranks, count, self._costs
-        )
+        self.schedule, self._offloaded = self._make_schedule(self.schedule.num_microbatches)
+        self._joined.clear()
         self.executor.timer = ActionTimer(self.pipeline.device)
         self.executor.memory.ledger = Ledger()
         if self._group.is_root:
@@ -192,21 +240,20 @@ class PipelineRun:
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
         microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
-        return self._run(inputs, microbatches, 1, None)
+        plan = self._plan(self.schedule, len(microbatches), training=False)
+        return self._run(inputs, microbatches, 1, partial(self.executor.run, plan, microbatches))
 
     def _run(
         self,
         inputs: StepInputs,
         microbatches: list[Microbatch],
         accumulated: int,
-        before_backward: Callable[[], None] | None,
+        execute: Callable[[], list[Any]],
     ) -> StepOutput:
         finish_comparing = self._group.start_comparing(checksum(inputs.batch))
         sizes = [batch_size(microbatch.part) for microbatch in microbatches]
         shares = self._weigh(microbatches, sizes, accumulated)
-        training = before_backward is not None
-        plan = self._plan(self.schedule, len(microbatches), training=training)
-        results = self.executor.run(plan, microbatches, before_backward)
+        results = execute()
         finish_comparing(f"batch in {inputs.kind}")
         return StepOutput(merge_outputs(results, shares) if results else None, sizes)
 
@@ -231,7 +278,7 @@ class PipelineRun:
             inputs.batch, size, inputs.call, inputs.kind, inputs.seed
         )
 
-    def commit(self, optimizers: list[Optimizer]) -> None:
+    def commit(self, optimizers: list[Optimizer], accumulation: Accumulation) -> None:
         """Before the first training step: keep what this rank owns, and agree where ranks share."""
         if self.pipeline.committed:
             return
@@ -240,8 +287,10 @@ class PipelineRun:
         for optimizer in optimizers:
             prune_optimizer(optimizer, kept)
         self._group.share(self.pipeline)
+        self._choose_plan(accumulation)
         if self._group.is_root:
             print_prediction(self.report())
+            print_accumulation(self._plan_of_batch, self.plan, accumulation)
 
     def join_names(self, names: list[list[list[str]]]) -> list[list[list[str]]]:
         """Join the ranks' names of each optimizer's groups, in the order of the whole module."""

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, copy_ratios, simulate
@@ -98,6 +99,28 @@ def span_of(names: Sequence[str]) -> str:
     if first == last:
         return first
     return f"{first} .. {index if first.rpartition('.')[0] == container else last}"
+
+
+def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumulation) -> None:
+    """Say whether batches that accumulate share a plan, and why not.
+
+    Args:
+        single: the plan of one batch.
+        in_use: the plan that training begins with.
+        accumulation: of the first batch.
+    """
+    count = in_use.num_microbatches // single.num_microbatches
+    if accumulation.num_batches == 1:
+        return
+    if count > 1:
+        note = f"One plan for {count} batches whose gradients add up."
+    elif accumulation.watched_by:
+        hooks = ", ".join(accumulation.watched_by)
+        note = f"A plan for each batch, for between them run hooks that may use gradients: {hooks}."
+    else:
+        note = f"A plan for each batch: one of {single.name} for several starts on a batch before "
+        note += "the one before has its loss, or keeps more activations, or cannot be made."
+    Console().print(note, highlight=False)
 
 
 def print_offload(report: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.checkpoint import (
     StateCollector,
     load_module_state,
@@ -33,7 +35,8 @@ from lightning_pipeoffload.checkpoint_folder import (
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.data import own_generators
-from lightning_pipeoffload.loops import join_loops, refuse_module
+from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
+from lightning_pipeoffload.loops import hooks_between_batches, join_loops, refuse_module
 from lightning_pipeoffload.monitor import LogCapture, SharedMetricsConnector
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
@@ -141,6 +144,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             host_memory_limit,
         )
         self.zero_grad: Callable[[], None] | None = None
+        self._steps_later = False
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._saves_folder = save_distributed_checkpoint
@@ -236,6 +240,16 @@ class PipeOffloadStrategy(PipelineProcesses):
         ]
         if self._is_split:  # a fit before this one has cut the module
             self._group_names = self.run.join_names(self._group_names)
+            self._join_lbfgs()
+
+    def _join_lbfgs(self) -> None:
+        """Let every LBFGS go the whole model's way, whatever this rank has of it."""
+        pipeline = self.run.pipeline
+        for optimizer, (names, *_) in zip(self.optimizers, self._group_names, strict=True):
+            if isinstance(optimizer, LBFGS):
+                specs = {name: pipeline.specs[name] for name in names}
+                own = pipeline.canonical_parameters()
+                join_lbfgs(optimizer, WholeGradient(specs, own, self.group))
 
     @override
     def model_to_device(self) -> None:
@@ -253,15 +267,40 @@ class PipeOffloadStrategy(PipelineProcesses):
         with self.precision_plugin.train_step_context(), forked_randomness():
             inputs = self._inputs("training_step", args, kwargs)
             microbatches = self.run.cut_training_batch(inputs)
-            self.run.commit(self.optimizers)
+            accumulation = self._accumulation()
+            if not self._is_split:
+                self._join_lbfgs()
+            self.run.commit(self.optimizers, accumulation)
             for microbatch in microbatches:
                 microbatch.differentiate = self._differentiate
-            accumulated = self._trainer.accumulate_grad_batches
-            done = self.run.train(inputs, microbatches, accumulated, self._before_backward)
+            done = self.run.train(inputs, microbatches, accumulation, self._before_backward)
         self._log(done)
         output = self._no_loss() if done.value is None else done.value
         self.precision_plugin.post_backward(self._loss_of(output), self._module)
         return output
+
+    def _accumulation(self) -> Accumulation:
+        return Accumulation(
+            num_batches=self._trainer.accumulate_grad_batches,
+            is_first=self.zero_grad is not None,
+            is_last=not self._steps_later,
+            watched_by=hooks_between_batches(self._trainer),
+        )
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning trains in here on every batch after which it does not step."""
+        self._steps_later = True
+        try:
+            yield
+        finally:
+            self._steps_later = False
+
+    def finish_accumulating(self) -> None:
+        """Run the backwards that are left of batches whose optimizer step is still to come."""
+        with self.precision_plugin.train_step_context(), forked_randomness():
+            self.run.finish_plan()
 
     def _before_backward(self) -> None:
         """Do what Lightning does between a training step and its backward."""
@@ -333,6 +372,8 @@ class PipeOffloadStrategy(PipelineProcesses):
         def closure_and_sum() -> Any:
             result = closure()
             self.group.sum_shared_gradients()
+            if isinstance(optimizer, LBFGS):  # it evaluates as often as the loss tells it to
+                result = self.group.broadcast(result, self.group.root)
             return result
 
         return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
@@ -426,12 +467,15 @@ class PipeOffloadStrategy(PipelineProcesses):
         parameters = self.run.pipeline.canonical_parameters()
         states = checkpoint["optimizer_states"]
         for optimizer, state, names in zip(self.optimizers, states, self._group_names, strict=True):
+            if isinstance(optimizer, LBFGS):
+                state = give_history(state, names[0], parameters)
             load_optimizer_state(optimizer, state, names, parameters)
 
     # The end
 
     @override
     def on_train_end(self) -> None:
+        self.finish_accumulating()  # where training has stopped in between
         self.run.end_training()
 
     @override

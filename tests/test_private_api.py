@@ -17,6 +17,7 @@ from torch import nn
 from lightning_pipeoffload.schedule import Action
 
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+LBFGS = torch.optim.LBFGS([torch.ones(1)])
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
 
 # module: names of it
@@ -65,6 +66,10 @@ USED = {
     "_logged_metrics": TRAINER._logger_connector,
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
+    "_params": LBFGS,
+    "_numel_cache": LBFGS,
+    "_gather_flat_grad": LBFGS,
+    "_add_grad": LBFGS,
     "_checkpoint_io": TRAINER.strategy,
 }
 

@@ -81,14 +81,6 @@ def test_a_shorter_last_batch_counts_each_sample_alike(ranks, tmp_path):
         assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
 
 
-def test_accumulated_batches_make_one_step(ranks, tmp_path):
-    options = {"module": {"dropout": 0.0}, "trainer": {"accumulate_grad_batches": 2}}
-    expected = fits.fit(0, str(tmp_path), **options)
-    options = {"module": {"dropout": 0.0}, "trainer": {"accumulate_grad_batches": 2}}
-    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
-        assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
-
-
 def test_each_rank_keeps_its_own_part_under_the_plain_names(ranks, tmp_path):
     first, last = reversed(ranks(2).run(_fit, 2, str(tmp_path), {}))
     whole = [name for name, _ in fits.Net().named_parameters()]
@@ -136,40 +128,6 @@ def test_predictions_equal_the_plain_modules(ranks):
     module = fits.Net(dropout=0.0).eval()
     expected = torch.cat([module.predict_step(batch, 0) for batch in fits.loader()])
     assert torch.allclose(predicted, expected.detach(), rtol=1e-12)
-
-
-def test_fast_dev_run(ranks):
-    results = ranks(2).run(_fast_dev_run)
-    assert results[0] == results[1] == 1
-
-
-def _fast_dev_run():
-    trainer = L.Trainer(**fits.SILENT, devices=2, strategy="pipeoffload_1f1b", fast_dev_run=True)
-    trainer.fit(fits.Net(), fits.loader(), fits.loader())
-    return trainer.global_step
-
-
-def test_evaluation_alone_and_after_a_fit(ranks):
-    before, after, logged = ranks(2).run(_evaluate_around_a_fit)[1]
-    assert before > after == pytest.approx(logged)
-
-
-def _evaluate_around_a_fit():
-    L.seed_everything(3, verbose=False)
-    module = fits.Net(dropout=0.0)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=2,
-        strategy=fits.strategy(2),
-        max_epochs=2,
-        enable_checkpointing=False,
-    )
-    trainer.validate(module, fits.loader(), verbose=False)
-    before = float(trainer.callback_metrics["val_loss"])
-    trainer.fit(module, fits.loader(), fits.loader())
-    logged = float(trainer.callback_metrics["val_loss"])
-    trainer.validate(module, fits.loader(), verbose=False)
-    return before, float(trainer.callback_metrics["val_loss"]), logged
 
 
 def test_a_second_fit_goes_on_and_saves_all(ranks, tmp_path):

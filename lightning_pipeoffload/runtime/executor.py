@@ -21,6 +21,7 @@ from lightning_pipeoffload.schedule.actions import COPIES, TRANSFERS
 from lightning_pipeoffload.schedule.messages import arrived_before, recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
+_RECEIVES = {Kind.RECV_F, Kind.RECV_B}
 
 
 class Executor:
@@ -97,17 +98,61 @@ class Executor:
         before_backward: Callable[[], None] | None = None,
     ) -> Iterator[Action]:
         """Execute action by action; yields each before it runs, so that ranks can take turns."""
-        self._results.clear()
+        self.begin(plan)
+        yield from self._go_on(plan[self.rank], microbatches, before_backward)
+        self.end()
+
+    def begin(self, plan: Schedule) -> None:
+        """Start a step whose actions :meth:`go_on` runs part by part.
+
+        Args:
+            plan: lowered; one without backwards evaluates.
+        """
         if plan is not self._plan:
             self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
         self._keep = not plan.is_forward_only
-        self._microbatches = microbatches
-        self._receives_posted = False
-        timer = self.timer if self._keep else None
-        if timer:
-            timer.start_step()
+        self._microbatches: dict[int, Microbatch] = {}
+        if self._keep:
+            self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
-        for action in plan[self.rank]:
+
+    def go_on(
+        self,
+        actions: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+        before_backward: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Execute the next of the rank's actions.
+
+        Args:
+            actions: to execute.
+            microbatches: which they need for the first time.
+            before_backward: called once, before the first backward.
+
+        Returns:
+            What the user's step returned for each of these microbatches; empty without the last
+            stage.
+        """
+        for _ in self._go_on(actions, microbatches, before_backward):
+            pass
+        return self.results
+
+    def end(self) -> None:
+        """End the step."""
+        if self._keep:
+            self.timer.end_step()
+        self.transport.finish_step()
+
+    def _go_on(
+        self,
+        actions: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+        before_backward: Callable[[], None] | None,
+    ) -> Iterator[Action]:
+        self._results.clear()
+        self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
+        self._to_receive = [a for a in actions if a.kind in _RECEIVES]
+        for action in actions:
             yield action
             self.current = action
             if before_backward is not None and action.kind in _BACKWARD:
@@ -115,25 +160,25 @@ class Executor:
                 before_backward = None
             self.timer.start()
             self._handlers[action.kind](action)
-            if timer and action.kind in COMPUTE:
-                timer.record(action)
-            if timer and action.kind not in TRANSFERS:
-                self.memory.record(action)
+            self._account(action)
         self.current = None
-        if timer:
-            timer.end_step()
-        self.transport.finish_step()
 
-    def _post_receives(self) -> None:
-        for action in self._plan[self.rank]:
-            microbatch = self._microbatches[action.microbatch]
-            if action.kind is Kind.RECV_F:
-                specs = self.stages[action.stage].payload_in(microbatch)
-                self.transport.post(action, self._plan.rank_of(action.stage - 1), specs)
-            elif action.kind is Kind.RECV_B:
-                sent = self.stages[action.stage].payload_out(microbatch)
-                specs = [spec for spec in sent if spec.requires_grad]
-                self.transport.post(action, self._plan.rank_of(action.stage + 1), specs)
+    def _account(self, action: Action) -> None:
+        """Keep what an action of training took."""
+        if self._keep and action.kind in COMPUTE:
+            self.timer.record(action)
+        if self._keep and action.kind not in TRANSFERS:
+            self.memory.record(action)
+
+    def _post(self, action: Action) -> None:
+        microbatch = self._microbatches[action.microbatch]
+        if action.kind is Kind.RECV_F:
+            specs = self.stages[action.stage].payload_in(microbatch)
+            self.transport.post(action, self._plan.rank_of(action.stage - 1), specs)
+        else:
+            sent = self.stages[action.stage].payload_out(microbatch)
+            specs = [spec for spec in sent if spec.requires_grad]
+            self.transport.post(action, self._plan.rank_of(action.stage + 1), specs)
 
     def _forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
@@ -191,9 +236,9 @@ class Executor:
 
     def _receive(self, action: Action) -> None:
         """See that the message can arrive; the F or B that needs it waits for it."""
-        if not self._receives_posted:  # as late as here, where the rank is about to be idle
-            self._post_receives()
-            self._receives_posted = True
+        for receive in self._to_receive:  # as late as here, where the rank is about to be idle
+            self._post(receive)
+        self._to_receive = []
 
 
 def _input_of(forward: Action) -> Action:

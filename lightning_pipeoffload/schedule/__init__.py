@@ -16,6 +16,7 @@ from .build import SCHEDULES, Recipe, accept, build
 from .copy_ratio import copy_ratios, estimated_copy_ratio
 from .costs import Costs
 from .draw import draw
+from .joined import JoinedPlan, cut_at_batches
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .offload import OffloadReport, offload_activations
 from .pipe_offload import UNMEASURED
@@ -42,6 +43,7 @@ __all__ = [
     "Action",
     "Costs",
     "Event",
+    "JoinedPlan",
     "Kind",
     "MemoryEffect",
     "OffloadReport",
@@ -54,6 +56,7 @@ __all__ = [
     "add_transfers",
     "build",
     "copy_ratios",
+    "cut_at_batches",
     "draw",
     "estimated_copy_ratio",
     "forward_only",

@@ -1,0 +1,100 @@
+"""Batches whose gradients add up share a plan where nobody looks in between."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_pipeoffload.accumulation import join_batches
+from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower
+from tests import fits
+
+
+def batches_of(lengths):
+    places = [range(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
+    dataset = fits.samples(sum(lengths))
+    return DataLoader(dataset, batch_sampler=places, collate_fn=fits.collate)
+
+
+class Watching(L.Callback):
+    """Looks at gradients after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        total = sum(float(p.grad.abs().sum()) for p in module.parameters() if p.grad is not None)
+        self.seen.append(total)
+
+
+def train(num_devices, lengths, dropout, callbacks=(), **options):
+    """Accumulate three batches at a time; return gradients, the plan's size and what was seen."""
+    L.seed_everything(7, verbose=False)
+    module = fits.Net(dropout=dropout, depth=4)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        accumulate_grad_batches=3,
+        max_epochs=1,
+        enable_checkpointing=False,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, batches_of(lengths))
+    gradients = {n: p.grad for n, p in module.named_parameters()}
+    return gradients, num_devices and trainer.strategy.plan.num_microbatches
+
+
+def train_watched(*args, **options):
+    watching = Watching()
+    return *train(*args, callbacks=[watching], **options), watching.seen
+
+
+@pytest.mark.parametrize("lengths", [(8, 4, 8), (8, 8, 8, 8, 3), (8,)], ids=str)
+def test_gradients_of_shorter_batches_and_windows_are_exact(ranks, lengths):
+    expected, _ = train(0, lengths, 0.0)
+    for found, size in ranks(2).run(train, 2, lengths, 0.0):
+        assert size == 12
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_dropout_is_the_same_in_one_plan_and_in_several(ranks):
+    together = ranks(2).run(train, 2, (8, 8, 8), 0.3)
+    apart = ranks(2).run(train_watched, 2, (8, 8, 8), 0.3)
+    for (one, _), (several, size, _) in zip(together, apart, strict=True):
+        assert size == 4
+        assert all(torch.equal(several[name], gradient) for name, gradient in one.items())
+
+
+def test_who_looks_in_between_sees_all_gradients(ranks):
+    _, _, expected = train_watched(0, (8, 8, 8), 0.0)
+    outcomes = ranks(2).run(train_watched, 2, (8, 8, 8), 0.0)
+    seen = [sum(parts) for parts in zip(*(seen for _, _, seen in outcomes), strict=True)]
+    assert seen == pytest.approx(expected, rel=1e-10)
+
+
+def joined_size(name, num_microbatches, num_batches, make=None):
+    plan = lower(build(name, 2, num_microbatches))
+    make = make or (lambda count: build(name, 2, count))
+    joined = join_batches(make, plan, num_batches, Costs.unit())
+    return joined and joined.plan.num_microbatches
+
+
+def test_long_accumulations_are_several_plans():
+    assert joined_size("1f1b", 4, 5) == 20
+    assert joined_size("1f1b", 128, 1000) == 512
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_v"])
+def test_no_plan_that_keeps_more_or_starts_early(name):
+    assert joined_size(name, 4, 3) is None
+
+
+def test_no_plan_from_a_schedule_of_fixed_size():
+    def refuse(count):
+        raise ScheduleError("of another size")
+
+    assert joined_size("1f1b", 4, 3, refuse) is None
