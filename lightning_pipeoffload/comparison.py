@@ -23,6 +23,8 @@ __all__ = ["compare", "comparison_table"]
 
 Row = dict[str, Any]
 
+_OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
+
 HEADINGS = ("stages", "makespan", "bubble", "no barrier", "memory", "host", "messages")
 
 
@@ -84,7 +86,7 @@ def _of_one_stage(costs: Costs, num_chunks: int) -> Costs:
     divided: dict[str, Any] = {
         name: value / num_chunks
         for name, value in values.items()
-        if name not in ("communication", "copy_lanes") and isinstance(value, (int, float))
+        if name not in _OF_THE_MACHINE and isinstance(value, (int, float))
     }
     return replace(costs, **divided)
 

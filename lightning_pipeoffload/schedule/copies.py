@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 
 from .actions import RELOADS, Action, Kind
+from .costs import Costs
 from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, Event
 
 __all__ = ["CopyLanes"]
+
+TOLERANCE = 1e-9
 
 _WAITS_FOR = {
     Kind.FREE: (Kind.OFFLOAD,),
@@ -21,17 +26,19 @@ _WAITS_FOR = {
 class CopyLanes:
     """When the copy lanes of each rank are free, and when each copy has ended."""
 
-    def __init__(self, num_ranks: int, num_lanes: int, seconds: dict[Action, float]) -> None:
+    def __init__(self, num_ranks: int, costs: Costs, seconds: dict[Action, float]) -> None:
         """Start with free lanes.
 
         Args:
             num_ranks: Ranks of the pipeline.
-            num_lanes: 1 where both directions take turns, 2 where each has a lane.
+            costs: How many copies run at a time.
             seconds: What every copy of the schedule takes.
         """
         self.in_use = bool(seconds)
         self._seconds = seconds
-        self._free = [[0.0] * num_lanes for _ in range(num_ranks)]
+        self._free = [[0.0] * costs.copy_lanes for _ in range(num_ranks)]
+        self._ranks_per_link = costs.ranks_per_link
+        self._links: defaultdict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)
         self._ended: dict[Action, float] = {}
 
     def wait(self, action: Action, start: float) -> float:
@@ -49,9 +56,25 @@ class CopyLanes:
             free = self._free[rank]
             lane = int(reload) % len(free)
             start = max(now, free[lane], self._offloaded(action) if reload else 0.0)
+            start = self._turn(rank, reload, start, self._seconds[action])
             end = self._ended[action] = free[lane] = start + self._seconds[action]
             yield Event(rank, RELOAD_LANE if reload else OFFLOAD_LANE, action, start, end)
 
     def _offloaded(self, reload: Action) -> float:
         kinds = (Kind.OFFLOAD, Kind.OFFLOAD_W)
         return max(self._ended.get(reload._replace(kind=kind), 0.0) for kind in kinds)
+
+    def _turn(self, rank: int, reload: bool, start: float, seconds: float) -> float:
+        """Take the first time from ``start`` on that other ranks leave of a shared link.
+
+        The ranks are not timed in the order of time, so one may find a later time taken.
+        """
+        if self._ranks_per_link == 1:
+            return start
+        taken = self._links[rank // self._ranks_per_link, reload]
+        for other_start, other_end in taken[max(0, bisect_left(taken, (start,)) - 1) :]:
+            if start + seconds <= other_start + TOLERANCE:
+                break
+            start = max(start, other_end)
+        insort(taken, (start, start + seconds))
+        return start

@@ -35,6 +35,8 @@ class Costs:
             offloaded of it need not be back before W.
         copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
             where each has a lane of its own.
+        ranks_per_link: Neighbouring ranks whose devices share a link to the host, 2 where pairs of
+            them are behind one switch: of their copies in one direction one runs at a time.
     """
 
     forward: PerStage
@@ -47,6 +49,7 @@ class Costs:
     reload: PerStage = 0.0
     weight_input: PerStage = 0.0
     copy_lanes: int = 1
+    ranks_per_link: int = 1
 
     def __post_init__(self) -> None:
         if self.weight_residue is None:
@@ -58,6 +61,11 @@ class Costs:
             _check_cost(field.name, value)
         if self.copy_lanes not in (1, 2):
             raise ScheduleError(f"costs.copy_lanes ({self.copy_lanes}) must be 1 or 2")
+        if not isinstance(self.ranks_per_link, int) or self.ranks_per_link < 1:
+            raise ScheduleError(
+                f"costs.ranks_per_link ({self.ranks_per_link}) must be a whole number from 1 on; "
+                "use 1 where every device has a link of its own, 2 where pairs share one"
+            )
 
     @classmethod
     def unit(cls) -> Costs:

@@ -3,31 +3,31 @@
 The stages with the longest lifespan come first: in a uniform schedule what a stage takes of the
 peak is in proportion to it, so that half of the stages offloaded leave a quarter (Wan et al.,
 "PipeOffload", ICML 2025, section 3). A rank computes in the same order with and without copies.
+Where B and W are apart, what W alone needs comes back for W, and what waits for W goes to the host
+too, if that leaves a smaller peak.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from .actions import Action, Kind, ScheduleError
-from .copy_slots import Copied, Copy, place_copies
+from .actions import ScheduleError
+from .copy_slots import Turns
 from .costs import Costs
-from .memory import peak_memory
 from .postpone import postponed
 from .problem import ROUNDING
+from .rank_offload import RankOffload, RankPlan
 from .schedule import Schedule
 from .simulate import simulate
-from .timeline import Event
 
-__all__ = ["OffloadReport", "offload_activations"]
+__all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
 
 SLOWDOWN_ALLOWED = 1.03
 """What the makespan may grow by before less is offloaded."""
 
 TOLERANCE = 1e-9
+_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,19 @@ class OffloadReport:
     """What an offload pass has done.
 
     Attributes:
-        num_stages: How many stages of each rank were to be offloaded.
-        offloaded: How many activations each rank offloads in a step.
-        kept: How many activations of those stages stay on the device of each rank: there is no time
-            to copy them and back between F and B.
+        wanted: How many activations of each rank were to be offloaded in a step.
+        offloaded: How many are: away between F and B, or at least between B and W.
+        kept: How many of those that were to be offloaded stay on the device of each rank.
+        queued: Of how many what waits for W is away between B and W.
         slowdown: Makespan with offload over that without.
         peak_memory: Largest memory of each rank's device.
         reason: Why less is offloaded than was asked for; empty if it is not.
     """
 
-    num_stages: int
+    wanted: tuple[int, ...]
     offloaded: tuple[int, ...]
     kept: tuple[int, ...]
+    queued: tuple[int, ...]
     slowdown: float
     peak_memory: tuple[float, ...]
     reason: str = ""
@@ -64,13 +65,14 @@ def offload_activations(
     """Add OFFLOAD, FREE and RELOAD to a schedule of compute actions.
 
     Where copies would take longer than there is (a copy there and back takes more than the compute
-    of its stage, say), fewer stages are offloaded: as many as give the smallest peak.
+    of its stage, say), less is offloaded: what gives each rank the smallest peak.
 
     Args:
         schedule: What to offload from; lower it afterwards.
         costs: Seconds and memory, ``offload`` and ``reload`` among them.
-        amount: ``"none"``, ``"half"`` or ``"full"``, a share of each rank's stages from 0 to 1, or
-            ``"auto"``: as few as ``memory_limit`` asks for.
+        amount: ``"none"``, ``"half"`` or ``"full"``, a share of each rank's activations from 0 to
+            1, or ``"auto"``: as few of each rank as ``memory_limit`` asks for. A share goes by
+            stages; of one that is not offloaded as a whole it takes evenly spread microbatches.
         memory_limit: The most memory of a rank, in the unit of the costs.
 
     Returns:
@@ -86,11 +88,16 @@ def offload_activations(
             "offload before it is lowered, and once"
         )
     planner = _Planner(schedule, costs)
-    most = schedule.num_chunks
-    if amount == "auto":
-        return _least_that_fits(planner, most, memory_limit)
-    planned = _most_that_is_free(planner, ceil(_share(amount) * most - TOLERANCE))
-    _check_limit(schedule, planned[1].peak_memory, memory_limit)
+    limit = float("inf") if memory_limit is None else memory_limit
+    is_auto = amount == "auto"
+    planned = planner.within(limit) if is_auto else planner.most_that_is_free(_share(amount))
+    needed = max(planned[1].peak_memory)
+    if needed > limit * (1 + ROUNDING):
+        advice = "" if is_auto else ", or offload=auto"
+        raise ScheduleError(
+            f"memory_limit ({limit:.10g}) is less than the {needed:.10g} that {schedule.name} "
+            f"needs with {'' if is_auto else 'this '}offload; use at least {needed:.10g}{advice}"
+        )
     return planned
 
 
@@ -104,120 +111,89 @@ def _share(amount: str | float) -> float:
     return share
 
 
-def _least_that_fits(planner: _Planner, most: int, memory_limit: float | None) -> Offloaded:
-    planned = planner.plan(0)
-    peaks = [max(planned[1].peak_memory)]
-    for count in range(1, most + 1):
-        if memory_limit is None or peaks[-1] <= memory_limit * (1 + ROUNDING):
-            return planned
-        planned = planner.plan(count)
-        peaks.append(max(planned[1].peak_memory))
-    if memory_limit is not None and peaks[-1] > memory_limit * (1 + ROUNDING):
-        raise ScheduleError(
-            f"memory_limit ({memory_limit:.10g}) is less than the {min(peaks):.10g} that "
-            f"{planner.schedule.name} needs with offload; use at least {min(peaks):.10g}"
-        )
-    return planned
-
-
-def _most_that_is_free(planner: _Planner, count: int) -> Offloaded:
-    wanted = planner.plan(count)
-    if not any(wanted[1].kept) and wanted[1].slowdown <= SLOWDOWN_ALLOWED:
-        return wanted
-    fewer = [planner.plan(fewer) for fewer in range(count)]
-    free = [plan for plan in (wanted, *reversed(fewer)) if plan[1].slowdown <= SLOWDOWN_ALLOWED]
-    best = min(free, key=lambda plan: max(plan[1].peak_memory))
-    if best is wanted:
-        return wanted
-    reason = f"{best[1].num_stages} stages instead of {count} leave a smaller peak: copies are late"
-    return best[0], replace(best[1], reason=reason)
-
-
-def _check_limit(schedule: Schedule, peaks: tuple[float, ...], memory_limit: float | None) -> None:
-    if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
-        raise ScheduleError(
-            f"memory_limit ({memory_limit:.10g}) is less than the {max(peaks):.10g} that "
-            f"{schedule.name} needs with this offload; use offload=auto, or a limit of "
-            f"{max(peaks):.10g}"
-        )
-
-
 class _Planner:
-    """A schedule in time, to which copies of any number of stages can be added."""
+    """A schedule in time, to which each rank's copies can be added."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule = schedule
+        self._schedule = schedule
         self._costs = costs
         timeline = simulate(schedule, costs)
         self._makespan = timeline.makespan
-        self._events = postponed(schedule, timeline, costs)
-        self._activations = [list(self._copied(events)) for events in self._events]
+        self._ranks = [
+            RankOffload(events, costs, schedule.num_stages, self._turns(rank))
+            for rank, events in enumerate(postponed(schedule, timeline, costs))
+        ]
 
-    def plan(self, count: int) -> Offloaded:
-        """Offload the stages with the longest lifespan, so many of each rank."""
-        ranks, offloaded, kept = [], [], []
-        for events, activations in zip(self._events, self._activations, strict=True):
-            chosen = _longest(activations, count)
-            placed, late = place_copies(chosen, self._costs.copy_lanes)
-            copies = _worthwhile(events, placed)
-            offloaded.append(len(copies) // 3)
-            kept.append(len(chosen) - len(copies) // 3)
-            ranks.append(_merged(events, copies))
-        schedule = Schedule.of(ranks, self.schedule.name)
+    def _turns(self, rank: int) -> Turns:
+        num_stages, num_ranks = self._schedule.num_stages, self._costs.ranks_per_link
+        copies = (self._costs.per_stage(name, num_stages) for name in ("offload", "reload"))
+        return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
+
+    def most_that_is_free(self, share: float) -> Offloaded:
+        """Offload that share, or what slows down nothing and leaves the smallest peak."""
+        planned = self._offload_share(share)
+        if planned[1].slowdown <= SLOWDOWN_ALLOWED:
+            return planned
+        fewer = (self._offload_share(share * part / _PARTS) for part in range(_PARTS))
+        free = [plan for plan in fewer if plan[1].slowdown <= SLOWDOWN_ALLOWED]
+        schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
+        return schedule, _with_wanted(report, planned[1].wanted)
+
+    def within(self, memory_limit: float) -> Offloaded:
+        """Offload as little as a limit asks for; where that slows down the step, what does least.
+
+        Where nothing keeps the limit, what needs least memory.
+        """
+        limit = memory_limit * (1 + ROUNDING)
+        planned = self._plan([rank.least(limit) for rank in self._ranks])
+        if planned[1].slowdown <= SLOWDOWN_ALLOWED:
+            return planned
+        others = (self._offload_share(part / _PARTS) for part in range(1, _PARTS + 1))
+        fitting = [plan for plan in (planned, *others) if max(plan[1].peak_memory) <= limit]
+        return min(fitting, default=planned, key=_slowdown_and_copies)
+
+    def _offload_share(self, share: float) -> Offloaded:
+        return self._plan(
+            [rank.most(ceil(share * rank.num_activations - TOLERANCE)) for rank in self._ranks]
+        )
+
+    def _plan(self, plans: list[RankPlan]) -> Offloaded:
+        schedule = Schedule.of((plan.actions for plan in plans), self._schedule.name)
         makespan = simulate(schedule, self._costs).makespan
         slowdown = makespan / self._makespan if self._makespan else 1.0
-        reason = f"{sum(kept)} activations stay: B follows F too soon" if any(kept) else ""
-        peaks = peak_memory(schedule, self._costs)
-        figures = (tuple(offloaded), tuple(kept), slowdown, peaks, reason)
-        return schedule, OffloadReport(count, *figures)
-
-    def _copied(self, events: list[Event]) -> Iterator[Copied]:
-        num_stages = self.schedule.num_stages
-        offload = self._costs.per_stage("offload", num_stages)
-        reload = self._costs.per_stage("reload", num_stages)
-        saved: dict[tuple[int, int], float] = {}
-        for event in events:
-            kind, stage, microbatch = event.action
-            if kind is Kind.F:
-                saved[stage, microbatch] = event.end
-            elif kind in (Kind.B, Kind.BW):
-                span = saved[stage, microbatch], event.start
-                yield Copied(stage, microbatch, *span, offload[stage], reload[stage])
+        report = OffloadReport(
+            wanted=tuple(plan.wanted for plan in plans),
+            offloaded=tuple(plan.offloaded for plan in plans),
+            kept=tuple(plan.wanted - plan.num_moved for plan in plans),
+            queued=tuple(plan.queued for plan in plans),
+            slowdown=slowdown,
+            peak_memory=tuple(plan.peak for plan in plans),
+            reason=_reason(plans),
+        )
+        return schedule, report
 
 
-def _longest(activations: list[Copied], count: int) -> list[Copied]:
-    """Return the activations of a rank's stages with the longest lifespan on average."""
-    total: dict[int, float] = {}
-    for copied in activations:
-        total[copied.stage] = total.get(copied.stage, 0.0) + copied.lifespan
-    stages = set(sorted(total, key=lambda stage: (-total[stage], stage))[:count])
-    return [copied for copied in activations if copied.stage in stages]
+def _slowdown_and_copies(planned: Offloaded) -> tuple[float, int]:
+    report = planned[1]
+    return report.slowdown, sum(report.offloaded) + sum(report.queued)
 
 
-Placed = tuple[int, float, Action]
-"""Before which of its rank's actions a copy is started or freed, and when."""
+def _reason(plans: list[RankPlan]) -> str:
+    too_short = sum(plan.too_short for plan in plans)
+    crowded = sum(plan.wanted - plan.num_moved for plan in plans) - too_short
+    reasons = {
+        "what needs them follows too soon for a copy there and back": too_short,
+        "there is no time for more copies, or more leave no smaller peak": crowded,
+    }
+    return "; ".join(f"{count} stay: {why}" for why, count in reasons.items() if count)
 
 
-def _worthwhile(events: list[Event], copies: list[Copy]) -> list[Placed]:
-    """Return where copies are started and freed, without those freed when they must come back."""
-    starts, ends = [event.start for event in events], [event.end for event in events]
-    placed = [(bisect_right(ends, c.start + TOLERANCE), c.start, c.action) for c in copies]
-    freed = [
-        (bisect_left(starts, c.end - TOLERANCE), c.end, c.action._replace(kind=Kind.FREE))
-        for c in copies
-        if c.action.kind is Kind.OFFLOAD
-    ]
-    back = {action[1:]: place for place, _, action in placed if action.kind is Kind.RELOAD}
-    worthwhile = {action[1:] for place, _, action in freed if place < back[action[1:]]}
-    return [entry for entry in (*freed, *placed) if entry[2][1:] in worthwhile]
-
-
-def _merged(events: list[Event], copies: list[Placed]) -> list[Action]:
-    """Return a rank's order; of copies at one time, FREE comes before what takes memory."""
-    computed = [(place, float("inf"), 0, event.action) for place, event in enumerate(events)]
-    others = [(place, time, _AT_ONE_TIME[a.kind], a) for place, time, a in copies]
-    order = sorted([*computed, *others], key=lambda entry: entry[:3])
-    return [action for *_, action in order]
-
-
-_AT_ONE_TIME = {Kind.OFFLOAD: 0, Kind.FREE: 1, Kind.RELOAD: 2}
+def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadReport:
+    """Say what was wanted before less was, so that the step would not take longer."""
+    less = tuple(asked - tried for asked, tried in zip(wanted, report.wanted, strict=True))
+    if not any(less):
+        return report
+    kept = tuple(more + kept for more, kept in zip(less, report.kept, strict=True))
+    reason = f"{sum(less)} stay: with their copies the step would take longer"
+    reasons = "; ".join(filter(None, (report.reason, reason)))
+    return replace(report, wanted=wanted, kept=kept, reason=reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .actions import Action, Kind
+from .actions import COMPUTE, Action, Kind
 from .costs import Costs
 from .schedule import Schedule
 from .timeline import COMPUTE_LANE, Event, Timeline
@@ -27,7 +27,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
     """
     ranks: list[list[Event]] = [[] for _ in schedule]
     for event in timeline.events:
-        if event.lane == COMPUTE_LANE and event.end > event.start:
+        if event.lane == COMPUTE_LANE and event.action.kind in COMPUTE:
             ranks[event.rank].append(event)
     starts = {event.action: event.start for events in ranks for event in events}
     hops = costs.per_stage("communication", schedule.num_stages)

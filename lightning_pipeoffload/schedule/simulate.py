@@ -36,7 +36,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     seconds = _durations(schedule, costs)
     hop_seconds = _hops(schedule, costs)
-    lanes = CopyLanes(schedule.num_ranks, costs.copy_lanes, _copy_durations(schedule, costs))
+    lanes = CopyLanes(schedule.num_ranks, costs, _copy_durations(schedule, costs))
     clocks = [0.0] * schedule.num_ranks
     ended: dict[Action, float] = {}
     events: list[Event] = []
