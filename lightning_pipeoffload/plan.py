@@ -28,8 +28,11 @@ from lightning_pipeoffload.schedule import (
     build,
     copy_ratios,
     draw,
+    estimated_copy_ratio,
+    free_share,
     offload_activations,
     simulate,
+    with_copy_ratio,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in REPORTS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
-    costs = Costs(**_mapping(config, "costs"))
+    costs = _costs(config)
     if config.compare:
         _compare(config, costs)
         return
@@ -60,6 +63,21 @@ def plan(config: DictConfig) -> None:
     REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload})
 
 
+def _costs(config: DictConfig) -> Costs:
+    """Return the costs, those of copies by the paper's formula where a layer is described."""
+    costs = Costs(**_mapping(config, "costs"))
+    layer = _mapping(config, "layer")
+    given = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
+    if not given:
+        return costs
+    if len(given) < 2 or costs.offload or costs.reload:
+        raise ScheduleError(
+            "layer needs both hidden_size and sequence_length, and estimates costs.offload and "
+            "costs.reload; give these, or those"
+        )
+    return with_copy_ratio(costs, estimated_copy_ratio(**layer))
+
+
 def _offloaded(config: DictConfig, costs: Costs) -> tuple[Schedule, dict[str, Any]]:
     """Return the schedule, with its copies if any are asked for, and what the pass reports."""
     amount = config.strategy.offload
@@ -67,13 +85,18 @@ def _offloaded(config: DictConfig, costs: Costs) -> tuple[Schedule, dict[str, An
         return _schedule(config, costs, config.memory_limit), {}
     schedule = _schedule(config, costs, None)
     schedule, report = offload_activations(schedule, costs, amount, config.memory_limit)
-    names = ("offloaded", "kept", "slowdown", "reason")
+    names = (*_COUNTS, "slowdown", "reason")
     return schedule, {name: getattr(report, name) for name in names}
 
 
 def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     ratio = max(copy_ratios(costs, schedule.num_stages))
-    return {"copy_ratio": ratio if isfinite(ratio) else None, "full_offload_is_free": ratio <= 1}
+    share = free_share(costs, schedule.num_stages)
+    return {
+        "copy_ratio": ratio if isfinite(ratio) else None,
+        "free_share": share,
+        "full_offload_is_free": share == 1,
+    }
 
 
 def _schedule(config: DictConfig, costs: Costs, memory_limit: float | None) -> Schedule:
@@ -136,13 +159,27 @@ def print_text(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) 
 
 
 def _about_copies(offload: dict[str, Any]) -> str:
-    ratio = offload["copy_ratio"]
-    free = "full offload is free" if offload["full_offload_is_free"] else "full offload is not free"
-    lines = [f"k {'infinite' if ratio is None else f'{ratio:.3g}'}: {free}"]
+    ratio, share = offload["copy_ratio"], offload["free_share"]
+    allows = (
+        "full offload is free"
+        if offload["full_offload_is_free"]
+        else f"copies of at most {share:.0%} of the activations are hidden"
+    )
+    lines = [f"k {'infinite' if ratio is None else f'{ratio:.3g}'}: {allows}"]
     if "offloaded" in offload:
-        counts = f"offloaded {offload['offloaded']}, kept {offload['kept']}"
-        lines.append(f"{counts}, makespan x {offload['slowdown']:.4g} {offload['reason']}")
+        ranks = zip(*(offload[name] for name in _COUNTS), strict=True)
+        lines += [_of_rank(rank, *counts) for rank, counts in enumerate(ranks)]
+        lines.append(f"makespan x {offload['slowdown']:.4g} {offload['reason']}")
     return "\n".join(lines) + "\n"
+
+
+_COUNTS = ("wanted", "offloaded", "queued", "kept")
+
+
+def _of_rank(rank: int, wanted: int, offloaded: int, queued: int, kept: int) -> str:
+    queue = f", {queued} from B to W" if queued else ""
+    stay = f", {kept} stay" if kept else ""
+    return f"rank {rank}: of {wanted} activations {offloaded} leave from F to B{queue}{stay}"
 
 
 REPORTS = {"text": print_text, "json": print_json}

@@ -50,6 +50,7 @@ def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
         "peak_host_memory": [0, 0, 0, 0],
         "messages": [8, 16, 16, 8],
         "copy_ratio": 0.0,
+        "free_share": 1.0,
         "full_offload_is_free": True,
     }
 
@@ -69,7 +70,23 @@ def test_offload_is_planned_and_reported(amount, capsys):
 
 def test_text_says_what_k_allows(capsys):
     plan(plan_config(*COPIES, "offload=half"))
-    assert "k 0.7: full offload is free\noffloaded (" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n" in printed
+
+
+def test_text_says_what_stays_and_why(capsys):
+    plan(plan_config("schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
+    printed = capsys.readouterr().out
+    assert "k 2: copies of at most 50% of the activations are hidden" in printed
+    assert "stay: there is no time for more copies" in printed
+
+
+LAYER = ("layer.hidden_size=4096", "layer.sequence_length=8192")
+
+
+def test_k_of_a_layer_comes_from_the_formula(capsys):
+    plan(plan_config(*LAYER, "costs.forward=[1,2,3,4]", "format=json"))
+    assert json.loads(capsys.readouterr().out)["copy_ratio"] == pytest.approx(1.49, abs=0.01)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -94,6 +111,7 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("options=fast", r"options \(fast\) must have names and values"),
         ("+options.speed=3", "option 'speed' is unknown to schedule zb_h1"),
         ("costs.forward=fast", r"costs\.forward \(fast\) must be a number"),
+        ("layer.hidden_size=4096", "layer needs both hidden_size and sequence_length"),
         ("memory_limit=3", r"memory_limit \(3\) is less than the 4"),
         ("picture=plan.pdf", r"picture \(plan\.pdf\) must end in one of \.svg, \.png, \.json"),
         ("strategy.schedule=none.csv", r"strategy\.schedule \(none\.csv\) is no file"),

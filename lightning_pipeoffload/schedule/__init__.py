@@ -13,7 +13,7 @@ from .actions import (
     ScheduleError,
 )
 from .build import SCHEDULES, Recipe, accept, build
-from .copy_ratio import copy_ratios, estimated_copy_ratio
+from .copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
 from .costs import Costs
 from .draw import draw
 from .joined import JoinedPlan, cut_at_batches
@@ -60,6 +60,7 @@ __all__ = [
     "draw",
     "estimated_copy_ratio",
     "forward_only",
+    "free_share",
     "keep_microbatches",
     "lower",
     "memory_changes",
@@ -70,4 +71,5 @@ __all__ = [
     "simulate",
     "split_fused_backward",
     "validate",
+    "with_copy_ratio",
 ]

@@ -6,10 +6,21 @@ ICML 2025, formula 1).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .actions import ScheduleError
 from .costs import Costs
 
-__all__ = ["copy_ratios", "estimated_copy_ratio", "layer_bytes", "layer_flops"]
+__all__ = [
+    "copy_ratios",
+    "estimated_copy_ratio",
+    "free_share",
+    "layer_bytes",
+    "layer_flops",
+    "with_copy_ratio",
+]
+
+_COMPUTE = ("forward", "backward_input", "backward_weight")
 
 BYTES_AFTER_RECOMPUTE = 20
 """Bytes per token and hidden unit of a layer in 16 bits, with flash attention and cheap recompute:
@@ -50,11 +61,50 @@ def estimated_copy_ratio(
     return 2 * layer_bytes(hidden_size, sequence_length) / copy_rate / compute_seconds
 
 
+def with_copy_ratio(costs: Costs, ratio: float) -> Costs:
+    """Return costs whose copies take ``ratio`` times as long as the compute of their stage.
+
+    Args:
+        costs: Whose copies are not known.
+        ratio: k, half of it for each direction.
+    """
+    seconds = [getattr(costs, name) for name in _COMPUTE]
+    num_stages = max((len(values) for values in seconds if isinstance(values, tuple)), default=1)
+    stages = zip(*(costs.per_stage(name, num_stages) for name in _COMPUTE), strict=True)
+    copies = [ratio / 2 * sum(compute) for compute in stages]
+    one_way = copies if num_stages > 1 else copies[0]
+    return replace(costs, offload=one_way, reload=one_way)
+
+
 def copy_ratios(costs: Costs, num_stages: int) -> tuple[float, ...]:
     """Return k of every stage: infinite where copies take time and computing none."""
-    names = ("offload", "reload", "forward", "backward_input", "backward_weight")
-    stages = zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
-    return tuple(_ratio(there + back, sum(compute)) for there, back, *compute in stages)
+    stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
+    return tuple(_ratio(sum(copies), compute) for copies, compute in stages)
+
+
+def free_share(costs: Costs, num_stages: int) -> float:
+    """Return which share of its activations every rank can copy while it computes: 1 for all.
+
+    By the time of the copies alone; what is copied must also be away for long enough.
+    """
+    stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
+    return min(1 / max(1.0, _ratio(_busy(costs, *copies), compute)) for copies, compute in stages)
+
+
+def _busy(costs: Costs, offload: float, reload: float) -> float:
+    """Return how long the copies of one activation keep a lane or a link busy, or both."""
+    of_lane = offload + reload if costs.copy_lanes == 1 else max(offload, reload)
+    return max(of_lane, costs.ranks_per_link * max(offload, reload))
+
+
+def _copies(costs: Costs, num_stages: int) -> list[tuple[float, float]]:
+    names = ("offload", "reload")
+    return list(zip(*(costs.per_stage(name, num_stages) for name in names), strict=True))
+
+
+def _compute(costs: Costs, num_stages: int) -> list[float]:
+    stages = zip(*(costs.per_stage(name, num_stages) for name in _COMPUTE), strict=True)
+    return [sum(seconds) for seconds in stages]
 
 
 def _ratio(copies: float, compute: float) -> float:

@@ -3,58 +3,75 @@
 One line per rank, one cell per action, empty cells for idle slots. torch's runtime executes what is
 written here; it writes I for our B and B for our BW. Its DualPipeV has cells such as
 ``(7F4;0B0)OVERLAP_F_B``, which are read as one action after the other.
+
+Copies stand in the cell of the compute action that they follow, as in ``2F0 2OFFLOAD0``: torch
+reads a cell's first action and no further, so it executes the same order without offload.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from os import PathLike
 
-from .actions import Action, Kind, ScheduleError
+from .actions import COPIES, Action, Kind, ScheduleError
 
 TORCH_NAMES = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {torch_name: kind for kind, torch_name in TORCH_NAMES.items()}
 
 
 def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) -> None:
-    """Write the compute actions of every rank.
+    """Write the compute actions of every rank, and its copies.
 
     Raises:
-        ScheduleError: There is another action than F, B, W and BW.
+        ScheduleError: There is an action that is neither, or a copy before all compute actions.
     """
-    rows = [[_to_torch(action) for action in rank] for rank in actions]
+    rows = [list(_cells(rank)) for rank in actions]
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(rows)
 
 
 def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
-    """Read the compute actions of every rank; idle slots are left out.
+    """Read the compute actions of every rank, and its copies; idle slots are left out.
 
     Raises:
-        ScheduleError: A cell is not an action of torch's compute-only format.
+        ScheduleError: A cell is not an action of torch's compute-only format, with copies or not.
     """
     with open(path, newline="") as file:
         return [
-            [_from_torch(text, path) for cell in row for text in _one_by_one(cell)]
+            [action for cell in row for text in _one_by_one(cell) for action in _read(text, path)]
             for row in csv.reader(file)
         ]
 
 
-def _to_torch(action: Action) -> str:
-    if action.kind not in TORCH_NAMES:
-        raise ScheduleError(
-            f"{action} cannot be written: torch's format has compute actions only; "
-            "write the schedule from before its copies and lower()"
-        )
-    return f"{action.stage}{TORCH_NAMES[action.kind]}{action.microbatch}"
+def _cells(actions: Iterable[Action]) -> Iterator[str]:
+    cell: list[str] = []
+    for action in actions:
+        if action.kind in TORCH_NAMES:
+            if cell:
+                yield " ".join(cell)
+            cell = [f"{action.stage}{TORCH_NAMES[action.kind]}{action.microbatch}"]
+        elif action.kind in COPIES and cell:
+            cell.append(str(action))
+        else:
+            raise ScheduleError(
+                f"{action} cannot be written: the format has compute actions, and copies after "
+                "one; write the schedule from before lower()"
+            )
+    yield " ".join(cell)
 
 
 def _one_by_one(cell: str) -> list[str]:
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     texts = overlapped[1].split(";") if overlapped else [cell]
     return [text for text in texts if text.strip()]
+
+
+def _read(text: str, path: str | PathLike[str]) -> Iterator[Action]:
+    first, *copies = text.split()
+    yield _from_torch(first, path)
+    yield from map(Action.parse, copies)
 
 
 def _from_torch(cell: str, path: str | PathLike[str]) -> Action:

@@ -5,6 +5,8 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     copy_ratios,
     estimated_copy_ratio,
+    free_share,
+    with_copy_ratio,
 )
 
 
@@ -25,3 +27,22 @@ def test_rates_must_be_positive():
 def test_ratio_of_every_stage():
     costs = Costs([1, 2, 0], [1, 2, 0], [1, 2, 0], offload=1, reload=2)
     assert copy_ratios(costs, 3) == (1.0, 0.5, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "share"),
+    [
+        ({}, 0.5),
+        ({"copy_lanes": 2}, 1.0),
+        ({"ranks_per_link": 2}, 0.5),
+        ({"ranks_per_link": 4}, 0.25),
+    ],
+)
+def test_what_copies_are_free_depends_on_lanes_and_links(machine, share):
+    assert free_share(Costs(1, 1, 1, offload=3, reload=3, **machine), 4) == share
+
+
+def test_copies_of_a_ratio_are_that_of_each_stage():
+    costs = with_copy_ratio(Costs([1, 2], 1, 1), 0.7)
+    assert copy_ratios(costs, 2) == pytest.approx([0.7, 0.7])
+    assert with_copy_ratio(Costs(1, 1, 1), 1.0).offload == 1.5
