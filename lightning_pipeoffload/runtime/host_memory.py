@@ -41,7 +41,7 @@ class HostBudget:
     @classmethod
     def given(cls, num_bytes: int) -> HostBudget:
         """Make what the user asked for."""
-        return cls(num_bytes, f"host_memory_limit is {_gib(num_bytes)}")
+        return cls(num_bytes, f"host_memory_limit is {_amount(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
@@ -57,7 +57,9 @@ class HostBudget:
             return None
         share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
         ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
-        origin = f"{_gib(share)} is a rank's share of the {_gib(available)} that the machine had"
+        origin = (
+            f"{_amount(share)} is a rank's share of the {_amount(available)} that the machine had"
+        )
         return cls(share, f"{origin} left for {ranks}")
 
 
@@ -113,12 +115,12 @@ class HostMemory:
             raise self._exhausted(size, budget.origin)
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
-            raise self._exhausted(size, f"the machine has {_gib(available)} left and would swap")
+            raise self._exhausted(size, f"the machine has {_amount(available)} left and would swap")
 
     def _exhausted(self, size: int, reason: str) -> HostMemoryError:
         return HostMemoryError(
-            f"host memory for offloading is exhausted: {_gib(size)} more than the "
-            f"{_gib(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
+            f"host memory for offloading is exhausted: {_amount(size)} more than the "
+            f"{_amount(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
             f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
         )
 
@@ -159,5 +161,8 @@ def piece_sizes(num_bytes: int) -> list[int]:
     return sizes
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3f} GiB"
+def _amount(num_bytes: int) -> str:
+    """Write bytes with the unit that makes them readable: "1.50 GiB"."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.2f} {unit}" if power else f"{num_bytes} {unit}"

@@ -35,7 +35,7 @@ def test_pieces_are_reused():
 def test_the_budget_is_kept():
     memory = HostMemory(pinned=False, budget=HostBudget.given(8192))
     memory.take(8192)
-    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 0\.000 GiB; offload less"):
+    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 8\.00 KiB; offload less"):
         memory.take(1)
 
 
@@ -68,6 +68,13 @@ def test_a_full_machine_has_no_share_and_an_unknown_one_no_limit(machine):
     assert HostBudget.share_of_machine(2).num_bytes == 0
     machine(0, 0)
     assert HostBudget.share_of_machine(2) is None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 bytes"), (4096, "4.00 KiB"), (3 << 29, "1.50 GiB")]
+)
+def test_amounts_are_readable(num_bytes, text):
+    assert HostBudget.given(num_bytes).origin == f"host_memory_limit is {text}"
 
 
 def test_what_a_validation_allocates_can_be_trained_with():
