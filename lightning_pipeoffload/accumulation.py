@@ -21,10 +21,13 @@ from lightning_pipeoffload.schedule import (
     cut_at_batches,
     lower,
     peak_memory,
+    repeat_batch,
+    simulate,
 )
 
-# Longer plans gain nothing: the pipeline is then empty for less than a hundredth of the time.
-_MOST_MICROBATCHES = 512
+# Longer plans gain little, and take seconds to make.
+_MOST_MICROBATCHES = 256
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,31 @@ class Accumulation:
 
 
 def join_batches(
-    make_schedule: Callable[[int], Schedule], plan: Schedule, num_batches: int, costs: Costs
+    make_schedule: Callable[[int], Schedule], single: Schedule, num_batches: int, costs: Costs
 ) -> JoinedPlan | None:
-    """Make one plan over several batches, if it needs no more memory than one batch's.
+    """Make one plan over several batches, if it takes less time and no more memory.
 
     Args:
         make_schedule: builds the schedule for a number of microbatches.
-        plan: lowered, of one batch.
+        single: the schedule of one batch.
         num_batches: that are wanted in one plan.
         costs: of the stages.
 
     Returns:
-        The plan; None if the schedule is of a fixed size, keeps more the longer it gets, or starts
-        on a batch before all forwards of the one before.
+        The plan; None if batches with a plan each do as well, or the schedule is of a fixed size.
     """
-    size = plan.num_microbatches
+    size = single.num_microbatches
     count = min(num_batches, _MOST_MICROBATCHES // size)
     if count < 2:
         return None
     try:
-        joined = cut_at_batches(lower(make_schedule(count * size)), size)
+        joined = cut_at_batches(make_schedule(count * size), size)
     except ScheduleError:
         return None
-    if joined is None or max(peak_memory(joined.plan, costs)) > max(peak_memory(plan, costs)):
-        return None
-    return joined
+    apart = lower(repeat_batch(single, count))
+    saves_time = simulate(joined.plan, costs).makespan * _ROUNDING < simulate(apart, costs).makespan
+    keeps_more = max(peak_memory(joined.plan, costs)) > max(peak_memory(apart, costs)) * _ROUNDING
+    return joined if saves_time and not keeps_more else None
 
 
 class JoinedRun:

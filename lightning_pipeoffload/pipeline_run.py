@@ -213,7 +213,7 @@ class PipelineRun:
         if num_batches not in self._joined:
             costs = self._costs or self.pipeline.costs
             self._joined[num_batches] = join_batches(
-                lambda count: self._make_schedule(count)[0], self._plan_of_batch, num_batches, costs
+                lambda count: self._make_schedule(count)[0], self.schedule, num_batches, costs
             )
         return self._joined[num_batches]
 
@@ -338,6 +338,11 @@ class PipelineRun:
         copies = self._settings.plans_memory or self.schedule.has_copies
         speed = measure_copy_speed(self.pipeline.device) if copies else _NO_COPIES
         return measure_costs(self.executor, speed)
+
+    def leave(self) -> None:
+        """Leave the module, after an error in the middle of a step too."""
+        self._open = None
+        self.pipeline.detach()
 
     def _measure(self) -> dict[str, Any]:
         return measure(self.plan, self.executor, self.pipeline.weight_flops)

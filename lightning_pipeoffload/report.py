@@ -118,8 +118,7 @@ def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumul
         hooks = ", ".join(accumulation.watched_by)
         note = f"A plan for each batch, for between them run hooks that may use gradients: {hooks}."
     else:
-        note = f"A plan for each batch: one of {single.name} for several starts on a batch before "
-        note += "the one before has its loss, or keeps more activations, or cannot be made."
+        note = f"A plan for each batch: a common one of {single.name} is no faster, or keeps more."
     Console().print(note, highlight=False)
 
 

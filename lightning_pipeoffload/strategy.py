@@ -166,7 +166,10 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a training batch; until there was one, of a provisional size."""
+        """The lowered plan of a training batch, or of several that accumulate.
+
+        Until there was one it is of a provisional size.
+        """
         return self.run.plan
 
     def report(self) -> dict[str, Any]:
@@ -481,7 +484,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def teardown(self) -> None:
         if self._run is not None:
-            self._run.pipeline.detach()
+            self._run.leave()
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):
                 connector.leave()

@@ -105,7 +105,8 @@ class Row:
 
 ROWS = {
     "accumulate_grad_batches": Row(
-        {"accumulate_grad_batches": 2},
+        # The timer lets all ranks wait for each other after each batch.
+        {"accumulate_grad_batches": 2, "max_time": timedelta(days=1)},
         lambda: [
             LearningRateMonitor("step"),
             ModelCheckpoint(

@@ -16,7 +16,7 @@ from .build import SCHEDULES, Recipe, accept, build
 from .copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
 from .costs import Costs
 from .draw import draw
-from .joined import JoinedPlan, cut_at_batches
+from .joined import JoinedPlan, cut_at_batches, repeat_batch
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .offload import OffloadReport, offload_activations
 from .pipe_offload import UNMEASURED
@@ -68,6 +68,7 @@ __all__ = [
     "part_sizes",
     "peak_host_memory",
     "peak_memory",
+    "repeat_batch",
     "simulate",
     "split_fused_backward",
     "validate",

@@ -8,16 +8,17 @@ backwards may be left for later parts, where they go on beside the next batch's 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .actions import Action, Kind
+from .actions import TRANSFERS, Action, Kind
 from .dependencies import Dependencies, outcome
+from .messages import SENDS
 from .schedule import Schedule
+from .transfer import lower, split_fused_backward
 
-__all__ = ["JoinedPlan", "cut_at_batches"]
-
-_FORWARD = {Kind.F, Kind.SEND_F}
+__all__ = ["JoinedPlan", "cut_at_batches", "repeat_batch"]
 
 
 class JoinedPlan(NamedTuple):
@@ -32,63 +33,76 @@ class JoinedPlan(NamedTuple):
     ends: tuple[tuple[int, ...], ...]
 
 
-def cut_at_batches(plan: Schedule, batch_size: int) -> JoinedPlan | None:
-    """Cut every rank's actions into parts.
+def cut_at_batches(schedule: Schedule, batch_size: int) -> JoinedPlan:
+    """Cut every rank's actions into parts, and lower them.
 
+    What is early for its part waits until the end of the part before it; all else keeps its order.
     No rank waits in one part for what another does in a later one, so that ranks may wait for each
     other between parts, too.
 
     Args:
-        plan: lowered, over the microbatches of all batches.
+        schedule: not lowered yet, over the microbatches of all batches.
         batch_size: microbatches of one batch.
-
-    Returns:
-        The parts; None if a forward of one batch comes before the last one of the batch before it.
     """
-    places = _Places(plan)
-    ends: list[tuple[int, ...]] = []
-    for count in range(batch_size, plan.num_microbatches, batch_size):
-        part = places.closed([_after_forwards(rank, count) for rank in plan])
-        if any(
-            a.microbatch >= count for rank, end in zip(plan, part, strict=True) for a in rank[:end]
-        ):
-            return None
-        ends.append(tuple(part))
-    ends.append(tuple(len(rank) for rank in plan))
-    return JoinedPlan(plan, tuple(zip(*ends, strict=True)))
+    schedule = split_fused_backward(schedule)
+    awaited_by = Dependencies(schedule)
+    left = [list(rank) for rank in schedule]
+    taken: list[list[Action]] = [[] for _ in left]
+    counts: list[list[int]] = [[] for _ in left]
+    for count in range(batch_size, schedule.num_microbatches, batch_size):
+        for rank, end in enumerate(_ends_of_part(left, count, awaited_by)):
+            head, tail = left[rank][:end], left[rank][end:]
+            taken[rank] += [action for action in head if action.microbatch < count]
+            left[rank] = [action for action in head if action.microbatch >= count] + tail
+            counts[rank].append(len(taken[rank]))
+    held = [first + last for first, last in zip(taken, left, strict=True)]
+    plan = lower(Schedule.of(held, schedule.name))
+    ends = (
+        (*(_place_after(actions, count) for count in of_rank), len(actions))
+        for actions, of_rank in zip(plan, counts, strict=True)
+    )
+    return JoinedPlan(plan, tuple(ends))
 
 
-def _after_forwards(actions: tuple[Action, ...], count: int) -> int:
-    """Return the place after the last forward of the first ``count`` microbatches."""
-    forwards = (i for i, a in enumerate(actions) if a.kind in _FORWARD and a.microbatch < count)
+def _ends_of_part(left: list[list[Action]], count: int, awaited_by: Dependencies) -> list[int]:
+    """Say how far each rank goes for the forwards of the first ``count`` microbatches.
+
+    Far enough that what other ranks do until then finds what it waits for.
+    """
+    places = {outcome(a): (r, i) for r, actions in enumerate(left) for i, a in enumerate(actions)}
+    ends = [_after_forwards(actions, count) for actions in left]
+    spans = deque((rank, 0, end) for rank, end in enumerate(ends))
+    while spans:
+        rank, start, end = spans.popleft()
+        for action in left[rank][start:end]:
+            awaited = awaited_by.of(action) if action.microbatch < count else None
+            other, place = places.get(awaited, (rank, -1)) if awaited else (rank, -1)
+            if place >= ends[other]:
+                spans.append((other, ends[other], place + 1))
+                ends[other] = place + 1
+    return ends
+
+
+def _after_forwards(actions: list[Action], count: int) -> int:
+    forwards = (i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch < count)
     return 1 + max(forwards)
 
 
-class _Places:
-    """Where in a plan the actions are."""
+def _place_after(actions: tuple[Action, ...], count: int) -> int:
+    """Return the place after ``count`` actions that are no transfers, and what they send."""
+    for place, action in enumerate(actions):
+        if count == 0 and action.kind not in SENDS:
+            return place
+        count -= action.kind not in TRANSFERS
+    return len(actions)
 
-    def __init__(self, plan: Schedule) -> None:
-        self._plan = plan
-        self._awaited_by = Dependencies(plan).of
-        self._place_of = {
-            outcome(action): (rank, place)
-            for rank, actions in enumerate(plan)
-            for place, action in enumerate(actions)
-        }
 
-    def closed(self, ends: list[int]) -> list[int]:
-        """Move the ends of every rank's first actions on, until they wait for nothing outside."""
-        done, ends = [0] * len(ends), list(ends)
-        while done != ends:
-            before = list(ends)
-            for rank, place in self._awaited(done, before):
-                ends[rank] = max(ends[rank], place + 1)
-            done = before
-        return ends
+def repeat_batch(schedule: Schedule, num_batches: int) -> Schedule:
+    """Return the schedule of batches that follow each other, each rank as soon as it can."""
+    size = schedule.num_microbatches
 
-    def _awaited(self, starts: list[int], ends: list[int]) -> Iterator[tuple[int, int]]:
-        for actions, start, end in zip(self._plan, starts, ends, strict=True):
-            for action in actions[start:end]:
-                awaited = self._awaited_by(action)
-                if awaited is not None:
-                    yield self._place_of[awaited]
+    def repeat(actions: tuple[Action, ...]) -> Iterator[Action]:
+        for start in range(0, size * num_batches, size):
+            yield from (a._replace(microbatch=a.microbatch + start) for a in actions)
+
+    return Schedule.of(map(repeat, schedule), schedule.name)
