@@ -34,7 +34,7 @@ from lightning_pipeoffload.checkpoint_folder import (
     read_checkpoint_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.data import own_generators
+from lightning_pipeoffload.data import leave_out_seen, own_generators
 from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
 from lightning_pipeoffload.loops import hooks_between_batches, join_loops, refuse_module
 from lightning_pipeoffload.monitor import LogCapture, SharedMetricsConnector
@@ -261,7 +261,14 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         own_generators(dataloader, self._seed)
+        if self._trainer.training and self._trainer.ckpt_path is not None:
+            leave_out_seen(dataloader, self._count_seen_batches)
         return dataloader
+
+    def _count_seen_batches(self) -> int:
+        """Return how many batches of this epoch a fit that resumes has done."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return 0 if progress.is_last_batch else progress.current.ready
 
     # Steps
 
