@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 
@@ -34,33 +35,60 @@ class StateCollector:
         self._global_ranks = group.global_ranks
         self._root = group.root
 
-    def module_state(self) -> dict[str, Any]:
-        """Return the whole state dict on global rank 0, an empty one elsewhere."""
-        local = self._pipeline.module.state_dict()
-        state = {}
-        with blaming_peers("lost a rank while collecting the module's state"):
-            for name in self._pipeline.names:
-                state[name] = self._fetch(name, local)
-        return state if dist.get_rank() == self._root else {}
+    def module_state(self, whole: bool) -> dict[str, Any]:
+        """Return the state dict under the plain module's keys, in its order.
 
-    def _fetch(self, name: str, local: Mapping[str, Any]) -> Any:
-        """Return one entry on the root; others send theirs, if it is theirs to send."""
-        spec = self._pipeline.specs.get(name)
-        if spec is None:  # no tensor: what a module's get_extra_state returns
-            return local.get(name)
-        owner, me = self._writer_of(name), dist.get_rank()
+        What this rank is not the one to write is shape-only.
+
+        Args:
+            whole: whether global rank 0 is to have all of it.
+        """
+        mine = self._part()
+        with blaming_peers("lost a rank while collecting the module's state"):
+            state = {}
+            for name, (owner, shape) in self._list_entries(mine).items():
+                value = mine[name] if owner == dist.get_rank() else shape
+                state[name] = self._bring(value, owner) if whole else value
+            return state
+
+    def _part(self) -> dict[str, Any]:
+        """Return the entries that this rank can write: its own, and what belongs to no stage."""
+        state = self._pipeline.module.state_dict()
+        owners = {name: self._pipeline.owner_of(name) for name in state}
+        return {
+            name: value
+            for name, value in state.items()
+            if owners[name] in (None, self._ranks.rank) and not isinstance(value, ShapeOnly)
+        }
+
+    def _list_entries(self, mine: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+        """Say of every entry which global rank writes it, and its shape; the root if it can."""
+        listed = self._ranks.gather({name: _to_meta(value) for name, value in mine.items()})
+        by_rank = sorted(zip(self._global_ranks, listed, strict=True), reverse=True)
+        found = {
+            name: (rank, _shape_only(name, rank, value))
+            for rank, part in by_rank
+            for name, value in part.items()
+        }
+        place = {name: place for place, name in enumerate(self._pipeline.names)}
+        return {name: found[name] for name in sorted(found, key=lambda n: place.get(n, len(place)))}
+
+    def _bring(self, value: Any, owner: int) -> Any:
+        """Let the root have a value; the one that has it sends."""
+        me = dist.get_rank()
+        if not isinstance(value, Tensor) or me not in (owner, self._root):
+            return value
         if owner == self._root:
-            return local[name].cpu() if me == owner else None
+            return value.cpu()
         if me == owner:
-            dist.send(local[name].cpu().contiguous(), self._root, group=self._group)
-        if me != self._root:
-            return None
-        received = torch.empty(spec.shape, dtype=spec.dtype)
+            dist.send(value.cpu().contiguous(), self._root, group=self._group)
+            return value
+        received = torch.empty(value.shape, dtype=value.dtype)
         dist.recv(received, owner, group=self._group)
         return received
 
     def optimizer_state(self, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
-        """Return the plain optimizer's state dict on global rank 0, an empty one elsewhere.
+        """Return the plain optimizer's state dict; elsewhere than on global rank 0 only the groups.
 
         Args:
             optimizer: of this rank's parameters.
@@ -72,23 +100,8 @@ class StateCollector:
             parts = [None] * len(self._global_ranks)
         with blaming_peers("lost a rank while collecting an optimizer's state"):
             dist.gather_object(local, parts, dst=self._root, group=self._group)
-        if parts is None:
-            return {}
-        return _plain_layout(optimizer, names, {k: v for part in parts for k, v in part.items()})
-
-    def module_part(self) -> dict[str, Any]:
-        """Return the entries of the state dict that are this rank's to write."""
-        local = self._pipeline.module.state_dict()
-        return {
-            name: local[name]
-            for name in self._pipeline.names
-            if name in local and dist.get_rank() == self._writer_of(name)
-        }
-
-    def _writer_of(self, name: str) -> int:
-        if name not in self._pipeline.specs:
-            return self._root
-        return self._global_ranks[self._pipeline.owner_of(name)]
+        states = {name: state for part in parts or () for name, state in part.items()}
+        return _plain_layout(optimizer, names, states)
 
     def optimizer_part(self, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
         """Return what is this rank's to write of the plain optimizer's state, by parameter name.
@@ -207,6 +220,16 @@ def load_module_state(
         )
     local = module.state_dict(keep_vars=True)
     module.load_state_dict({k: v for k, v in state.items() if k in local}, strict=False)
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _shape_only(name: str, rank: int, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return ShapeOnly(value, torch.device("cpu"), frozenset((f"{name} (on global rank {rank})",)))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

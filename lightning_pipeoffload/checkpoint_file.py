@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-_NEW = ".part"
-_OLD = ".old"
+_PART = ".part"
 _AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -29,49 +32,133 @@ class MovingCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        if "://" in str(path) or storage_options is not None:
+        if is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        part = part_of(path)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, part)
-        move_into_place(part, Path(path))
+        with replacing(path) as part, part.open("wb") as file:
+            torch.save(checkpoint, file)  # given a name it hides why it could not write
+
+    @override
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().load_checkpoint(present(path), *args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if is_remote(path):
+            super().remove_checkpoint(path)
+            return
+        if os.path.lexists(path):
+            part = _new_part(Path(path))
+            os.rename(path, part)  # a folder goes file by file, and half of one is no checkpoint
+            delete(part)
 
 
-def part_of(path: str | Path) -> Path:
-    """Return where a checkpoint is written before it is moved to ``path``; nothing is there.
+@contextmanager
+def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
+    """Give a new file or folder to write to, which is moved to ``path`` when the block ends.
 
-    What a killed run left there is deleted.
+    If the block raises, what it wrote is deleted, and ``path`` stays as it was. What killed runs
+    have left in the same folder is deleted first: it may be what fills the disk.
+
+    Raises:
+        OSError: there is no room, say; the message names the checkpoint.
     """
-    part = Path(f"{path}{_NEW}")
-    delete(part)
-    return part
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    delete_leftovers(path.parent)
+    part = _new_part(path)
+    part.mkdir() if folder else part.touch()
+    lock = _lock(part)
+    try:
+        yield part
+        _move_into_place(part, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"the checkpoint was not saved: {reason}", str(path)) from error
+    finally:
+        delete(part)
+        if lock is not None:
+            os.close(lock)
 
 
-def move_into_place(part: Path, path: Path) -> None:
+def _move_into_place(part: Path, path: Path) -> None:
     """Move a file or a folder to ``path``; at any moment the old or the new one is there, whole.
 
-    Where the file system cannot exchange two names, a folder is moved to ``path`` + ".old" first.
+    Where the file system cannot exchange two names (NFS), a folder that is there makes room under
+    the name that :func:`present` knows.
     """
     _flush(part)
     if not os.path.lexists(path) or not (part.is_dir() or path.is_dir()):
         part.replace(path)
+        delete(_aside(path))
         return
-    old = part
-    if not _exchange(part, path):
-        old = Path(f"{path}{_OLD}")
-        delete(old)
-        path.rename(old)
-        part.rename(path)
-    delete(old)
+    if _exchange(part, path):
+        return  # what was at the path is now the part, which its maker deletes
+    aside = _aside(path)
+    delete(aside)
+    path.rename(aside)
+    part.rename(path)
+    delete(aside)
+
+
+def present(path: str | Path) -> str | Path:
+    """Return where a checkpoint is: at ``path``, or where a kill within a move has left it."""
+    if is_remote(path) or os.path.lexists(path):
+        return path
+    aside = _aside(Path(path))
+    return aside if aside.exists() else path
 
 
 def delete(path: Path) -> None:
     """Delete a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with suppress(FileNotFoundError):  # another run deletes it too
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Delete what killed runs were writing in a folder; what someone is writing stays."""
+    for part in folder.glob(f"*{_PART}"):
+        lock = _lock(part)
+        if lock is not None:
+            delete(part)
+            os.close(lock)
+
+
+def _new_part(path: Path) -> Path:
+    return Path(f"{path}.{secrets.token_hex(4)}{_PART}")
+
+
+def _aside(path: Path) -> Path:
+    """Return where a checkpoint waits until the new one is at its place.
+
+    ``last.ckpt`` waits at ``last.being-replaced.ckpt``, where ``ckpt_path="last"`` finds it too.
+    """
+    return path.with_name(f"{path.stem}.being-replaced{path.suffix}")
+
+
+def _lock(part: Path) -> int | None:
+    """Lock a part as one that is being written; None if it is, or if nobody can tell.
+
+    The lock ends with the process, however that ends.
+    """
+    try:
+        descriptor = os.open(part, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by another, or the file system has no locks
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path is a URL, which fsspec writes to."""
+    return "://" in str(path)
 
 
 def _flush(path: Path) -> None:

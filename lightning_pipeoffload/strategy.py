@@ -13,6 +13,9 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import (
+    _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -27,7 +30,7 @@ from lightning_pipeoffload.checkpoint import (
     load_optimizer_state,
     name_optimizer_state,
 )
-from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO
+from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, is_remote, present
 from lightning_pipeoffload.checkpoint_folder import (
     META_FILE,
     is_checkpoint_folder,
@@ -408,8 +411,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._is_split:
-            states = self._states
-            return states.module_part() if self._saves_folder else states.module_state()
+            return self._states.module_state(whole=not self._saves_folder)
         # Without a seed the ranks' modules differ until they are split.
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
@@ -425,12 +427,12 @@ class PipeOffloadStrategy(PipelineProcesses):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         names = self._group_names[[id(known) for known in self.optimizers].index(id(optimizer))]
-        if not self._is_split and not self.is_global_zero:
-            return {}
         if self._is_split:
             states = self._states
             collect = states.optimizer_part if self._saves_folder else states.optimizer_state
             return collect(optimizer, names)
+        if not self.is_global_zero:
+            return {}
         state = super().optimizer_state(optimizer)
         return name_optimizer_state(state, names) if self._saves_folder else state
 
@@ -443,6 +445,13 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self._saves_folder:
+            raise ValueError(
+                f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each "
+                f"rank writes its part of a folder by itself; leave one of them out"
+            )
+        if isinstance(io, _WrappingCheckpointIO):
+            io.checkpoint_io = MovingCheckpointIO()  # unless it has one to wrap
         self._checkpoint_io = io
 
     @override
@@ -452,10 +461,10 @@ class PipeOffloadStrategy(PipelineProcesses):
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r} is of a CheckpointIO, which does not write "
-                f"folders; leave it out, or set save_distributed_checkpoint=False"
+        if storage_options is not None or is_remote(filepath):
+            raise ValueError(
+                f"a checkpoint folder is written to a mounted disk, without storage_options; got "
+                f"{filepath} and {storage_options!r}; set save_distributed_checkpoint=False"
             )
         write_checkpoint_folder(checkpoint, Path(self.broadcast(filepath)), self.group)
 
@@ -463,11 +472,27 @@ class PipeOffloadStrategy(PipelineProcesses):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not is_checkpoint_folder(checkpoint_path):
+        folder = Path(present(checkpoint_path))
+        if not is_checkpoint_folder(folder):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        folder = Path(checkpoint_path)
         rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-        return read_checkpoint_folder(folder, rest, self.group, weights_only)
+        return read_checkpoint_folder(folder, rest, self.group, weights_only, self._own_places())
+
+    def _own_places(self) -> Callable[[Sequence[Any]], bool]:
+        """Return a function that says which entries of a checkpoint folder this rank uses."""
+        fits = self._trainer.state.fn == TrainerFn.FITTING
+        if not self._is_split:
+            return lambda place: fits or place[0] == "model"
+        keys = self._module.state_dict().keys()
+        parameters = self.run.pipeline.canonical_parameters()
+
+        def is_own(place: Sequence[Any]) -> bool:
+            kind, *inside = place
+            if kind == "model":
+                return inside[0] in keys
+            return fits and (inside[0] != "state" or inside[1] in parameters)
+
+        return is_own
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -28,7 +28,6 @@ from lightning_pipeoffload.runtime.partition import (
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.probe import Probe, probe_step
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import find_slots
@@ -79,18 +78,14 @@ class Pipeline:
         self.committed = False
         state = module.state_dict(keep_vars=True)
         self.names = list(state)
-        self.specs = {
-            key: TensorSpec(t.shape, t.dtype, False)
-            for key, t in state.items()
-            if isinstance(t, Tensor)
-        }
         slots = find_slots(module)
         by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
         self._order = {slot.name: place for place, slot in enumerate(slots)}
         self._identity = {slot.name: id(slot.tensor) for slot in slots}
         self._trainable = {slot.name for slot in slots if slot.kind == "_parameters"}
         self._slot_of = {
-            key: key if key in self._order else by_id[id(state[key])] for key in self.specs
+            key: key if key in self._order else by_id.get(id(tensor))
+            for key, tensor in state.items()
         }
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
@@ -172,10 +167,15 @@ class Pipeline:
             if name not in self._trainable and len(self.ownership.owners[name]) == count
         ]
 
-    def owner_of(self, key: str) -> int:
-        """Return the rank that saves an entry of the state dict: the one with its last stage."""
-        owners = self.ownership.owners[self._slot_of[key]]
-        return self._settings.stage_ranks[max(owners)]
+    def owner_of(self, key: str) -> int | None:
+        """Return the rank that saves an entry of the state dict: the one with its last stage.
+
+        None for what is no parameter or buffer: what ``get_extra_state`` or a hook has added.
+        """
+        slot = self._slot_of.get(key)
+        return (
+            None if slot is None else self._settings.stage_ranks[max(self.ownership.owners[slot])]
+        )
 
     def canonical_parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters by their first name in the whole module."""
