@@ -66,9 +66,9 @@ class StateCollector:
         listed = self._ranks.gather({name: _to_meta(value) for name, value in mine.items()})
         by_rank = sorted(zip(self._global_ranks, listed, strict=True), reverse=True)
         found = {
-            name: (rank, _shape_only(name, rank, value))
+            name: (rank, value)
             for rank, part in by_rank
-            for name, value in part.items()
+            for name, value in shapes_of(part, rank).items()
         }
         place = {name: place for place, name in enumerate(self._pipeline.names)}
         return {name: found[name] for name in sorted(found, key=lambda n: place.get(n, len(place)))}
@@ -143,6 +143,17 @@ def _groups(optimizer: Optimizer, members: Sequence[Sequence[str | int]]) -> lis
         {**group, "params": list(whole)}
         for group, whole in zip(optimizer.param_groups, members, strict=True)
     ]
+
+
+def shapes_of(state: Mapping[str, Any], global_rank: int) -> dict[str, Any]:
+    """Return a state dict's entries without their values, which are on ``global_rank``."""
+    host = torch.device("cpu")
+    shapes = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            origin = frozenset((f"{name} (on global rank {global_rank})",))
+            shapes[name] = ShapeOnly(_to_meta(value), host, origin)
+    return shapes
 
 
 def name_optimizer_state(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
@@ -224,12 +235,6 @@ def load_module_state(
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _shape_only(name: str, rank: int, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return ShapeOnly(value, torch.device("cpu"), frozenset((f"{name} (on global rank {rank})",)))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

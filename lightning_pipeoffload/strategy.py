@@ -29,6 +29,7 @@ from lightning_pipeoffload.checkpoint import (
     load_module_state,
     load_optimizer_state,
     name_optimizer_state,
+    shapes_of,
 )
 from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, is_remote, present
 from lightning_pipeoffload.checkpoint_folder import (
@@ -413,7 +414,8 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self._is_split:
             return self._states.module_state(whole=not self._saves_folder)
         # Without a seed the ranks' modules differ until they are split.
-        return super().lightning_module_state_dict() if self.is_global_zero else {}
+        state = super().lightning_module_state_dict()
+        return state if self.is_global_zero else shapes_of(state, global_rank=0)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -37,6 +37,7 @@ IMPORTED = {
         "_get_default_process_group_backend_for_device",
         "_init_dist_connection",
     ],
+    "lightning.pytorch.plugins.io.wrapper": ["_WrappingCheckpointIO"],
     "lightning.pytorch.loops.optimization.automatic": ["_AutomaticOptimization"],
     "lightning.pytorch.strategies.launchers.subprocess_script": ["_SubprocessScriptLauncher"],
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ["_LoggerConnector"],
