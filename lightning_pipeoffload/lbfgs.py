@@ -90,5 +90,6 @@ def give_history(
         own: those of this rank.
     """
     places = (place for place, name in enumerate(names) if name in own)
-    history = state["state"].get(0)
-    return {**state, "state": {next(places, 0): history} if history else {}}
+    keys = state["param_groups"][0]["params"]  # numbers, or names in a checkpoint that is a folder
+    history = state["state"].get(keys[0])
+    return {**state, "state": {keys[next(places, 0)]: history} if history else {}}

@@ -486,13 +486,15 @@ class PipeOffloadStrategy(PipelineProcesses):
         if not self._is_split:
             return lambda place: fits or place[0] == "model"
         keys = self._module.state_dict().keys()
-        parameters = self.run.pipeline.canonical_parameters()
+        # LBFGS keeps all that it knows with its first parameter, for every rank.
+        stateful = {names[0][0] for names in self._group_names if names[0]}
+        stateful |= self.run.pipeline.canonical_parameters().keys()
 
         def is_own(place: Sequence[Any]) -> bool:
             kind, *inside = place
             if kind == "model":
                 return inside[0] in keys
-            return fits and (inside[0] != "state" or inside[1] in parameters)
+            return fits and (inside[0] != "state" or inside[1] in stateful)
 
         return is_own
 

@@ -28,6 +28,7 @@ from lightning_pipeoffload.runtime.partition import (
     find_segments,
     stage_costs,
 )
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.probe import Probe, probe_step
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import find_slots
@@ -78,6 +79,11 @@ class Pipeline:
         self.committed = False
         state = module.state_dict(keep_vars=True)
         self.names = list(state)
+        self.specs = {
+            key: TensorSpec(t.shape, t.dtype, False)
+            for key, t in state.items()
+            if isinstance(t, Tensor)
+        }
         slots = find_slots(module)
         by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
         self._order = {slot.name: place for place, slot in enumerate(slots)}
