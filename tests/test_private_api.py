@@ -31,6 +31,7 @@ IMPORTED = {
         "tree_unflatten",
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
+    "torch.overrides": ["_get_current_function_mode"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
     "lightning.fabric.utilities.distributed": [
@@ -53,6 +54,9 @@ USED = {
     "_version": torch.ones(1),
     "_cdata": torch.ones(1).untyped_storage(),
     "_backward_hooks": torch.ones(1),
+    "_forward_hooks": nn.Module(),
+    "_forward_pre_hooks": nn.Module(),
+    "_local_scalar_dense": torch.ops.aten,
     "_schema": torch.ops.aten.add.Tensor,
     "_destroy": torch.library.Library,
     "_parameters": nn.Module(),

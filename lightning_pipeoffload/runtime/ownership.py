@@ -8,7 +8,8 @@ outside of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,12 +44,10 @@ class Ownership:
         glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
         with_parameters = {id(slot.module) for slot in glue if slot.kind == "_parameters"}
         self._glue = [slot for slot in glue if id(slot.module) in with_parameters]
-        self._home = self._make_view(lambda slot: True)
-        self._hidden = self._make_view(lambda slot: False)
-        self._views = {
-            stage: self._make_view(lambda slot, s=stage: s in owners[slot.name])
-            for stage in self.local_stages
-        }
+        self._blocks: dict[str, tuple[_View, _View]] = {}
+        self._home = _make_view(self._glue, owners, _all)
+        self._hidden = _make_view(self._glue, owners, _none)
+        self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
         """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
@@ -61,6 +60,20 @@ class Ownership:
     def restore(self) -> None:
         """Let every module have all that this rank owns."""
         _exchange(self._home)
+
+    @contextmanager
+    def hiding(self, block: str) -> Iterator[None]:
+        """Let a block that another stage runs have nothing but shapes, whoever owns it."""
+        if block not in self._blocks:
+            slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
+            views = (_make_view(slots, self.owners, visible) for visible in (_all, _none))
+            self._blocks[block] = next(views), next(views)
+        home, hidden = self._blocks[block]
+        _exchange(hidden)
+        try:
+            yield
+        finally:
+            _exchange(home)
 
     def is_local(self, name: str) -> bool:
         """Whether a stage of this rank owns ``name``."""
@@ -80,16 +93,31 @@ class Ownership:
             slot.module.__dict__[slot.kind].pop(slot.attribute, None)
             object.__setattr__(slot.module, slot.attribute, placeholder)
         self.slots = [slot for slot in self.slots if self.is_local(slot.name)]
+        self._blocks.clear()
 
-    def _make_view(self, visible: Any) -> _View:
-        view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
-        for slot in self._glue:
-            place = slot.module.__dict__
-            key = id(slot.module), slot.kind
-            _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
-            if not visible(slot):
-                contents[slot.attribute] = _placeholder(slot, self.owners[slot.name])
-        return list(view.values())
+    def _view_of(self, stage: int) -> _View:
+        return _make_view(self._glue, self.owners, lambda slot: stage in self.owners[slot.name])
+
+
+def _all(slot: Slot) -> bool:
+    return True
+
+
+def _none(slot: Slot) -> bool:
+    return False
+
+
+def _make_view(
+    slots: Iterable[Slot], owners: Mapping[str, frozenset[int]], is_visible: Callable[[Slot], bool]
+) -> _View:
+    view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
+    for slot in slots:
+        place = slot.module.__dict__
+        key = id(slot.module), slot.kind
+        _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
+        if not is_visible(slot):
+            contents[slot.attribute] = _placeholder(slot, owners[slot.name])
+    return list(view.values())
 
 
 def _placeholder(slot: Slot, owners: frozenset[int]) -> ShapeOnly:

@@ -10,10 +10,8 @@ from itertools import accumulate, permutations
 from torch import nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
-from lightning_pipeoffload.runtime.probe import Crossing, Probe
-from lightning_pipeoffload.runtime.shape_only import describe
+from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
-from lightning_pipeoffload.runtime.users_code import in_brackets
 from lightning_pipeoffload.schedule import Costs
 
 # What a parameter weighs against time: enough to decide where times are equal, or unknown.
@@ -182,40 +180,6 @@ def _balance(weights: list[float], num_stages: int) -> list[int]:
         for end in range(stages, len(weights) + 1):
             best(end, stages)
     return list(best(len(weights), num_stages)[2])
-
-
-def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
-    """Check that all that goes from stage to stage goes through the blocks.
-
-    Raises:
-        ValueError: a value of one stage is needed on another, beside what the blocks hand on.
-    """
-    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
-    for crossing in probe.crossings:
-        made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
-        if made != used:
-            raise ValueError(
-                f"stage {used} ({_span(chain, stages[used])}) needs what stage {made} "
-                f"({_span(chain, stages[made])}) has "
-                f"{describe(crossing.origins).removeprefix('something ')}"
-                f"{in_brackets(crossing.line)}, but only what a block returns goes on to the next "
-                f"stage; {_advice(chain, crossing)}"
-            )
-
-
-def _span(chain: BlockChain, stage: Stage) -> str:
-    first, last = chain.block_name(stage.blocks[0]), chain.block_name(stage.blocks[-1])
-    return first if first == last else f"{first} to {last}"
-
-
-def _advice(chain: BlockChain, crossing: Crossing) -> str:
-    """Say what would help: the commonest of what makes such a value is told by where it is from."""
-    blocks = [chain.index_of(origin) for origin in crossing.origins]
-    if any(block is not None and block > crossing.made_in for block in blocks):
-        return "compute a penalty on weights behind the blocks, or as the optimizer's weight_decay"
-    if crossing.used_in == len(chain):
-        return "let the blocks hand it on: each takes it, adds its own share to it and returns it"
-    return "let each block take it and return it beside its output, or compute it from the batch"
 
 
 def _relieve_ranks(

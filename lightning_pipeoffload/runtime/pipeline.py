@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
 from lightning_pipeoffload.runtime.microbatch import shape_signature, split_batch
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import (
     SegmentCosts,
-    check_crossings,
     cut,
     estimate_costs,
     find_segments,
@@ -134,7 +134,7 @@ class Pipeline:
             call = _bind(run, part)
             probe = self._probe(kind, part, call)
             microbatches.append(
-                Microbatch(index, part, call, probe.outputs, self.device, mix_seed(seed, index))
+                Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
             )
         return microbatches
 
@@ -233,7 +233,9 @@ class Pipeline:
             self._learn(probe)
         if self._training_probe is None and torch.is_grad_enabled():
             self._training_probe = probe
-        check_crossings(probe, self._chain, self.partition)
+        if len(self.partition) > 1:
+            check_hooks(probe, self._chain)
+            check_crossings(probe, self._chain, self.partition)
         return probe
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later

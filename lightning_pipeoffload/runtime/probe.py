@@ -23,34 +23,21 @@ from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
-from lightning_pipeoffload.runtime.payload import BlockOutput
+from lightning_pipeoffload.runtime.flow import Flow
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
     ValueNeededError,
     dropping_writes,
+    imagining_values,
     observing,
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.unchanged import unchanged
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
+from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
 
-
-@dataclass(frozen=True)
-class Crossing:
-    """A value that goes from one segment to a later one beside the blocks' outputs.
-
-    Attributes:
-        made_in: segment that computes it.
-        used_in: segment that needs it.
-        origins: what it is computed from, by name.
-        line: of the user's code that needs it; "" if none is found.
-    """
-
-    made_in: int
-    used_in: int
-    origins: frozenset[str]
-    line: str
+_MOST_IMAGINED = 1000
 
 
 @dataclass
@@ -58,22 +45,23 @@ class Probe:
     """What one run of the step without values has shown.
 
     Attributes:
-        outputs: of each block.
+        flow: what goes from block to block.
         segments: name of a parameter, or of a buffer that the step writes, to the segments using
-        it.
+            it.
         forward_flops: of each segment, for one microbatch.
         weight_flops: the part of it that has a weight gradient of as many operations.
         written: names of buffers that the step writes from values that every stage has.
-        crossings: one for each pair of segments that has any; the step can only be cut between
-            others.
+        aliases: between whose segments the step cannot be cut.
+        briefly_hooked: blocks with a hook that the step takes away again.
     """
 
-    outputs: list[BlockOutput]
+    flow: Flow
     segments: dict[str, set[int]]
     forward_flops: list[int]
     weight_flops: list[int]
     written: set[str] = field(default_factory=set)
-    crossings: list[Crossing] = field(default_factory=list)
+    aliases: list[Alias] = field(default_factory=list)
+    briefly_hooked: set[int] = field(default_factory=set)
 
 
 def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> Probe:
@@ -100,6 +88,10 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
         except ValueNeededError as error:
             if probing.segment < len(chain):
                 raise ValueError(_explain(error, chain, probing.segment)) from None
+        except Exception:
+            if not probing.num_imagined:
+                raise
+        probing.compare_hooks()
     probing.check_complete()
     return probing.result
 
@@ -110,10 +102,19 @@ class _ProbePass:
     def __init__(self, chain: BlockChain) -> None:
         count = len(chain) + 1
         self.chain = chain
-        self.segment = 0
-        self.result = Probe([], defaultdict(set), [0] * count, [0] * count)
+        self._trace = ValueTrace(chain)
+        flow, aliases = self._trace.flow, self._trace.aliases
+        self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
         self._names: dict[int, str] = {}
         self._training = torch.is_grad_enabled()
+        self._is_in_block = False
+        self._num_hooks: list[int] = []
+        self.num_imagined = 0
+
+    @property
+    def segment(self) -> int:
+        """The one that the step is in."""
+        return self._trace.segment
 
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
@@ -123,10 +124,13 @@ class _ProbePass:
         def drop(written: Tensor) -> bool:
             if id(written) in names:
                 self.result.segments[names[id(written)]].add(self.segment)
-            return True
+            return id(written) in names or self._is_in_block
 
+        observed = observing(self._observe), dropping_writes(drop), imagining_values(self._imagine)
         try:
-            with self.chain.running(self), observing(self._observe), dropping_writes(drop):
+            with ExitStack() as stack:
+                for context in (self.chain.running(self), *observed, self._trace):
+                    stack.enter_context(context)
                 yield
         finally:
             self.result.written = {
@@ -162,38 +166,33 @@ class _ProbePass:
                 f"the step calls {name} without gradients{_calling_line()}: leave out "
                 f"torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
             )
-        output = call()
-        self.segment += 1
-        for leaf in tree_iter(output):
-            if isinstance(leaf, ShapeOnly):
-                leaf.origins = frozenset((f"the output of {name}",))
-                leaf.segment = self.segment  # type: ignore[attr-defined]
-        self.result.outputs.append(BlockOutput.of(output))
-        return output
+        args, kwargs = self._trace.enter_block(index, arguments)
+        self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
+        self._is_in_block = True
+        output = self.chain.run_block(index, *args, **kwargs)
+        self._is_in_block = False
+        return self._trace.leave_block(index, arguments, output)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if id(tensor) in self._names:
                 self.result.segments[self._names[id(tensor)]].add(self.segment)
-            if getattr(tensor, "segment", self.segment) < self.segment:
-                self._note_crossing(tensor)
+        self._trace.observe(func, args, result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in tree_iter(result):
             if isinstance(leaf, ShapeOnly):
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
-                leaf.segment = self.segment  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         self.result.forward_flops[self.segment] += flops
         if any(weights) and not all(weights):
             self.result.weight_flops[self.segment] += flops
 
-    def _note_crossing(self, value: Any) -> None:
-        known = {(crossing.made_in, crossing.used_in) for crossing in self.result.crossings}
-        if (value.segment, self.segment) not in known:
-            line = deepest_users_line(traceback.extract_stack())
-            crossing = Crossing(value.segment, self.segment, value.origins, line)
-            self.result.crossings.append(crossing)
+    def _imagine(self) -> bool:
+        """Go on behind the blocks, where all values will be; not for ever, in a loop, say."""
+        is_behind = self.segment == len(self.chain) and self.num_imagined < _MOST_IMAGINED
+        self.num_imagined += is_behind
+        return is_behind
 
     def check_complete(self) -> None:
         if self.segment < len(self.chain):
@@ -201,6 +200,19 @@ class _ProbePass:
                 f"the step does not call {self.chain.block_name(self.segment)}; a pipeline needs "
                 f"each entry of {self.chain.name} called once and in order"
             )
+
+    def compare_hooks(self) -> None:
+        """Find the blocks that had more hooks when they were called than they have now."""
+        for index, (block, before) in enumerate(
+            zip(self.chain.blocks, self._num_hooks, strict=False)
+        ):
+            if _count_hooks(block) < before:
+                self.result.briefly_hooked.add(index)
+
+
+def _count_hooks(block: nn.Module) -> int:
+    # Private: which hooks a module has can be seen nowhere else.
+    return len(block._forward_hooks) + len(block._forward_pre_hooks)
 
 
 def _calling_line() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +32,7 @@ aten.new_empty,
 }  # fmt: skip
 
 # What the user wrote, where torch calls it otherwise.
-_USERS_WORDS = {
-    "_local_scalar_dense": "a branch, a print or item()",
-    "index": "indexing with a mask",
-}
+_USERS_WORDS = {"index": "indexing with a mask"}
 
 
 class ValueNeededError(BaseException):
@@ -108,17 +105,25 @@ class ShapeOnly(Tensor):
         return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
 
     def __format__(self, format_spec: str) -> str:
-        if format_spec:
-            raise ValueNeededError(f"the format {format_spec!r}", self.origins)
-        return repr(self)
+        if not format_spec:
+            return repr(self)
+        return format(self._imagined(f"the format {format_spec!r}"), format_spec)
 
-    def tolist(self) -> NoReturn:
-        """Refuse: there are no values to list."""
-        raise ValueNeededError("tolist()", self.origins)
+    def tolist(self) -> Any:
+        """Refuse, or make values up."""
+        return self._imagined("tolist()").tolist()
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse: there are no values to give to numpy."""
-        raise ValueNeededError("numpy()", self.origins)
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, or make values up."""
+        return self._imagined("numpy()").numpy()
+
+    def _imagined(self, operation: str) -> Tensor:
+        if not any(imagine() for imagine in _imagination):
+            raise ValueNeededError(operation, self.origins)
+        for observe in _observers:
+            observe(aten._local_scalar_dense.default, (self,), None)
+        # Ones, but no flags: what is asked for may be whether something is wrong.
+        return torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -137,6 +142,8 @@ class ShapeOnly(Tensor):
         if func.overloadpacket in _FACTORIES:
             return _call_factory(func, device, args, kwargs)
         origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
+        if func is aten._local_scalar_dense.default:
+            return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         _refuse_values(func, args, origins)
         _refuse_writes(func, args, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -146,6 +153,19 @@ class ShapeOnly(Tensor):
         for observe in _observers:
             observe(func, args, result)
         return result
+
+
+_imagination: list[Callable[[], bool]] = []
+
+
+@contextmanager
+def imagining_values(imagine: Callable[[], bool]) -> Iterator[None]:
+    """Let code that asks for a value have one that is made up, if ``imagine()`` is true."""
+    _imagination.append(imagine)
+    try:
+        yield
+    finally:
+        _imagination.remove(imagine)
 
 
 Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]

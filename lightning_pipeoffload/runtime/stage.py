@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see shape_only
 
 from lightning_pipeoffload.runtime.activation_store import ActivationStore
 from lightning_pipeoffload.runtime.block_chain import BlockChain
@@ -72,17 +72,13 @@ class StageRunner:
 
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What the previous stage sends."""
-        return (
-            []
-            if self.is_first
-            else microbatch.outputs[self._context.stage.blocks.start - 1].payload
-        )
+        start = self._context.stage.blocks.start
+        return [] if self.is_first else microbatch.flow.payload_over(start)
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What this stage sends on."""
-        return (
-            [] if self.is_last else microbatch.outputs[self._context.stage.blocks.stop - 1].payload
-        )
+        stop = self._context.stage.blocks.stop
+        return [] if self.is_last else microbatch.flow.payload_over(stop)
 
     def forward(
         self,
@@ -114,11 +110,10 @@ class StageRunner:
         if self.is_last:
             alive.loss = _loss_of(output)
             return tree_map(_detach, output) if keep else output
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self._check_payload(leaves, self.payload_out(microbatch))
+        self._check_payload(output, self.payload_out(microbatch))
         # The edge, not the tensor: the output's memory may go as soon as it is sent.
-        alive.sent = [get_gradient_edge(leaf) for leaf in leaves if leaf.requires_grad]
-        return [leaf.detach() for leaf in leaves]
+        alive.sent = [get_gradient_edge(leaf) for leaf in output if leaf.requires_grad]
+        return [leaf.detach() for leaf in output]
 
     def backward(
         self, microbatch: Microbatch, gradients: list[Tensor], fused: bool = False

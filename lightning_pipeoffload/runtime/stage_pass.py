@@ -7,16 +7,21 @@ Only the last stage comes to the head and the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter  # private: see shape_only
 
+from lightning_pipeoffload.runtime.awaited import give_values
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.block_checkpoint import run_checkpointed
+from lightning_pipeoffload.runtime.carry import Luggage
+from lightning_pipeoffload.runtime.flow import Flow
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -38,7 +43,7 @@ class Microbatch:
         index: its place in the batch.
         part: its samples.
         run: calls the user's step on it.
-        outputs: what each block hands on, from the probe of its shapes.
+        flow: what goes from block to block, from the probe of its shapes.
         device: of its tensors.
         seed: of all its random numbers.
         weight: its share of the batch's loss, over the batches that accumulate.
@@ -48,7 +53,7 @@ class Microbatch:
     index: int
     part: Any
     run: Callable[[], Any]
-    outputs: list[BlockOutput]
+    flow: Flow
     device: torch.device
     seed: int = 0
     weight: float = 1.0
@@ -85,10 +90,14 @@ class StageContext:
 
 
 class StageExit(BaseException):
-    """Leaves the user's step behind the stage's last block."""
+    """Leaves the user's step behind the stage's last block.
 
-    def __init__(self, output: Any) -> None:
-        self.output = output
+    Attributes:
+        payload: the tensors of that block's output, and what goes to the next stage beside it.
+    """
+
+    def __init__(self, payload: list[Tensor]) -> None:
+        self.payload = payload
 
 
 class StagePass:
@@ -113,9 +122,13 @@ class StagePass:
         self._receive = receive
         self._received = received
         self._left = False
+        blocks = context.stage.blocks
+        self._luggage = Luggage(
+            microbatch.flow, blocks.start, None if context.is_last else blocks.stop
+        )
 
     def run(self) -> Any:
-        """Call the step; return the last owned block's output, or the step's on the last stage."""
+        """Call the step; return the tensors for the next stage, on the last one its result."""
         context = self._context
         seed_all(mix_seed(self._microbatch.seed, 0))
         if context.is_first:
@@ -123,11 +136,11 @@ class StagePass:
         else:
             context.ownership.hide()
         try:
-            with context.chain.running(self):
+            with context.chain.running(self), self._luggage.counting():
                 result = self._microbatch.run()
         except StageExit as leaving:
             leaving.__traceback__ = None  # it keeps every frame, and so every activation
-            return leaving.output
+            return leaving.payload
         except ValueNeededError as error:
             raise ValueError(self._explain(error)) from None
         finally:
@@ -138,55 +151,71 @@ class StagePass:
         """Run an owned block; hand on what was received; else return shapes."""
         blocks = self._context.stage.blocks
         if index >= blocks.start:
-            return self._run_owned(index, call, arguments)
-        if index == blocks.start - 1:
-            output = self._hand_over(index, call)
-            self._context.ownership.show(self._context.stage.index)
-            self._seed_after(index)
-            return output
-        return self._shapes_of(index, call)
+            return self._run_owned(index, arguments)
+        with self._luggage.paused():
+            output = self._output_of(index, call)
+            if index < blocks.start - 1:
+                return self._shapes_of(index, output)
+            return self._hand_over(index, output)
 
-    def _run_owned(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def _run_owned(self, index: int, arguments: Any) -> Any:
+        arguments = give_values(arguments)
         for leaf in shape_only_leaves(arguments):
             raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
-        output = self._run_again_later(index, arguments) if self._is_recomputed() else call()
+        with nullcontext() if self._is_open(index) else self._luggage.paused():
+            output = self._call_owned(index, arguments)
+        output = self._luggage.leave_block(index, output)
         self._seed_after(index)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
-            raise StageExit(output)
+            tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
+            raise StageExit([*tensors, *self._luggage.to_hand_on()])
         return output
 
-    def _is_recomputed(self) -> bool:
-        return self._context.recompute == "full" and self._received is not None
+    def _is_open(self, index: int) -> bool:
+        return index in self._microbatch.flow.opened
 
-    def _run_again_later(self, index: int, arguments: Any) -> Any:
-        chain = self._context.chain
+    def _call_owned(self, index: int, arguments: Any) -> Any:
         args, kwargs = arguments
-        return run_checkpointed(chain.blocks[index], partial(chain.run_block, index), args, kwargs)
+        chain = self._context.chain
+        run = partial(chain.run_block, index)
+        # What an open block lets out would come from the first run of it alone.
+        if self._context.recompute != "full" or self._received is None or self._is_open(index):
+            return run(*args, **kwargs)
+        return run_checkpointed(chain.blocks[index], run, args, kwargs)
 
     def _seed_after(self, index: int) -> None:
         # Not before the block: a checkpoint around its call has saved the generator by then.
         seed_torch(mix_seed(self._microbatch.seed, index + 1))
 
-    def _hand_over(self, index: int, call: Callable[[], Any]) -> Any:
-        # As late as here: the step's own beginning has run while the tensors were on their way.
-        tensors = self._receive()
-        entered = iter(tensors if self._received is None else enter(tensors, self._received))
-        return self._fill(index, call, entered)
+    def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
+        output = self._microbatch.flow.outputs[index]
+        if output.is_template and not self._is_open(index):
+            return output
+        hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
+        dropping = dropping_writes(lambda tensor: True)
+        with torch.no_grad(), hidden, dropping, self._looking_into(index):
+            found = call()
+        return output if output.is_template else BlockOutput.of(found)
 
-    def _shapes_of(self, index: int, call: Callable[[], Any]) -> Any:
+    def _looking_into(self, index: int) -> AbstractContextManager[None]:
+        return self._luggage.resumed() if self._is_open(index) else nullcontext()
+
+    def _shapes_of(self, index: int, output: BlockOutput) -> Any:
         origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
         device = self._microbatch.device
-        metas = self._microbatch.outputs[index].metas
-        shapes = (ShapeOnly(meta, device, origins) for meta in metas)
-        return self._fill(index, call, shapes)
+        shapes = (ShapeOnly(meta, device, origins) for meta in output.metas)
+        return self._luggage.leave_block(index, output.fill(shapes))
 
-    def _fill(self, index: int, call: Callable[[], Any], tensors: Iterator[Tensor]) -> Any:
-        output = self._microbatch.outputs[index]
-        if not output.is_template:
-            with torch.no_grad(), dropping_writes(lambda tensor: True):
-                output = BlockOutput.of(call())
-        return output.fill(tensors)
+    def _hand_over(self, index: int, output: BlockOutput) -> Any:
+        # As late as here: the step's own beginning has run while the tensors were on their way.
+        tensors = self._receive()
+        entered = tensors if self._received is None else enter(tensors, self._received)
+        count = len(output.payload)
+        self._luggage.deliver(entered[count:])
+        self._context.ownership.show(self._context.stage.index)
+        self._seed_after(index)
+        return self._luggage.leave_block(index, output.fill(iter(entered[:count])))
 
     def _check_result(self, result: Any) -> Any:
         if self._left:
@@ -194,6 +223,7 @@ class StagePass:
                 "the step caught the signal by which a stage leaves it, so it has an `except:` or "
                 "`except BaseException:` around its blocks; use `except Exception:`"
             )
+        result = give_values(result)
         for leaf in shape_only_leaves(result):
             raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
         return result

@@ -21,7 +21,7 @@ from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.messages import recv_of
 
 # A gloo tag holds the kind, stage, microbatch and place in the list of one tensor.
-_STAGES, _MICROBATCHES, _TENSORS = 1 << 9, 1 << 13, 1 << 7
+_STAGES, _MICROBATCHES, _TENSORS = 1 << 9, 1 << 12, 1 << 9
 
 
 class PeerLostError(RuntimeError):

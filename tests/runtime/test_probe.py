@@ -20,18 +20,15 @@ from tests.runtime.models import (
 )
 from tests.runtime.test_step_refusals import (
     Step,
-    auxiliary_losses_by_hooks,
-    hidden_states_in_the_loss,
+    hooks_of_the_step,
     loss_of,
     penalty_before,
     through,
-    x0_skip,
+    write_into_a_view,
 )
 
 
-@pytest.mark.parametrize(
-    "step", [x0_skip, hidden_states_in_the_loss, penalty_before, auxiliary_losses_by_hooks]
-)
+@pytest.mark.parametrize("step", [penalty_before, hooks_of_the_step, write_into_a_view])
 def test_within_one_stage_values_may_skip_blocks(step):
     assert_exact(Step(step).double(), torch.randn(4, 4).double(), num_ranks=1)
 
@@ -82,7 +79,7 @@ def test_which_segments_use_which_weights():
 def test_what_blocks_hand_on():
     found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
     expected = TensorSpec(torch.Size((2, 4)), torch.float32, True)
-    assert [output.payload for output in found.outputs] == [[expected], [expected]]
+    assert [output.payload for output in found.flow.outputs] == [[expected], [expected]]
 
 
 def test_operations_of_each_segment():

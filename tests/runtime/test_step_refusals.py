@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.schedule import build
@@ -114,6 +113,14 @@ def numpy_before(m, x):
     return loss_of(m, through(m.blocks, x))
 
 
+def sum_in_a_tensor(m, x):
+    total = torch.zeros(())
+    for block in m.blocks:
+        x = block(x)
+        total += x.mean()  # <- named in the message
+    return loss_of(m, x) + total
+
+
 def item_between(m, x):
     x = through(m.blocks[:2], x)
     x = x * x.max().item()  # <- named in the message
@@ -143,51 +150,14 @@ EARLY = {
     list_before: early("blocks.0", "tolist()", EMBED),
     numpy_before: early("blocks.0", "numpy()", EMBED),
     item_between: early("blocks.2", BRANCH, "the output of blocks.1"),
+    sum_in_a_tensor: early(
+        "blocks.1", "add_() into a tensor of this stage", "the output of blocks.0"
+    ),
     mask_before: early("blocks.0", "indexing with a mask", EMBED),
 }
 
 
-# Values beside the blocks
-
-
-def x0_skip(m, x):
-    first = x = m.embed(x)
-    for block in m.blocks:
-        x = block(x + first)  # <- named in the message
-    return loss_of(m, x)
-
-
-def unet_skips(m, x):
-    first = m.blocks[0](x)
-    x = second = m.blocks[1](first)
-    x = m.blocks[2](x + second)
-    x = m.blocks[3](x + first)  # <- named in the message
-    return loss_of(m, x)
-
-
-def hidden_states_in_the_loss(m, x):
-    states = []
-    for block in m.blocks:
-        x = block(x)
-        states.append(x)
-    return loss_of(m, x) + torch.stack(states).mean()  # <- named in the message
-
-
-def auxiliary_losses(m, x):
-    losses = []
-    for block in m.blocks:
-        x = block(x)
-        losses.append(x.pow(2).mean())
-    return loss_of(m, x) + sum(losses)  # <- named in the message
-
-
-def auxiliary_losses_by_hooks(m, x):
-    losses = []
-    hooks = [b.register_forward_hook(lambda b, i, out: losses.append(out.mean())) for b in m.blocks]
-    loss = loss_of(m, through(m.blocks, x))
-    for hook in hooks:
-        hook.remove()
-    return loss + sum(losses)  # <- named in the message
+# Values beside the blocks that cannot be sent
 
 
 def penalty_before(m, x):
@@ -196,31 +166,42 @@ def penalty_before(m, x):
     return penalty + loss  # <- named in the message
 
 
-def weight_view_before(m, x):
-    transposed = m.embed.weight.t()
-    x = through(m.blocks, m.embed(x))
-    return (x @ transposed).pow(2).mean()  # <- named in the message
+def hooks_of_the_step(m, x):
+    losses = []
+    hooks = [b.register_forward_hook(lambda b, i, out: losses.append(out.mean())) for b in m.blocks]
+    loss = loss_of(m, through(m.blocks, x))
+    for hook in hooks:
+        hook.remove()
+    return loss + sum(losses)
 
 
-def beside(origins, advice):
-    return (
-        f"stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
-        f"from {origins} {{line}}, but only what a block returns goes on to the next stage; "
-        f"{advice}"
-    )
+def write_into_a_view(m, x):
+    x = m.blocks[0](x)
+    first = 2 * x
+    rows = first[:1]
+    x = m.blocks[2](m.blocks[1](x))
+    rows += 1
+    return loss_of(m, m.blocks[3](x + first))  # <- named in the message
 
 
-BETWEEN = "let each block take it and return it beside its output, or compute it from the batch"
-BEHIND = "let the blocks hand it on: each takes it, adds its own share to it and returns it"
-DECAY = "compute a penalty on weights behind the blocks, or as the optimizer's weight_decay"
 BESIDE = {
-    x0_skip: beside(EMBED, BETWEEN),
-    unet_skips: beside("the output of blocks.0", BETWEEN),
-    hidden_states_in_the_loss: beside("the output of blocks.0", BEHIND),
-    auxiliary_losses: beside("the output of blocks.0", BEHIND),
-    auxiliary_losses_by_hooks: beside("blocks.0.bias, blocks.0.weight", BEHIND),
-    penalty_before: beside("blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more", DECAY),
-    weight_view_before: beside("embed.weight", BEHIND),
+    penalty_before: (
+        "stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
+        "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage has "
+        "not all of these weights; compute a penalty on weights behind the blocks, or as the "
+        "optimizer's weight_decay"
+    ),
+    hooks_of_the_step: (
+        "the step uses what a hook on blocks.0 has kept, and registers and removes that hook "
+        "itself, but only the last stage comes to where it is removed; register it once, in "
+        "__init__ or in setup()"
+    ),
+    write_into_a_view: (
+        "stage 1 (blocks.2 to blocks.3) writes in place into what it gets from stage 0 under "
+        "another name, computed from the output of blocks.0, and it is read {line} after that; "
+        "each name is sent on its own, so the write would not be seen: compute a new tensor "
+        "instead (x = x + y for x += y)"
+    ),
 }
 
 REFUSED = {**CALLS, **EARLY, **BESIDE}
@@ -234,7 +215,8 @@ def refusal(module):
 
 @pytest.mark.parametrize(("step", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
 def test_a_step_that_cannot_be_cut_is_refused(step, message):
-    assert refusal(Step(step)) == message.format(line=line_of(step))
+    line = line_of(step) if "{line}" in message else ""
+    assert refusal(Step(step)) == message.format(line=line)
 
 
 def one_missing(m, x):
@@ -261,50 +243,3 @@ def bare_except(m, x):
 )
 def test_a_step_is_refused_as_a_whole(step, message):
     assert refusal(Step(step)) == message
-
-
-class Setting(nn.Linear):
-    """A block that keeps a loss in an attribute, as mixtures of experts do."""
-
-    loss = 0.0
-
-    def forward(self, x):
-        x = super().forward(x)
-        self.loss = x.pow(2).mean()
-        return x
-
-
-def losses_in_attributes(m, x):
-    loss = loss_of(m, through(m.blocks, x))
-    return loss + sum(block.loss for block in m.blocks)  # <- named in the message
-
-
-def test_a_loss_that_an_early_block_keeps_is_refused():
-    found = refusal(Step(losses_in_attributes, [Setting(4, 4) for _ in range(4)]))
-    message = beside("blocks.0.bias, blocks.0.weight", BEHIND)
-    assert found == message.format(line=line_of(losses_in_attributes))
-
-
-class Attending(nn.Linear):
-    def forward(self, x, memory):
-        return x + super().forward(x) @ memory.t() @ memory  # <- named in the message
-
-
-class EncoderDecoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.ModuleList(linear_blocks(2))
-        self.decoder = nn.ModuleList(Attending(4, 4) for _ in range(4))
-
-    def step(self, x):
-        memory = through(self.encoder, x)
-        for block in self.decoder:
-            x = block(x, memory)
-        return x.mean()
-
-
-def test_what_an_encoder_gives_every_block_of_the_decoder_is_refused():
-    origins = "encoder.0.bias, encoder.0.weight, encoder.1.bias and 1 more"
-    message = beside(origins, BETWEEN).replace("blocks.2 to blocks.3", "decoder.1 to decoder.3")
-    message = message.replace("blocks.0 to blocks.1", "decoder.0")
-    assert refusal(EncoderDecoder()) == message.format(line=line_of(Attending.forward))

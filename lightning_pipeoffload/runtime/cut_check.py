@@ -1,0 +1,81 @@
+"""Refuses a cut over which a value would have to go that cannot be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.flow import Crossing
+from lightning_pipeoffload.runtime.partition import Stage
+from lightning_pipeoffload.runtime.probe import Probe
+from lightning_pipeoffload.runtime.shape_only import describe
+from lightning_pipeoffload.runtime.users_code import in_brackets
+
+
+def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Check that all that goes from stage to stage can be sent.
+
+    Raises:
+        ValueError: a value of one stage is needed on another, and what it is made of or what
+            becomes of it forbids to send it.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    for crossing in probe.flow.crossings:
+        made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
+        obstacle = _obstacle(chain, crossing)
+        if made != used and obstacle:
+            raise ValueError(
+                f"stage {used} ({_span(chain, stages[used])}) needs what stage {made} "
+                f"({_span(chain, stages[made])}) has computed from "
+                f"{_origins(crossing.origins)}{in_brackets(crossing.line)}, {obstacle}"
+            )
+    for alias in probe.aliases:
+        made, written = stage_of[alias.made_in], stage_of[alias.written_in]
+        if made != written:
+            raise ValueError(
+                f"stage {written} ({_span(chain, stages[written])}) writes in place into what it "
+                f"gets from stage {made} under another name, computed from "
+                f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after that; "
+                f"each name is sent on its own, so the write would not be seen: compute a new "
+                f"tensor instead (x = x + y for x += y)"
+            )
+
+
+def check_hooks(probe: Probe, chain: BlockChain) -> None:
+    """Check that hooks on blocks stay where they are.
+
+    Raises:
+        ValueError: the step uses what its own hooks got and removes them behind the blocks, where
+            only the last stage comes.
+    """
+    for block in sorted(probe.flow.opened & probe.briefly_hooked):
+        raise ValueError(
+            f"the step uses what a hook on {chain.block_name(block)} has kept, and registers and "
+            f"removes that hook itself, but only the last stage comes to where it is removed; "
+            f"register it once, in __init__ or in setup()"
+        )
+
+
+def _origins(origins: frozenset[str]) -> str:
+    return describe(origins).removeprefix("something computed from ")
+
+
+def _span(chain: BlockChain, stage: Stage) -> str:
+    first, last = chain.block_name(stage.blocks[0]), chain.block_name(stage.blocks[-1])
+    return first if first == last else f"{first} to {last}"
+
+
+def _obstacle(chain: BlockChain, crossing: Crossing) -> str:
+    """Say why a value cannot be sent, and what would help; "" if it can."""
+    blocks = [chain.index_of(origin) for origin in crossing.origins]
+    if any(block is not None and block > crossing.made_in for block in blocks):
+        return (
+            "but that stage has not all of these weights; compute a penalty on weights behind the "
+            "blocks, or as the optimizer's weight_decay"
+        )
+    if crossing.port is None:
+        return (
+            "but no call of a torch function returned it, so it cannot be followed; let the block "
+            "return it beside its output, or compute it with torch's functions"
+        )
+    return ""

@@ -1,0 +1,93 @@
+"""What goes from block to block in one run of the step, and what goes beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
+
+
+class Port(NamedTuple):
+    """Where a step makes a value.
+
+    Attributes:
+        segment: of the step; the output of block k belongs to segment k + 1.
+        call: number of the call of a torch function in it, from 1 on; 0 is the block before.
+        place: among the tensors of what the call returned.
+    """
+
+    segment: int
+    call: int
+    place: int
+
+
+@dataclass
+class Crossing:
+    """A value that goes from one segment to later ones beside the payload.
+
+    Attributes:
+        port: where it is made; None: in a way that cannot be followed.
+        made_in: segment that computes it.
+        used_in: last segment that needs it.
+        shape: of the tensor.
+        dtype: of the tensor.
+        trains_from: segment from which on it requires a gradient; None: never.
+        origins: what it is computed from, by name.
+        line: of the user's code that needs it; "" if none is found.
+    """
+
+    port: Port | None
+    made_in: int
+    used_in: int
+    shape: torch.Size
+    dtype: torch.dtype
+    trains_from: int | None
+    origins: frozenset[str]
+    line: str
+
+    def crosses(self, block: int) -> bool:
+        """Whether it goes over the cut before ``block``."""
+        return self.made_in < block <= self.used_in
+
+    def spec_before(self, block: int) -> TensorSpec:
+        """Describe it as it goes over the cut before ``block``."""
+        trains = self.trains_from is not None and self.trains_from < block
+        return TensorSpec(self.shape, self.dtype, trains)
+
+
+@dataclass
+class Flow:
+    """All that goes from block to block in one run of the step.
+
+    Attributes:
+        outputs: of each block.
+        crossings: what goes beside them.
+        opened: blocks that set values free inside, by a hook or an attribute, that are used behind
+            them; such a block has to run shape-only where another stage has it.
+    """
+
+    outputs: list[BlockOutput] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+    opened: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._over: dict[int, list[Port]] = {}
+        self._payloads: dict[int, list[TensorSpec]] = {}
+
+    def carried_over(self, block: int) -> list[Port]:
+        """List what goes beside the payload over the cut before ``block``."""
+        if block not in self._over:
+            crossing = (c for c in self.crossings if c.port and c.crosses(block))
+            self._over[block] = sorted(c.port for c in crossing if c.port)
+        return self._over[block]
+
+    def payload_over(self, block: int) -> list[TensorSpec]:
+        """Describe all tensors that go over the cut before ``block``."""
+        if block not in self._payloads:
+            by_port = {crossing.port: crossing for crossing in self.crossings}
+            carried = [by_port[port].spec_before(block) for port in self.carried_over(block)]
+            self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
+        return self._payloads[block]
