@@ -3,33 +3,30 @@
 The rank at fault writes what happened onto a board that every rank can read (the run's TCPStore)
 and waits until they have. A thread of each rank reads it, because a rank that waits inside gloo or
 NCCL runs no Python. What stops without a word (a killed process) is noticed by who talks to it, or
-as its parent.
+by the machine's other processes, which watch each other already while the ranks connect.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
 from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _ChildProcessObserver,  # private: what the board does in its place
-)
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
     PrefixStore,
     Store,
     TCPStore,
 )
 from torch.distributed.constants import default_pg_timeout
+
+from lightning_pipeoffload.failure_cause import Failure, describe
+from lightning_pipeoffload.launched import LaunchedProcesses
 
 log = logging.getLogger(__name__)
 
@@ -38,32 +35,12 @@ _SEEN = "seen/"
 _POLL_SECONDS = 0.2
 # The cause of a broken connection has this long to show up; who reports waits as long to be heard.
 _GRACE_SECONDS = 5.0
+# So long the rank at fault may take to print its traceback and end.
+_END_SECONDS = 15.0
 # What all ranks refuse, each refuses by itself: then nobody stops because of another.
 _OWN_ERROR_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why the run ends, as it stands on the board.
-
-    Attributes:
-        cause: one line that names the rank at fault.
-        status: with which every rank ends.
-    """
-
-    cause: str
-    status: int = 1
-
-    def encode(self) -> str:
-        """Return a value for the store."""
-        return f"{self.status} {self.cause}"
-
-    @classmethod
-    def decode(cls, value: bytes) -> Failure:
-        """Return what ``encode`` was given."""
-        status, _, cause = value.decode().partition(" ")
-        return cls(cause, int(status))
-
+# Ranks of one machine connect within seconds.
+_PATIENCE_SECONDS = 30.0
 
 _RANK_ZERO_GONE = Failure("global rank 0, which is gone")
 
@@ -88,50 +65,55 @@ def connect_store(run: str, timeout: timedelta | None) -> Store:
 class FailureBoard:
     """One rank's view of whether the run has failed.
 
+    Until :meth:`connect`, when the ranks cannot talk yet, it sees the machine's processes alone.
+
     Args:
-        store: a connection to the run's TCPStore that nothing else uses.
         global_rank: of this process.
         world_size: of the run.
-        children: processes that this one launched, for the global ranks after its own.
+        launched: the other processes of this machine.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        global_rank: int,
-        world_size: int,
-        children: Sequence[subprocess.Popen[bytes]] = (),
-    ) -> None:
-        self._store = store
+    def __init__(self, global_rank: int, world_size: int, launched: LaunchedProcesses) -> None:
+        self._store: Store | None = None
         self._global_rank = global_rank
         self._world_size = world_size
-        self._children = children
+        self._launched = launched
+        self._is_ending = False
         self._lock = threading.Lock()
-        _retire_observer()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure-board", daemon=True)
         self._thread.start()
 
-    def report(self, cause: str, status: int) -> None:
+    def connect(self, store: Store) -> None:
+        """From now on see what the other ranks write.
+
+        Args:
+            store: a connection to the run's TCPStore that nothing else uses.
+        """
+        self._store = store
+
+    def report(self, exception: BaseException, place: str, status: int) -> None:
         """Tell all ranks that this one failed, and wait a little until they know.
 
         What another rank has said already, in the same words, is not said again: this process ends.
 
         Args:
-            cause: one line: what happened and where.
+            exception: what happened.
+            place: where in the plan; empty between steps.
             status: with which this process ends; the others take it over.
         """
         self.stop()
+        cause = describe(exception) + (f" (in {place})" if place else "")
         try:
-            failure = self._announce(f"global rank {self._global_rank}: {cause}", status)
+            failure = self._announce(Failure(f"global rank {self._global_rank}: {cause}", status))
             origin, _, said = failure.cause.partition(": ")
             if said == cause and origin != f"global rank {self._global_rank}":
-                self._leave(failure)
+                self._leave(failure, quietly=failure.is_interrupt)
             self._wait_until_seen()
             self._say_seen()
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
-        _exit_soon(status)
+        _exit_soon(exception, status)
 
     def stop_because_of_others(self, suspicion: str) -> NoReturn:
         """End this process because of another rank.
@@ -142,36 +124,45 @@ class FailureBoard:
         self.stop()
         self._leave(self._find_failure(suspicion))
 
+    def expect_end(self) -> None:
+        """From now on a rank that is gone is one that is done."""
+        self._is_ending = True
+
     def stop(self) -> None:
         """Watch no longer."""
         self._stopped.set()
 
     def _watch(self) -> None:
+        wait_is_long = time.monotonic() + _PATIENCE_SECONDS
         while not self._stopped.wait(_POLL_SECONDS):
             failure = self._look()
             if failure is not None and not self._stopped.wait(_OWN_ERROR_SECONDS):
                 self._leave(failure)
+            if self._store is None and time.monotonic() > wait_is_long:
+                wait_is_long = float("inf")
+                self._say_waiting()
 
     def _look(self) -> Failure | None:
         """Return why the run has failed, if it has."""
+        if self._store is None:
+            return self._launched.find_failure(is_connecting=True)
         try:
             if self._store.check([_FAILURE]):
                 return Failure.decode(self._store.get(_FAILURE))
-            for global_rank, child in enumerate(self._children, start=self._global_rank + 1):
-                if child.poll() not in (None, 0):
-                    how = _how_it_ended(child)
-                    return self._announce(f"global rank {global_rank}, which {how}")
+            failure = self._launched.find_failure(is_connecting=False)
+            return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
-            return _RANK_ZERO_GONE
-        return None
+            return None if self._is_ending else _RANK_ZERO_GONE
 
-    def _announce(self, cause: str, status: int = 1) -> Failure:
+    def _announce(self, failure: Failure) -> Failure:
         """Put a failure on the board, unless there is one already; return the one that is there."""
-        announced = Failure(cause, status).encode()
-        return Failure.decode(self._store.compare_set(_FAILURE, "", announced))
+        if self._store is None:
+            return failure
+        return Failure.decode(self._store.compare_set(_FAILURE, "", failure.encode()))
 
     def _find_failure(self, suspicion: str) -> Failure:
         """Return what the rank at fault says, or else put ``suspicion`` on the board."""
+        self._is_ending = False
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
             failure = self._look()
@@ -179,23 +170,31 @@ class FailureBoard:
                 return failure
             time.sleep(_POLL_SECONDS)
         try:
-            return self._announce(suspicion)
+            return self._announce(Failure(suspicion))
         except dist.DistError:
             return _RANK_ZERO_GONE
 
     def _say_seen(self) -> None:
         """Let global rank 0, which hosts the store, end; this rank uses it no more."""
-        self._store.set(f"{_SEEN}{self._global_rank}", "")
+        if self._store is not None:
+            self._store.set(f"{_SEEN}{self._global_rank}", "")
 
     def _wait_until_seen(self) -> None:
-        others = [f"{_SEEN}{r}" for r in range(self._world_size) if r != self._global_rank]
         deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and not self._store.check(others):
+        while time.monotonic() < deadline and not self._is_seen():
             time.sleep(_POLL_SECONDS)
 
-    def _leave(self, failure: Failure) -> NoReturn:
+    def _is_seen(self) -> bool:
+        others = (r for r in range(self._world_size) if r != self._global_rank)
+        alive = [f"{_SEEN}{r}" for r in others if not self._launched.has_ended(r)]
+        return self._store is None or not alive or self._store.check(alive)
+
+    def _leave(self, failure: Failure, quietly: bool = False) -> NoReturn:
+        # Who has pressed Ctrl-C knows why: one rank says it.
+        quietly = quietly or (failure.is_interrupt and self._global_rank != 0)
         with self._lock:
-            say(f"global rank {self._global_rank} stops because of {failure.cause}")
+            if not quietly:
+                say(f"global rank {self._global_rank} stops because of {failure.cause}")
             try:
                 self._say_seen()
                 if self._global_rank == 0:  # it hosts the store
@@ -205,18 +204,12 @@ class FailureBoard:
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
             os._exit(failure.status)
 
-
-def _retire_observer() -> None:
-    """End Lightning's thread that kills this process, without a word, when a child has failed."""
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []
-
-
-def _how_it_ended(child: subprocess.Popen[bytes]) -> str:
-    if child.returncode < 0:
-        return f"was killed by {signal.Signals(-child.returncode).name}"
-    return f"ended with status {child.returncode}"
+    def _say_waiting(self) -> None:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        say(
+            f"global rank {self._global_rank} still waits for all {self._world_size} ranks to "
+            f"connect to {where}; are they all started?"
+        )
 
 
 def say(line: str) -> None:
@@ -225,8 +218,16 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _exit_soon(status: int) -> None:
+def _exit_soon(exception: BaseException, status: int) -> None:
     """End this process even if something holds up its regular end."""
-    timer = threading.Timer(_GRACE_SECONDS, os._exit, (status,))
+
+    def exit_now() -> None:
+        # Python keeps here what it has printed at the end of a script.
+        if getattr(sys, "last_value", None) is not exception:
+            traceback.print_exception(exception)
+            sys.stderr.flush()
+        os._exit(status)
+
+    timer = threading.Timer(_END_SECONDS, exit_now)
     timer.daemon = True
     timer.start()

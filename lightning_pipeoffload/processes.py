@@ -6,13 +6,13 @@ Lightning repeats this part in each of its own strategies; here it is apart, bel
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
@@ -20,9 +20,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher,  # private: as Lightning's own strategies
-)
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
@@ -31,12 +28,17 @@ from typing_extensions import override
 
 from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.failure import FailureBoard, connect_store, say
-from lightning_pipeoffload.runtime.transport import PeerLostError
+from lightning_pipeoffload.failure_cause import (
+    SIGINT_STATUS,
+    SIGTERM_STATUS,
+    describe,
+    first_line,
+    is_of_another_rank,
+    status_after,
+)
+from lightning_pipeoffload.launched import LaunchedProcesses, sign_as_launcher
+from lightning_pipeoffload.launcher import JointLauncher
 from lightning_pipeoffload.settings import PipelineSettings
-
-_SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
-_SIGINT_STATUS = 128 + signal.SIGINT
-_REFUSED_STATUS = 2  # as pipeoffload-train ends when its configuration is refused
 
 
 class PipelineProcesses(ParallelStrategy):
@@ -93,8 +95,22 @@ class PipelineProcesses(ParallelStrategy):
         num_ranks = self.settings.num_ranks(self.num_nodes * self.num_processes)
         self.settings.provisional_schedule(num_ranks)  # refuses here, before processes start
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+            self._refuse_unnamed_node()
+            if self.num_processes > 1:
+                sign_as_launcher()
+        self._launcher = JointLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._leave_together
+        )
+
+    def _refuse_unnamed_node(self) -> None:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+            missing.append("NODE_RANK")
+        if self.num_nodes > 1 and missing:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}, but nothing has started this process as one of a "
+                f"cluster's; start the script with srun or torchrun, or once on every node with "
+                f"{', '.join(missing)} set"
             )
 
     @override
@@ -102,6 +118,10 @@ class PipelineProcesses(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self._set_world_ranks()
+        if self.world_size > 1:
+            children = getattr(self.launcher, "procs", ())
+            launched = LaunchedProcesses(self.global_rank, self.local_rank, children)
+            self._board = FailureBoard(self.global_rank, self.world_size, launched)
         assert self.cluster_environment is not None
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
@@ -111,7 +131,7 @@ class PipelineProcesses(ParallelStrategy):
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._group = PipelineGroup(schedule, self.global_rank, self.root_device)
         if self.world_size > 1:
-            self._watch(self._group)
+            self._connect(self._group)
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -120,13 +140,12 @@ class PipelineProcesses(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def _watch(self, group: PipelineGroup) -> None:
-        """Watch the other ranks, and share metrics with them, for one fit or evaluation."""
+    def _connect(self, group: PipelineGroup) -> None:
+        """Hear of the other ranks' failures and metrics, for one fit or evaluation."""
         run = group.broadcast(secrets.token_hex(8), group.root)
         self._metrics_store = connect_store(run, self._timeout)
-        children = getattr(self.launcher, "procs", ())
-        store = connect_store(run, self._timeout)
-        self._board = FailureBoard(store, self.global_rank, self.world_size, children)
+        assert self._board is not None
+        self._board.connect(connect_store(run, self._timeout))
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -170,62 +189,38 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
-            exception.code = _SIGTERM_STATUS
-        if isinstance(exception, KeyboardInterrupt):
-            self._interrupt()
-        board, self._board = self._board, None
-        if board is None:
-            return
-        if isinstance(exception, (PeerLostError, dist.DistError)):
+            exception.code = SIGTERM_STATUS
+        is_interrupt = isinstance(exception, KeyboardInterrupt)
+        if is_interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if is_interrupt or is_of_another_rank(exception):  # Lightning will not come to it
             self._finalize_loggers()
-            board.stop_because_of_others(_first_line(exception))
-        what = _describe(exception)
-        if self.place:
-            say(f"global rank {self.global_rank} failed in {self.place}")
-            what = f"{what} (in {self.place})"
-        board.report(what, self._status_after(exception))
-
-    def _status_after(self, exception: BaseException) -> int:
-        if isinstance(exception, SIGTERMException):
-            return _SIGTERM_STATUS
-        assert self.lightning_module is not None
-        is_refusal = (
-            isinstance(exception, ValueError) and not self.lightning_module.trainer.global_step
-        )
-        return _REFUSED_STATUS if is_refusal else 1
-
-    def _interrupt(self) -> NoReturn:
-        """End at Ctrl-C, which every process of a terminal gets; Lightning would with status 1.
-
-        Raises:
-            SystemExit: always.
-        """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._finalize_loggers()
         board, self._board = self._board, None
         if board is not None:
-            board.report("interrupted", _SIGINT_STATUS)
-        raise SystemExit(_SIGINT_STATUS)
+            self._tell(board, exception)
+        if is_interrupt:  # Lightning would end with status 1
+            raise SystemExit(SIGINT_STATUS)
+
+    def _tell(self, board: FailureBoard, exception: BaseException) -> None:
+        if is_of_another_rank(exception):
+            board.stop_because_of_others(first_line(exception))
+        place = self.place if isinstance(exception, Exception) else ""
+        if place:
+            say(f"global rank {self.global_rank} failed in {place}")
+        if isinstance(exception, SystemExit):  # Python prints nothing of it
+            say(f"global rank {self.global_rank} stops: {describe(exception)}")
+        assert self.lightning_module is not None
+        has_trained = self.lightning_module.trainer.global_step > 0
+        board.report(exception, place, status_after(exception, has_trained))
 
     def _finalize_loggers(self) -> None:
         assert self.lightning_module is not None
         for logger in self.lightning_module.trainer.loggers:
             logger.finalize("failed")
 
-    @override
-    def teardown(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:  # nobody leaves while another still watches
+    def _leave_together(self) -> None:
+        if self._board is not None:  # nobody leaves while another still watches
+            self._board.expect_end()
             self.group.barrier()
-            board.stop()
-        super().teardown()
-
-
-def _describe(exception: BaseException) -> str:
-    if isinstance(exception, SIGTERMException):
-        return "told to stop by SIGTERM"
-    return f"{type(exception).__name__}: {_first_line(exception)}"
-
-
-def _first_line(exception: BaseException) -> str:
-    return next(iter(str(exception).splitlines()), "")
+            self._board.stop()
+            self._board = None

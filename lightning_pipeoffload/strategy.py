@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io.wrapper import (
 )
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
@@ -348,6 +349,8 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._trainer.received_sigterm:  # of Lightning's loops this one does not ask
+            raise SIGTERMException
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", args, kwargs)
 

@@ -1,6 +1,6 @@
 """A run that fails as it is told to; started as a user's script is, by Lightning's own launcher.
 
-python tests/failing.py CAUSE RANK
+python tests/failing.py --hook on_fit_start --act raise --rank 1
 """
 
 from __future__ import annotations
@@ -9,66 +9,181 @@ import os
 import signal
 import sys
 import threading
+from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
+from lightning_pipeoffload import PipeOffloadStrategy
 from tests import fits
 
 
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def kill_a_worker() -> None:
+    import multiprocessing
+
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+ACTS = {
+    "raise": lambda: fail(RuntimeError("on purpose")),
+    "refuse": lambda: fail(ValueError("not like this")),
+    "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    "exit": lambda: sys.exit(3),
+    "exit_0": lambda: sys.exit(0),
+    "kill": lambda: send(signal.SIGKILL),
+    "terminate": lambda: send(signal.SIGTERM),
+    "interrupt": lambda: os.killpg(os.getpgrp(), signal.SIGINT),
+    "kill_a_worker": kill_a_worker,
+    "nothing": lambda: None,
+}
+HOOKS = [
+    *("setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"),
+    *("on_train_batch_start", "training_step", "on_before_optimizer_step", "optimizer_step"),
+    *("validation_step", "on_validation_epoch_end", "on_save_checkpoint", "on_train_epoch_end"),
+    *("on_fit_end", "teardown", "predict_step", "on_predict_epoch_end"),
+]
+STEPS = {"training_step", "validation_step", "predict_step"}
+AFTER_TWO_STEPS = {"on_train_batch_start", "training_step", "on_before_optimizer_step"}
+
+
 class Failing(fits.Net):
-    def __init__(self, cause: str, rank: int) -> None:
+    """Fails once, in one hook of one rank.
+
+    Args:
+        hook: a name in HOOKS.
+        act: what happens there.
+        rank: on which global rank.
+        wait: the other ranks wait in that hook for ever, as behind a lock or in a long computation.
+    """
+
+    def __init__(self, hook: str, act: str, rank: int, wait: bool) -> None:
         super().__init__()
-        self.cause = cause
-        self.rank = rank
+        self.hook, self.act, self.rank, self.wait = hook, act, rank, wait
 
-    def on_train_start(self):
-        if self.cause != "refusal":
+    def visit(self, hook: str) -> None:
+        trainer = self.trainer
+        if hook != self.hook or trainer.sanity_checking:
             return
-        if self.trainer.global_rank == self.rank:
-            raise ValueError("not like this")
-        threading.Event().wait()
-
-    def training_step(self, batch, batch_idx):
-        fails = self.cause == "step" and batch_idx == 2 and self.trainer.global_rank == self.rank
-        if fails and self.trainer.strategy.place:
-            raise KeyError("no such thing")
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx != 2 or self.trainer.global_rank != self.rank:
+        if hook in STEPS and not trainer.strategy.place:
+            return  # the probe
+        if hook in AFTER_TWO_STEPS and trainer.global_step < 2:
             return
-        if self.cause == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.cause == "ctrl_c":
-            os.killpg(os.getpgrp(), signal.SIGINT)
-        if self.cause == "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
-        if self.cause == "hook":
-            raise RuntimeError("in a hook")
+        if trainer.global_rank == self.rank:
+            self.hook = "done"
+            ACTS[self.act]()
+        elif self.wait:
+            threading.Event().wait()
 
 
-class OtherBatches(L.Callback):
+def visiting(hook: str) -> Any:
+    def call(self: Failing, *args: Any, **kwargs: Any) -> Any:
+        self.visit(hook)
+        return getattr(super(Failing, self), hook)(*args, **kwargs)
+
+    return call
+
+
+for name in HOOKS:
+    setattr(Failing, name, visiting(name))
+
+
+class FailingSamples(TensorDataset):
+    """Fails in a worker of one rank's DataLoader, or of every rank's."""
+
+    def __init__(self, data: TensorDataset, ranks: list[int]) -> None:
+        super().__init__(*data.tensors)
+        self.ranks = ranks
+
+    def __getitem__(self, index: int) -> Any:
+        is_here = int(os.environ.get("LOCAL_RANK", "0")) in self.ranks
+        if index == 20 and get_worker_info() is not None and is_here:
+            raise ValueError("a bad sample")
+        return super().__getitem__(index)
+
+
+class Callback(L.Callback):
+    """Fails in a callback, or lets one rank read other batches."""
+
+    def __init__(self, act: str, rank: int) -> None:
+        self.act, self.rank = act, rank
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if module.cause == "batch" and trainer.global_rank == module.rank:
+        if self.rank != trainer.global_rank or batch_idx != 2:
+            return
+        if self.act == "other_batch":
             batch["x"] += 1
+        if self.act == "callback":
+            raise RuntimeError("on purpose")
+
+
+class Strategy(PipeOffloadStrategy):
+    """Fails when all processes are started and the ranks begin to connect."""
+
+    def __init__(self, before_connecting: Callable[[], None] | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.before_connecting = before_connecting
+
+    def setup_environment(self) -> None:
+        if self.before_connecting is not None:
+            self.before_connecting()
+        super().setup_environment()
 
 
 def main() -> None:
     # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    cause, rank = sys.argv[1], int(sys.argv[2])
+    parser = ArgumentParser()
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--hook", choices=HOOKS)
+    parser.add_argument("--act", default="nothing")
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
+    parser.add_argument("--before", choices=["fit", "connecting"])
+    parser.add_argument("--save-to")
+    options = parser.parse_args()
+    is_at_fault = int(os.environ.get("LOCAL_RANK", "0")) == options.rank
+    if options.before == "fit" and is_at_fault:
+        ACTS[options.act]()
+    data = DataLoader(
+        FailingSamples(fits.samples(), options.bad_samples_on),
+        batch_size=8,
+        collate_fn=fits.collate,
+        num_workers=options.workers,
+    )
+    checkpoints = [ModelCheckpoint(options.save_to)] if options.save_to else []
     trainer = L.Trainer(
         **fits.SILENT,
-        devices=2,
-        strategy=fits.strategy(2),
+        devices=options.devices,
+        strategy=Strategy(
+            ACTS[options.act] if options.before == "connecting" and is_at_fault else None,
+            num_microbatches=4,
+        ),
         max_epochs=3,
-        enable_checkpointing=False,
-        callbacks=[OtherBatches()],
+        enable_checkpointing=bool(checkpoints),
+        callbacks=[Callback(options.act, options.rank), *checkpoints],
     )
-    trainer.fit(Failing(cause, rank), fits.loader(), fits.loader())
+    module = Failing(options.hook, options.act, options.rank, options.wait)
+    if "predict" in str(options.hook):
+        trainer.predict(module, data)
+    else:
+        trainer.fit(module, data, fits.loader())
 
 
 if __name__ == "__main__":

@@ -1,102 +1,187 @@
-"""When a rank fails, every rank of the run ends soon and says why."""
+"""When a rank fails, every rank of the run ends soon, says why, and leaves no process."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.failing import HOOKS, STEPS
+from tests.forked_runs import ForkedRuns, Run
+
 SCRIPT = Path(__file__).parent / "failing.py"
+BATCH = ("--hook", "on_train_batch_start", "--act")
 
 
-def run(cause: str, rank: int) -> tuple[int, str, float]:
-    """Run until every process has ended; return status, standard error and the seconds it took."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    start = time.monotonic()
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    server = ForkedRuns()
+    yield server
+    server.close()
+
+
+def start(*arguments: str) -> Run:
+    """Run as a user does, until every process has ended."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, cause, str(rank)],
+        [sys.executable, SCRIPT, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # open until the last process has ended
         text=True,
-        timeout=120,
-        env=environment,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,  # a terminal's Ctrl-C goes to the processes of its session
     )
-    return done.returncode, done.stderr, time.monotonic() - start
+    return Run(done.returncode, done.stderr)
 
 
-def lines_of(errors: str) -> list[str]:
-    return [line for line in errors.splitlines() if line.startswith("[pipeoffload]")]
+def because(rank: int, cause: str, other: int | None = None) -> str:
+    other = 1 - rank if other is None else other
+    return f"[pipeoffload] global rank {other} stops because of global rank {rank}{cause}"
 
 
+def assert_told_once(run: Run, rank: int, what: str) -> None:
+    """The rank at fault shows its traceback, the other says why it stops in one line."""
+    assert run.status != 0
+    error = what.partition(" (in")[0]
+    tracebacks = re.findall(rf"^(?:\[rank\d\]: )?{re.escape(error)}$", run.errors, re.MULTILINE)
+    assert len(tracebacks) == 1
+    assert run.lines[-1] == because(rank, f": {what}")
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in STEPS])
+def test_an_exception_in_a_hook_stops_all(runs, hook, tmp_path):
+    rank = HOOKS.index(hook) % 2
+    run = runs.run(
+        "--hook", hook, "--act", "raise", "--rank", str(rank), "--save-to", str(tmp_path)
+    )
+    assert_told_once(run, rank, "RuntimeError: on purpose")
+    assert len(run.lines) == 1
+
+
+@pytest.mark.parametrize("hook", sorted(STEPS))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_a_step_names_the_place_and_stops_all(rank):
-    status, errors, _ = run("step", rank)
-    assert status != 0
+def test_an_exception_in_a_step_names_the_place(runs, hook, rank):
+    run = runs.run("--hook", hook, "--act", "raise", "--rank", str(rank))
     stage = 1 - rank  # the last stage is on global rank 0
-    assert f"[pipeoffload] global rank {rank} failed in stage {stage}, F of microbatch 0" in errors
-    assert (
-        errors.count("KeyError: 'no such thing'") <= 2
-    )  # the traceback, and the other rank's line
-    other = f"[pipeoffload] global rank {1 - rank} stops because of global rank {rank}: KeyError"
-    assert sum(line.startswith(other) for line in lines_of(errors)) == 1
+    place = f"stage {stage}, F of microbatch 0"
+    assert_told_once(run, rank, f"RuntimeError: on purpose (in {place})")
+    assert run.lines[:-1] == [f"[pipeoffload] global rank {rank} failed in {place}"]
 
 
-def test_an_exception_in_a_hook_stops_all():
-    status, errors, _ = run("hook", 1)
-    assert status != 0
-    assert (
-        "[pipeoffload] global rank 0 stops because of global rank 1: RuntimeError: in a hook"
-        in lines_of(errors)
-    )
+def test_a_user_who_starts_it_sees_the_same():
+    run = start("--hook", "training_step", "--act", "raise", "--rank", "1")
+    assert_told_once(run, 1, "RuntimeError: on purpose (in stage 0, F of microbatch 0)")
+
+
+def test_all_others_of_four_ranks_say_because_of_whom(runs):
+    run = runs.run("--devices", "4", "--hook", "training_step", "--act", "oom", "--rank", "2")
+    cause = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    place = "stage 1, F of microbatch 0"
+    others = [because(2, f"{cause} (in {place})", other) for other in (0, 1, 3)]
+    assert sorted(run.lines) == sorted([f"[pipeoffload] global rank 2 failed in {place}", *others])
+
+
+def test_an_exception_in_a_callback_stops_all(runs):
+    run = runs.run("--act", "callback", "--rank", "1")
+    assert_told_once(run, 1, "RuntimeError: on purpose")
+
+
+def test_ranks_that_read_other_batches_are_reported(runs):
+    run = runs.run("--act", "other_batch", "--rank", "1")
+    assert run.status == 1
+    assert "global ranks [1] read another batch in training_step than global rank 0" in run.errors
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(rank):
-    status, errors, _ = run("refusal", rank)
-    assert lines_of(errors) == [
-        f"[pipeoffload] global rank {1 - rank} stops because of global rank {rank}: "
-        "ValueError: not like this"
+def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(runs, rank):
+    arguments = ("--hook", "on_train_start", "--act", "refuse", "--rank", str(rank))
+    run = runs.run(*arguments, "--wait")
+    assert run.lines == [because(rank, ": ValueError: not like this")]
+    assert run.status == (1 if rank == 0 else 2)  # a script that raises ends with 1
+    assert "frame #" not in run.errors  # torch's own complaint about a store that is gone
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"), [(0, ", which is gone"), (1, ", which was killed by SIGKILL")]
+)
+def test_a_killed_rank_stops_all(runs, rank, how):
+    run = runs.run(*BATCH, "kill", "--rank", str(rank), "--workers", "2")
+    assert run.status == (137 if rank == 0 else 1)
+    assert run.lines == [because(rank, how)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "validation_step", "predict_step"])
+def test_a_rank_that_is_told_to_stop_stops_all(runs, hook, rank):
+    run = runs.run("--hook", hook, "--act", "terminate", "--rank", str(rank))
+    what = "told to stop by SIGTERM"
+    assert run.status == 143
+    assert run.lines == [
+        f"[pipeoffload] global rank {rank} stops: {what}",
+        because(rank, f": {what}"),
     ]
-    assert status == (1 if rank == 0 else 2)  # a script that raises ends with 1
-    assert "frame #" not in errors  # torch's own complaint about a store that is gone
+
+
+@pytest.mark.parametrize(("act", "code"), [("exit", 3), ("exit_0", 0)])
+def test_a_rank_that_exits_in_a_hook_stops_all(runs, act, code):
+    run = runs.run(*BATCH, act, "--rank", "1")
+    assert run.status == (code or 1)
+    assert run.lines[-1] == because(1, f": sys.exit({code})")
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_ctrl_c_ends_all_with_the_status_of_a_shell(runs, devices):
+    run = runs.run(*BATCH, "interrupt", "--rank", "1", "--devices", str(devices), "--workers", "2")
+    assert run.status == 130
+    assert "Traceback" not in run.errors
+    assert len(run.lines) <= 1
+
+
+def test_ctrl_c_in_a_terminal():
+    run = start(*BATCH, "interrupt", "--rank", "0")
+    assert run.status == 130
+    assert "Traceback" not in run.errors
+    assert len(run.lines) <= 1
+
+
+@pytest.mark.parametrize("ranks", ["0", "1", "0 1"])
+def test_an_exception_in_a_worker_of_a_dataloader_stops_all(runs, ranks):
+    run = runs.run("--workers", "2", "--bad-samples-on", *ranks.split())
+    assert run.status == 1
+    assert len(run.lines) == 1
+    assert re.search(r"Caught ValueError in DataLoader .* ValueError: a bad sample$", run.lines[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_stops_all(rank):
-    status, errors, seconds = run("kill", rank)
-    assert status != 0
-    (line,) = lines_of(errors)
-    assert line.startswith(
-        f"[pipeoffload] global rank {1 - rank} stops because of global rank {rank}, which"
+def test_a_killed_worker_of_a_dataloader_stops_all(runs, rank):
+    run = runs.run(*BATCH, "kill_a_worker", "--workers", "2", "--rank", str(rank))
+    assert run.status == 1
+    assert re.search(
+        rf"because of global rank {rank}: RuntimeError: DataLoader worker", run.lines[-1]
     )
-    assert seconds < 60  # 30 to start on a busy machine, 30 to end
 
 
-def test_ranks_that_read_other_batches_are_reported():
-    status, errors, _ = run("batch", 1)
-    assert status != 0
-    assert "global ranks [1] read another batch in training_step than global rank 0" in errors
+@pytest.mark.parametrize(
+    ("act", "how"),
+    [
+        ("raise", "ended with status 1"),
+        ("exit_0", "ended with status 0"),
+        ("kill", "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_ends_before_the_ranks_connect_stops_the_others(runs, act, how):
+    run = runs.run("--before", "fit", "--act", act, "--rank", "1")
+    assert run.status == 1
+    assert run.lines == [because(1, f", which {how}")]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_told_to_stop_stops_all(rank):
-    status, errors, _ = run("sigterm", rank)
-    assert status == 143
-    other = f"global rank {1 - rank} stops because of global rank {rank}: told to stop by SIGTERM"
-    assert lines_of(errors) == [f"[pipeoffload] {other}"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_ends_all_with_the_status_of_a_shell(rank):
-    status, errors, seconds = run("ctrl_c", rank)
-    assert status == 130
-    assert "Traceback" not in errors
-    assert len(lines_of(errors)) <= 1
-    assert seconds < 60
+def test_a_rank_whose_launcher_is_gone_before_the_ranks_connect_ends(runs):
+    run = runs.run("--before", "connecting", "--act", "kill", "--rank", "0")
+    assert run.status == 137
+    assert run.lines == [because(0, ", which is gone")]

@@ -41,6 +41,7 @@ IMPORTED = {
     "lightning.pytorch.plugins.io.wrapper": ["_WrappingCheckpointIO"],
     "lightning.pytorch.loops.optimization.automatic": ["_AutomaticOptimization"],
     "lightning.pytorch.strategies.launchers.subprocess_script": ["_SubprocessScriptLauncher"],
+    "lightning.pytorch.utilities.exceptions": ["_TunerExitException"],
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ["_LoggerConnector"],
 }
 # attribute: an object that has it

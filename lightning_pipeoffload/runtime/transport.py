@@ -34,6 +34,9 @@ def blaming_peers(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch's signal handler raises this one wherever the main thread is.
+        if str(error).startswith("DataLoader worker"):
+            raise
         reason = str(error).splitlines()[0]
         raise PeerLostError(f"{what}: {reason}") from error
 

@@ -1,0 +1,101 @@
+"""What is told of a failure: one line that names the rank at fault, and an exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipeoffload.runtime.transport import PeerLostError
+
+SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
+SIGINT_STATUS = 128 + signal.SIGINT
+REFUSED_STATUS = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run ends, as all ranks are told.
+
+    Attributes:
+        cause: one line that names the rank at fault.
+        status: with which every rank ends.
+    """
+
+    cause: str
+    status: int = 1
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it is a Ctrl-C."""
+        return self.status == SIGINT_STATUS
+
+    def encode(self) -> str:
+        """Return a value for a store."""
+        return f"{self.status} {self.cause}"
+
+    @classmethod
+    def decode(cls, value: bytes) -> Failure:
+        """Return what ``encode`` was given."""
+        status, _, cause = value.decode().partition(" ")
+        return cls(cause, int(status))
+
+
+def describe(exception: BaseException) -> str:
+    """Return an exception in one line."""
+    if isinstance(exception, SIGTERMException):
+        return "told to stop by SIGTERM"
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(exception, SystemExit):
+        return f"sys.exit({exception.code!r})"
+    return f"{type(exception).__name__}: {first_line(exception)}".rstrip(": ")
+
+
+def first_line(exception: BaseException) -> str:
+    """Return the first line of an exception's message.
+
+    A DataLoader puts a worker's whole traceback into the message; then its last line, which is the
+    worker's own exception, comes with it.
+    """
+    lines = str(exception).strip().splitlines() or [""]
+    from_worker = lines[0].startswith("Caught ") and len(lines) > 1
+    return f"{lines[0]} {lines[-1]}" if from_worker else lines[0]
+
+
+def status_after(exception: BaseException, has_trained: bool) -> int:
+    """Return the exit status of a rank at fault, which is never 0.
+
+    Args:
+        exception: what ended it.
+        has_trained: whether a step was done; a ValueError before one is a refusal.
+    """
+    if isinstance(exception, SIGTERMException):
+        return SIGTERM_STATUS
+    if isinstance(exception, KeyboardInterrupt):
+        return SIGINT_STATUS
+    if isinstance(exception, SystemExit) and isinstance(exception.code, int):
+        return exception.code or 1
+    return REFUSED_STATUS if isinstance(exception, ValueError) and not has_trained else 1
+
+
+def is_of_another_rank(exception: BaseException) -> bool:
+    """Whether an exception only says that another rank is gone."""
+    if isinstance(exception, (PeerLostError, dist.DistError)):
+        return True
+    # A collective that the user calls raises what gloo says, without a type of its own.
+    return isinstance(exception, RuntimeError) and "gloo/transport" in str(exception)
+
+
+def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
+    """Return what an ended process of another rank tells by its status."""
+    status = process.returncode
+    if status >= 0:
+        return Failure(f"global rank {global_rank}, which ended with status {status}")
+    name = signal.Signals(-status).name
+    is_told = -status in (signal.SIGINT, signal.SIGTERM)
+    cause = f"global rank {global_rank}, which was killed by {name}"
+    return Failure(cause, 128 - status if is_told else 1)

@@ -1,0 +1,68 @@
+"""The processes of one machine that Lightning's launcher started watch each other.
+
+Global rank 0's process starts the others as its children. From then on, and before any of them can
+talk to another, each can be seen to end: a child by its parent, the parent by its children.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _ChildProcessObserver,  # private: it kills this process, without a word, when a child has ended
+)
+
+from lightning_pipeoffload.failure_cause import Failure, cause_of_end
+
+_LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
+
+
+def sign_as_launcher() -> None:
+    """Let the processes that this one is going to start know who started them."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+
+
+class LaunchedProcesses:
+    """The others of a machine, as one of its processes sees them.
+
+    Args:
+        global_rank: of this process.
+        local_rank: of this process.
+        children: processes that this one launched, for the global ranks after its own.
+    """
+
+    def __init__(
+        self, global_rank: int, local_rank: int, children: Sequence[subprocess.Popen[bytes]]
+    ) -> None:
+        self._first = global_rank - local_rank
+        self._launcher = int(os.environ.get(_LAUNCHER, "0")) if local_rank else 0
+        self._children = dict(enumerate(children, start=global_rank + 1))
+        _retire_observer()
+
+    def find_failure(self, is_connecting: bool) -> Failure | None:
+        """Return who has ended and should not have.
+
+        Args:
+            is_connecting: whether the ranks cannot talk yet, so that nobody may leave, not even
+                with status 0; later one that is done may leave a moment before the others.
+        """
+        if self._launcher and os.getppid() != self._launcher:
+            return Failure(f"global rank {self._first}, which is gone")
+        for global_rank, child in self._children.items():
+            if child.poll() is not None and (is_connecting or child.returncode):
+                return cause_of_end(child, global_rank)
+        return None
+
+    def has_ended(self, global_rank: int) -> bool:
+        """Whether that rank is known to have ended."""
+        child = self._children.get(global_rank)
+        return child is not None and child.poll() is not None
+
+
+def _retire_observer() -> None:
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []

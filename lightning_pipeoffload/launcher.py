@@ -1,0 +1,49 @@
+"""Starts the ranks of a machine, as Lightning does for a script, and lets all leave together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher,  # private: as Lightning's own strategies
+)
+from lightning.pytorch.utilities.exceptions import (
+    _TunerExitException,  # private: how a learning rate finder ends a fit that has not failed
+)
+from typing_extensions import override
+
+
+class JointLauncher(_SubprocessScriptLauncher):
+    """Calls ``leave`` when a run has not failed, its last hooks included.
+
+    Lightning ends a strategy before the hooks ``on_fit_end`` and ``teardown``. A rank that fails in
+    them still has to stop the others.
+
+    Args:
+        environment: who starts processes; if it is not this launcher, it starts none.
+        num_processes: of this machine.
+        num_nodes: machines.
+        leave: waits for the other ranks.
+    """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        leave: Callable[[], None],
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._leave_together = leave
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super().launch(function, *args, **kwargs)
+        except _TunerExitException:
+            self._leave_together()
+            raise
+        self._leave_together()
+        return result
