@@ -144,19 +144,21 @@ class FailureBoard:
 
     def _look(self) -> Failure | None:
         """Return why the run has failed, if it has."""
+        lost = self._launched.find_lost_launcher()
         if self._store is None:
-            return self._launched.find_failure(is_connecting=True)
+            return lost or self._launched.find_ended_child(is_connecting=True)
         try:
-            if self._store.check([_FAILURE]):
+            # torch complains at length about a store that is gone: leave it alone.
+            if lost != _RANK_ZERO_GONE and self._store.check([_FAILURE]):
                 return Failure.decode(self._store.get(_FAILURE))
-            failure = self._launched.find_failure(is_connecting=False)
+            failure = lost or self._launched.find_ended_child(is_connecting=False)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
             return None if self._is_ending else _RANK_ZERO_GONE
 
     def _announce(self, failure: Failure) -> Failure:
         """Put a failure on the board, unless there is one already; return the one that is there."""
-        if self._store is None:
+        if self._store is None or failure == _RANK_ZERO_GONE:
             return failure
         return Failure.decode(self._store.compare_set(_FAILURE, "", failure.encode()))
 
@@ -196,7 +198,8 @@ class FailureBoard:
             if not quietly:
                 say(f"global rank {self._global_rank} stops because of {failure.cause}")
             try:
-                self._say_seen()
+                if failure != _RANK_ZERO_GONE:
+                    self._say_seen()
                 if self._global_rank == 0:  # it hosts the store
                     self._wait_until_seen()
             except dist.DistError:

@@ -42,15 +42,19 @@ class LaunchedProcesses:
         self._children = dict(enumerate(children, start=global_rank + 1))
         _retire_observer()
 
-    def find_failure(self, is_connecting: bool) -> Failure | None:
-        """Return who has ended and should not have.
+    def find_lost_launcher(self) -> Failure | None:
+        """Return that the process which launched this one is gone, if it is."""
+        if not self._launcher or os.getppid() == self._launcher:
+            return None
+        return Failure(f"global rank {self._first}, which is gone")
+
+    def find_ended_child(self, is_connecting: bool) -> Failure | None:
+        """Return which child has ended and should not have.
 
         Args:
             is_connecting: whether the ranks cannot talk yet, so that nobody may leave, not even
                 with status 0; later one that is done may leave a moment before the others.
         """
-        if self._launcher and os.getppid() != self._launcher:
-            return Failure(f"global rank {self._first}, which is gone")
         for global_rank, child in self._children.items():
             if child.poll() is not None and (is_connecting or child.returncode):
                 return cause_of_end(child, global_rank)

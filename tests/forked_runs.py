@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ class ForkedRank:
 
     def __init__(self, command: list[str], env: dict[str, str], cwd: str | None = None) -> None:
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self.pid = os.fork()
         if not self.pid:
             os.environ.clear()
@@ -104,9 +106,10 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         """Return the status as subprocess does, if it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
