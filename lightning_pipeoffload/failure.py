@@ -109,6 +109,8 @@ class FailureBoard:
             origin, _, said = failure.cause.partition(": ")
             if said == cause and origin != f"global rank {self._global_rank}":
                 self._leave(failure, quietly=failure.is_interrupt)
+            if isinstance(exception, SystemExit):  # Python prints nothing of it
+                say(f"global rank {self._global_rank} stops: {cause}")
             self._wait_until_seen()
             self._say_seen()
         except dist.DistError:

@@ -31,7 +31,6 @@ from lightning_pipeoffload.failure import FailureBoard, connect_store, say
 from lightning_pipeoffload.failure_cause import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
-    describe,
     first_line,
     is_of_another_rank,
     status_after,
@@ -207,8 +206,6 @@ class PipelineProcesses(ParallelStrategy):
         place = self.place if isinstance(exception, Exception) else ""
         if place:
             say(f"global rank {self.global_rank} failed in {place}")
-        if isinstance(exception, SystemExit):  # Python prints nothing of it
-            say(f"global rank {self.global_rank} stops: {describe(exception)}")
         assert self.lightning_module is not None
         has_trained = self.lightning_module.trainer.global_step > 0
         board.report(exception, place, status_after(exception, has_trained))

