@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from .fill_gaps import Order, fill_gaps
-from .problem import Problem
+from .problem import ROUNDING, Problem
 from .schedule import Schedule
 
 __all__ = ["Search"]
@@ -38,12 +38,17 @@ class Search:
             order: The order.
             patience: Seconds, as for ``fill_gaps``.
         """
-        if self.best and self._num_actions_left <= 0:
+        if self.best and (self._num_actions_left <= 0 or self.has_no_bubble):
             return
         filled = fill_gaps(self._problem, order, patience, self.longest_span)
         self._num_actions_left -= filled.num_actions
         if filled.schedule:
             self.best, self.longest_span = filled.schedule, filled.longest_span
+
+    @property
+    def has_no_bubble(self) -> bool:
+        """Whether the best takes no longer than some rank's work, so that nothing is shorter."""
+        return self.longest_span <= max(self._problem.work) * (1 + ROUNDING)
 
     def shortest(self) -> Schedule:
         """Return the best schedule.

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from .actions import Kind
 from .costs import Costs
 from .fixed_order import FixedOrder
 from .in_flight import InFlight
+from .lengthen import lengthen
 from .placement import v
-from .problem import Problem
+from .problem import ROUNDING, Problem
 from .schedule import Schedule
 from .search import Search
+from .simulate import simulate
 
 __all__ = ["zb_v"]
 
 # What the search varies: activations that a rank holds less than it could, and, in shares of an F,
 # how long a rank waits through short gaps, and how long to start a B in time.
 SPARED = (0, 2)
-PATIENCE = (0.0, 0.25, 0.5, 1.0, 2.0)
+PATIENCE = (0.0, 0.1, 0.3, 0.5, 0.7, 1.0, 2.0)
 PUNCTUALITY = (0.0, 0.5)
 MOST_ACTIONS = 600_000
+# Microbatches per rank that are searched for; where there are many more, what is found is repeated.
+ENOUGH, MANY = 3, 4
 
 
 def zb_v(
@@ -40,9 +45,10 @@ def zb_v(
 
     Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
     taken from ``costs``; W goes where there is room for it, and what is short is the longest span
-    of a rank, which counts on an optimizer without barrier. The search times 21 candidates and
-    rearranges the best of them up to a fixed amount of work, 10 s at most; each candidate takes
-    time proportional to p * m, but is given up when it is longer than the best so far.
+    of a rank, which counts on an optimizer without barrier. The search times 29 candidates and
+    rearranges the best of them up to a fixed amount of work, a few seconds, at most; each candidate
+    takes time proportional to p * m, but is given up when it is longer than the best so far. Where
+    m is large, fewer are searched for and the steady middle is repeated.
 
     Args:
         num_ranks: Ranks of the pipeline.
@@ -58,10 +64,37 @@ def zb_v(
     problem = Problem(v(num_ranks), num_microbatches, costs or Costs.unit())
     default = num_ranks * problem.smallest_limit
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
+    if costs is None and memory_limit is None:
+        return _timed_hand_made(problem).shortest()
+    return _lengthened(problem) or _searched(problem)
+
+
+def _timed_hand_made(problem: Problem) -> Search:
     search = Search(problem, num_actions=MOST_ACTIONS)
-    search.consider(FixedOrder(problem, hand_made(num_ranks, num_microbatches)), patience=0.0)
-    if costs or memory_limit is not None:
-        _search(problem, search)
+    order = hand_made(problem.num_ranks, problem.num_microbatches)
+    search.consider(FixedOrder(problem, order), patience=0.0)
+    return search
+
+
+def _lengthened(problem: Problem) -> Schedule | None:
+    """Search with few microbatches and repeat the middle; None where that adds to the bubble."""
+    if problem.num_microbatches <= MANY * problem.num_ranks:
+        return None
+    few = replace(problem, num_microbatches=ENOUGH * problem.num_ranks)
+    of_few = _searched(few)
+    longer = lengthen(of_few, problem.num_microbatches)
+    if longer is None:
+        return None
+    before, after = (simulate(schedule, problem.costs) for schedule in (of_few, longer))
+    fits = max(after.peak_memory) <= problem.memory_limit * (1 + ROUNDING)
+    added_work = max(problem.work) - max(few.work)
+    is_as_good = max(after.span) <= (max(before.span) + added_work) * (1 + ROUNDING)
+    return longer if fits and is_as_good else None
+
+
+def _searched(problem: Problem) -> Schedule:
+    search = _timed_hand_made(problem)
+    _search(problem, search)
     return search.shortest()
 
 
