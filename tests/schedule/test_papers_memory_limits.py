@@ -1,8 +1,8 @@
 """The searched schedules of "Zero Bubble Pipeline Parallelism": its tables 5, 8 and figure 7.
 
 Costs are per stage in ms, memory in a microbatch's activation on a rank. A search may do better
-than the paper's. Of 32 ranks the rows between the fewest and the most microbatches are not here, for
-time.
+than the paper's. Of 32 ranks the rows between the fewest and the most microbatches are not here,
+for time.
 """
 
 import pytest
