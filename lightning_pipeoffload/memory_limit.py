@@ -1,8 +1,13 @@
-"""Amounts of memory as people write them."""
+"""How much memory a plan may take: as people write it, or what a device has left for it."""
 
 from __future__ import annotations
 
 import re
+
+import torch
+
+# The rest is for the allocator's fragments, and for what the plan does not know of.
+_SHARE_PLANNED = 0.9
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
@@ -29,3 +34,20 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
 
 def _number(text: str) -> float:
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
+
+
+def device_limit(device: torch.device, activation_bytes: int) -> int | None:
+    """Return the bytes that a device has for activations, after a step or more; None on CPU.
+
+    Everything else that was there at the peak (parameters, gradients, the optimizer's state, what
+    is there for a moment) needs its place again.
+
+    Args:
+        device: of a rank.
+        activation_bytes: the most that activations took of it so far.
+    """
+    if device.type == "cpu":
+        return None
+    _, total = torch.accelerator.get_memory_info(device)
+    others = torch.accelerator.max_memory_allocated(device) - activation_bytes
+    return max(0, int(_SHARE_PLANNED * total) - others)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.accumulation import Accumulation, JoinedRun, join_batches
 from lightning_pipeoffload.checkpoint import prune_optimizer
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.memory_limit import device_limit
 from lightning_pipeoffload.memory_plan import MemoryPlan, plan_before_measuring, plan_by_costs
 from lightning_pipeoffload.report import (
     join_measurements,
@@ -121,6 +122,8 @@ class PipelineRun:
         self._in_use: JoinedPlan | None = None
         self._open: JoinedRun | None = None
         self._costs: Costs | None = None
+        self._on_accelerator = device.type != "cpu"
+        self._device_limit: int | None = None
         self._offloaded: OffloadReport | None = None
         self._measured: dict[str, list[Any]] | None = None
         self.costs_at_end: Costs | None = None
@@ -218,18 +221,22 @@ class PipelineRun:
         return self._joined[num_batches]
 
     def _make_schedule(self, count: int) -> MemoryPlan:
+        sizes = self._group.num_ranks, count
         if self._costs is None:
-            return plan_before_measuring(self._settings, self._group.num_ranks, count)
-        return plan_by_costs(self._settings, self._group.num_ranks, count, self._costs)
+            return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
+        return plan_by_costs(self._settings, *sizes, self._costs, self._device_limit)
 
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
 
         The ranks wait for each other here, once.
         """
-        if not (self._settings.plans_memory or self.schedule.has_copies):
+        if not (self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies):
             return
         self._costs = join_costs(self._group.gather(self._measure_costs()))
+        device, ledger = self.pipeline.device, self.executor.memory.ledger
+        limits = self._group.gather(device_limit(device, ledger.peak_device_bytes))
+        self._device_limit = min(limits) if self._on_accelerator else None
         self.schedule, self._offloaded = self._make_schedule(self.schedule.num_microbatches)
         self._joined.clear()
         self.executor.timer = ActionTimer(self.pipeline.device)
@@ -335,7 +342,7 @@ class PipelineRun:
             print_measurement(self.report())
 
     def _measure_costs(self) -> RankCosts:
-        copies = self._settings.plans_memory or self.schedule.has_copies
+        copies = self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
         speed = measure_copy_speed(self.pipeline.device) if copies else _NO_COPIES
         return measure_costs(self.executor, speed)
 

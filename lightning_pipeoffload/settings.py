@@ -111,10 +111,17 @@ class PipelineSettings:
             return HostBudget.share_of_machine(num_local_ranks)
         return HostBudget.given(parse_bytes(self.host_memory_limit, "host_memory_limit"))
 
-    @property
-    def plans_memory(self) -> bool:
+    def is_limited(self, on_accelerator: bool) -> bool:
+        """Whether a plan has a memory limit to keep, given or the devices' own.
+
+        Args:
+            on_accelerator: the devices have a memory of their own.
+        """
+        return self.memory_limit is not None or (on_accelerator and self.offload == "auto")
+
+    def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether what is kept on the device is to be planned."""
-        return self.memory_limit is not None or self.offload not in ("auto", "none")
+        return self.is_limited(on_accelerator) or self.offload not in ("auto", "none")
 
     def make_schedule(
         self,

@@ -69,15 +69,16 @@ class PipeOffloadStrategy(PipelineProcesses):
         schedule: a name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
             zb_h1.
-        offload: which activations go to the host between F and B: "none", "half" or "full" of each
-            rank's stages, those that live longest first, or a share of them from 0 to 1; "auto":
-            as few as ``memory_limit`` asks for. Planned anew after the first three steps, with
-            what they measured.
+        offload: which activations go to the host between F and B, or between B and W: "none",
+            "half" or "full" of each rank's, or a share from 0 to 1, stages that live longest
+            first; "auto": as few as ``memory_limit`` asks for. Planned anew after the first three
+            steps, with what they measured.
         recompute: what the backward computes again instead of keeping it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
         memory_limit: bytes, or "40GiB", of each device for activations and what waits for W; what
-            does not fit by any order and offload is refused with the least that does. None: no
-            limit.
+            does not fit by any order and offload is refused with the least that does. None: what
+            parameters, gradients and optimizer leave of the device; no limit on CPU. Under a limit
+            the first three steps, which measure, run one microbatch at a time.
         host_memory_limit: bytes, or "64GiB", of host memory that each rank may take for what it
             offloads; None: its share of what the machine, or the container, has left when training
             is set up, but for a reserve. Where it does not suffice, training stops before the

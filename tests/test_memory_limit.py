@@ -1,8 +1,9 @@
 """Amounts of memory, read and refused."""
 
 import pytest
+import torch
 
-from lightning_pipeoffload.memory_limit import parse_bytes
+from lightning_pipeoffload.memory_limit import device_limit, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,10 @@ def test_an_amount_is_read(value, expected):
 def test_what_is_no_amount_is_refused(value):
     with pytest.raises(ValueError, match="is no amount of memory; use bytes"):
         parse_bytes(value)
+
+
+def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 1000))
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 500)
+    assert device_limit(torch.device("cuda"), activation_bytes=300) == 900 - 200
+    assert device_limit(torch.device("cpu"), activation_bytes=300) is None

@@ -1,13 +1,15 @@
 """What is planned before anything has run, and by what was measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_pipeoffload.memory_plan import plan_before_measuring, plan_by_costs
-from lightning_pipeoffload.schedule import Costs, ScheduleError, peak_memory
+from lightning_pipeoffload.schedule import Costs, ScheduleError, peak_memory, validate
 from lightning_pipeoffload.settings import PipelineSettings
 
 MIB = 1 << 20
-COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.01, reload=0.01)
+COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
 
 
 def measured(costs=COSTS, num_ranks=4, **options):
@@ -28,9 +30,14 @@ def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
     assert sum(report.offloaded) > 0
 
 
-def test_under_a_limit_the_first_steps_offload_all_they_can():
-    schedule, _ = plan_before_measuring(PipelineSettings("auto", memory_limit="1GiB"), 4, 8)
-    assert schedule.has_copies
+@pytest.mark.parametrize(
+    ("options", "on_accelerator"), [({"memory_limit": "1GiB"}, False), ({}, True)]
+)
+def test_under_a_limit_the_first_steps_need_as_little_as_there_can_be(options, on_accelerator):
+    settings = PipelineSettings(schedule="zb_2p", **options)
+    schedule, _ = plan_before_measuring(settings, 4, 8, on_accelerator)
+    validate(schedule)
+    assert max(peak_memory(schedule, COSTS)) == MIB
 
 
 def test_a_limit_that_is_kept_anyway_costs_no_copies():
@@ -48,10 +55,22 @@ def test_a_tight_limit_is_met_by_offload(name):
     assert max(report.peak_memory) <= limit
 
 
-def test_a_schedule_that_keeps_a_limit_by_its_order_does_so_first():
-    schedule, _ = measured(schedule="v", memory_limit=6 * MIB)
-    assert not schedule.has_copies
-    assert max(peak_memory(schedule, COSTS)) <= 6 * MIB
+SLOW_COPIES = replace(COSTS, offload=0.1, reload=0.1)
+
+
+@pytest.mark.parametrize(("costs", "copies"), [(COSTS, True), (SLOW_COPIES, False)])
+def test_a_limit_is_kept_by_copies_or_by_order_whichever_is_faster(costs, copies):
+    schedule, report = measured(costs, schedule="zb", memory_limit=3 * MIB)
+    assert schedule.has_copies == copies == (report is not None)
+    assert max(peak_memory(schedule, costs)) <= 3 * MIB
+
+
+@pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
+def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
+    settings = PipelineSettings(schedule="1f1b")
+    schedule, report = plan_by_costs(settings, 4, 16, COSTS, limit)
+    assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
+    assert (report is None) == (limit is None)
 
 
 @pytest.mark.parametrize("offload", ["auto", "none", "full"])

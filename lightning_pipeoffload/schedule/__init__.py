@@ -28,6 +28,7 @@ from .transfer import (
     forward_only,
     keep_microbatches,
     lower,
+    one_at_a_time,
     split_fused_backward,
 )
 from .validate import validate
@@ -65,6 +66,7 @@ __all__ = [
     "lower",
     "memory_changes",
     "offload_activations",
+    "one_at_a_time",
     "part_sizes",
     "peak_host_memory",
     "peak_memory",

@@ -4,6 +4,7 @@ from plans import plan
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     SCHEDULES,
+    Costs,
     Kind,
     ScheduleError,
     add_transfers,
@@ -11,6 +12,8 @@ from lightning_pipeoffload.schedule import (
     forward_only,
     keep_microbatches,
     lower,
+    one_at_a_time,
+    peak_memory,
     split_fused_backward,
     validate,
 )
@@ -100,3 +103,10 @@ def test_microbatches_beyond_the_count_are_dropped():
 def test_at_least_one_microbatch_is_kept():
     with pytest.raises(ScheduleError, match=r"count \(0\) of microbatches to keep"):
         keep_microbatches(build("1f1b", 2, 3), 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_order_needs_less_memory_than_one_microbatch_at_a_time(name):
+    schedule = one_at_a_time(build(name, 4, 8))
+    validate(schedule)
+    assert max(peak_memory(schedule, Costs.unit())) == schedule.num_chunks
