@@ -207,6 +207,34 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": local, "param_groups": groups})
 
 
+def name_groups(optimizers: Sequence[Optimizer], module: nn.Module) -> list[list[list[str]]]:
+    """Name the parameters in each group of each optimizer."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+
+
+def fill_groups(
+    optimizers: Sequence[Optimizer], module: nn.Module, names: list[list[list[str]]]
+) -> None:
+    """Put the parameters of these names into the groups of each optimizer."""
+    parameters = dict(module.named_parameters())
+    for optimizer, groups in zip(optimizers, names, strict=True):
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [parameters[name] for name in members]
+
+
+def forget_foreign(optimizers: Sequence[Optimizer]) -> None:
+    """Let optimizers forget the shapes that stood for other ranks' parameters."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if not isinstance(p, ShapeOnly)]
+        for parameter in [p for p in optimizer.state if isinstance(p, ShapeOnly)]:
+            del optimizer.state[parameter]
+
+
 def prune_optimizer(optimizer: Optimizer, kept: set[int]) -> None:
     """Let an optimizer forget the parameters whose id is not in ``kept``."""
     for group in optimizer.param_groups:

@@ -117,8 +117,9 @@ class PipelineGroup:
             if different:
                 raise RuntimeError(
                     f"global ranks {different} read another {what} than global rank {self.root}; "
-                    f"the ranks of a pipeline must read the same data in the same order: seed what "
-                    f"draws samples (a sampler of your own, augmentation) alike in every process"
+                    f"the ranks of a pipeline must read the same data in the same order: call "
+                    f"L.seed_everything(...) before the data is made, seed generators of your own "
+                    f"alike in every process, and do not share samples out by rank"
                 )
 
         return compare
@@ -140,7 +141,8 @@ class PipelineGroup:
     def sum_shared_gradients(self) -> None:
         """Give all owners of a parameter the sum of their gradients."""
         with blaming_peers("lost a rank while summing tied weights' gradients"):
-            for parameter, group, _ in self._shared:
+            trained = (entry for entry in self._shared if entry[0].requires_grad)
+            for parameter, group, _ in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)

@@ -1,61 +1,137 @@
 """The same batches on every rank of a pipeline, and after a resume.
 
-A shuffling sampler draws its order from the global generator, workers their seeds too; ranks that
-draw differently (one has more dropout) would read different batches, silently. So samplers and
-workers get generators of their own, seeded by run and epoch. As an epoch's order is known then, a
-fit that resumes within one can leave out what it has seen.
+Shuffling samplers, datasets and the seeds of workers draw from the global generators; ranks whose
+generators stand elsewhere (a hook has drawn a number more on one of them) would read different
+batches, silently. So each pass through a loader has random numbers of its own, which depend on the
+run's seed, the epoch and the loader's place among the others. As an epoch's batches are known then,
+a fit that resumes within one can leave out what it has seen.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
 
 
-def own_generators(loader: object, seed: int) -> None:
-    """Give a loader generators that depend on ``seed`` and the epoch only.
+class PipelineLoaders:
+    """The loaders of a fit or an evaluation.
 
-    Generators that the user has given are left alone; they are her promise.
+    Args:
+        seed: of the run, the same on every rank.
+        current_epoch: tells the epoch.
     """
-    if not isinstance(loader, DataLoader):
-        return
-    if loader.worker_init_fn is None and loader.num_workers:
-        # Lightning's own would mix in the global rank.
+
+    def __init__(self, seed: int, current_epoch: Callable[[], int]) -> None:
+        self._seed = seed
+        self._current_epoch = current_epoch
+        self._places: Counter[tuple[bool, int]] = Counter()
+        self._owned: list[Any] = []
+
+    def own(self, loader: Any, is_training: bool) -> None:
+        """Let passes through ``loader`` have random numbers of their own from now on.
+
+        Generators that the user has given to a loader or its sampler are left alone; they are her
+        promise. Lists, generators and the like are read as they are.
+        """
+        # Counted by the epoch: loaders made anew in a later one are placed as the first ones were.
+        siblings = is_training, self._current_epoch()
+        seed = mix_seed(self._seed, is_training, self._places[siblings])
+        self._places[siblings] += 1
+        _give_back(loader)
+        if isinstance(loader, DataLoader):
+            _let_workers_agree(loader)
+        if _intercept_passes(loader, _Passes(seed, self._current_epoch, repeats=is_training)):
+            self._owned.append(loader)
+
+    def release(self) -> None:
+        """Give the loaders their own classes back."""
+        while self._owned:
+            _give_back(self._owned.pop())
+
+
+class _Passes:
+    """The passes through one loader; in training it may start over and over within an epoch."""
+
+    def __init__(self, seed: int, current_epoch: Callable[[], int], repeats: bool) -> None:
+        self._seed = seed
+        self._current_epoch = current_epoch
+        self._repeats = repeats
+        self._finished: Counter[int] = Counter()
+
+    def start(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        epoch = self._current_epoch()
+        stream = RandomStream(mix_seed(self._seed, epoch, self._finished[epoch]))
+        return _Batches(iterate, stream, lambda: self._finish(epoch))
+
+    def _finish(self, epoch: int) -> None:
+        self._finished[epoch] += self._repeats
+
+
+class _Batches(Iterator[Any]):
+    """What a loader's own iterator yields, computed with random numbers of its own."""
+
+    def __init__(
+        self,
+        iterate: Callable[[], Iterator[Any]],
+        stream: RandomStream,
+        finish: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._finish = finish
+        with stream:
+            self._batches = iterate()
+
+    def __next__(self) -> Any:
+        with self._stream:
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._finish()
+                raise
+
+
+def _let_workers_agree(loader: DataLoader[Any]) -> None:
+    """Let batches, and the workers' random numbers, come alike on every rank."""
+    # Else they come in the order in which workers happen to finish.
+    loader.in_order = True
+    init = loader.worker_init_fn
+    if loader.num_workers and (init is None or init is pl_worker_init_function):
+        # Lightning's own, which it sets where there is none, mixes in the global rank.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
-    generators = []
-    holders: tuple[Any, ...] = (
-        loader,
-        loader.sampler,
-        getattr(loader.batch_sampler, "sampler", None),
-    )
-    for holder in holders:
-        if holder is not None and getattr(holder, "generator", False) is None:
-            holder.generator = torch.Generator()
-            generators.append(holder.generator)
-    _seed_each_epoch(loader.sampler, generators, seed)
 
 
-def _seed_each_epoch(sampler: Any, generators: list[torch.Generator], seed: int) -> None:
-    """Let Lightning's call of ``sampler.set_epoch`` seed the generators."""
-    inner = getattr(sampler, "set_epoch", None)
+def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
+    """Give the one instance a subclass, as Python looks ``__iter__`` up on the type."""
+    plain: Any = type(loader)
 
-    def set_epoch(epoch: int) -> None:
-        if inner is not None:
-            inner(epoch)
-        for place, generator in enumerate(generators):
-            generator.manual_seed(mix_seed(seed, epoch, place))
+    def iterate(self: Any) -> Iterator[Any]:
+        return passes.start(lambda: plain.__iter__(self))
 
-    set_epoch(0)
-    sampler.set_epoch = set_epoch
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    try:
+        loader.__class__ = type(plain.__name__, (plain, _Owned), {"__iter__": iterate, **names})
+    except TypeError:  # a builtin's instance, which has one class for life
+        return False
+    return True
+
+
+class _Owned:
+    """Marks the class of a loader that was intercepted."""
+
+    __slots__ = ()
+
+
+def _give_back(loader: Any) -> None:
+    while isinstance(loader, _Owned):
+        loader.__class__ = type(loader).__mro__[1]
 
 
 def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:

@@ -79,6 +79,7 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
+    trainer.fit_loop.on_advance_start = partial(_start_epoch, trainer)  # type: ignore[method-assign]
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
         _stop_if_told, trainer
@@ -101,6 +102,13 @@ def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
     return run(trainer.fit_loop.epoch_loop.val_loop)
+
+
+def _start_epoch(trainer: Trainer) -> None:
+    """Let the hooks at an epoch's start freeze and unfreeze parameters of every stage."""
+    loop = trainer.fit_loop
+    with trainer.strategy.shown_whole():  # type: ignore[attr-defined]
+        type(loop).on_advance_start(loop)
 
 
 def _note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:

@@ -286,9 +286,7 @@ class PipelineRun:
         )
 
     def commit(self, optimizers: list[Optimizer], accumulation: Accumulation) -> None:
-        """Before the first training step: keep what this rank owns, and agree where ranks share."""
-        if self.pipeline.committed:
-            return
+        """Keep what this rank owns, and agree where ranks share."""
         self.pipeline.commit()
         kept = {id(p) for p in self.pipeline.canonical_parameters().values()}
         for optimizer in optimizers:
@@ -298,17 +296,6 @@ class PipelineRun:
         if self._group.is_root:
             print_prediction(self.report())
             print_accumulation(self._plan_of_batch, self.plan, accumulation)
-
-    def join_names(self, names: list[list[list[str]]]) -> list[list[list[str]]]:
-        """Join the ranks' names of each optimizer's groups, in the order of the whole module."""
-        ranks = self._group.gather(names)
-        return [
-            [
-                self.pipeline.in_module_order(set().union(*same_group))
-                for same_group in zip(*same_optimizer, strict=True)
-            ]
-            for same_optimizer in zip(*ranks, strict=True)
-        ]
 
     def report(self) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``.

@@ -27,8 +27,11 @@ from typing_extensions import override
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.checkpoint import (
     StateCollector,
+    fill_groups,
+    forget_foreign,
     load_module_state,
     load_optimizer_state,
+    name_groups,
     name_optimizer_state,
     shapes_of,
 )
@@ -39,13 +42,15 @@ from lightning_pipeoffload.checkpoint_folder import (
     read_checkpoint_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.data import leave_out_seen, own_generators
+from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
 from lightning_pipeoffload.loops import hooks_between_batches, join_loops, refuse_module
 from lightning_pipeoffload.monitor import LogCapture, SharedMetricsConnector
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
+from lightning_pipeoffload.runtime.shape_only import ValueNeededError
+from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
 
@@ -219,6 +224,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         self.model = self.precision_plugin.convert_module(self.model)
         self._seed = self.broadcast(torch.initial_seed())
         seed_all(mix_seed(self._seed))
+        self._loaders = PipelineLoaders(self._seed, lambda: trainer.current_epoch)
         self._attach()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -238,18 +244,32 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        parameters: dict[str, Tensor] = dict(self._module.named_parameters())
-        if self._is_split:
-            parameters = self.run.pipeline.canonical_parameters()
-        names = {id(p): name for name, p in parameters.items()}
-        self._group_names = [
-            [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self.optimizers
-        ]
-        if self._is_split:  # a fit before this one has cut the module
-            self._group_names = self.run.join_names(self._group_names)
+        with self.shown_whole():
+            super().setup_optimizers(trainer)
+        if self._is_split:  # by a fit before this one
             self._join_lbfgs()
+
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """Let code that every rank runs freeze, unfreeze and group the parameters of all stages.
+
+        Raises:
+            RuntimeError: the code needs the value of a parameter that this rank does not own.
+        """
+        pipeline = self.run.pipeline
+        try:
+            with pipeline.shown_whole():
+                if self._is_split:
+                    fill_groups(self.optimizers, self._module, self._group_names)
+                yield
+                self._group_names = name_groups(self.optimizers, self._module)
+        except ValueNeededError as error:
+            raise RuntimeError(
+                f"{error}{in_brackets(users_line(error))}, which is on another rank; where "
+                f"parameters are frozen or grouped, only names and shapes of all are known"
+            ) from None
+        if self._is_split:
+            forget_foreign(self.optimizers)
 
     def _join_lbfgs(self) -> None:
         """Let every LBFGS go the whole model's way, whatever this rank has of it."""
@@ -266,7 +286,7 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        own_generators(dataloader, self._seed)
+        self._loaders.own(dataloader, self._trainer.training)
         if self._trainer.training and self._trainer.ckpt_path is not None:
             leave_out_seen(dataloader, self._count_seen_batches)
         return dataloader
@@ -284,9 +304,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             inputs = self._inputs("training_step", args, kwargs)
             microbatches = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
-            if not self._is_split:
-                self._join_lbfgs()
-            self.run.commit(self.optimizers, accumulation)
+            self._commit(accumulation)
             for microbatch in microbatches:
                 microbatch.differentiate = self._differentiate
             done = self.run.train(inputs, microbatches, accumulation, self._before_backward)
@@ -317,6 +335,13 @@ class PipeOffloadStrategy(PipelineProcesses):
         """Run the backwards that are left of batches whose optimizer step is still to come."""
         with self.precision_plugin.train_step_context(), forked_randomness():
             self.run.finish_plan()
+
+    def _commit(self, accumulation: Accumulation) -> None:
+        """Before the first training step: keep what this rank owns."""
+        if not self._is_split:
+            self._group_names = name_groups(self.optimizers, self._module)
+            self._join_lbfgs()
+            self.run.commit(self.optimizers, accumulation)
 
     def _before_backward(self) -> None:
         """Do what Lightning does between a training step and its backward."""
@@ -524,6 +549,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def teardown(self) -> None:
         if self._run is not None:
+            self._loaders.release()
             self._run.leave()
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):

@@ -21,7 +21,8 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            # No daemon: those must not have workers that load data.
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=False)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -69,7 +70,10 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     while True:
-        function, args = pipe.recv()
+        try:
+            function, args = pipe.recv()
+        except EOFError:  # whoever had the pool has gone
+            return
         try:
             pipe.send((None, function(*args)))
         except BaseException:

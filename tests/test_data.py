@@ -1,119 +1,287 @@
-"""Loaders give the same batches on every rank, whatever else draws random numbers."""
+"""Loaders give the same batches on every rank, whatever else draws random numbers there."""
 
+import os
+import random
+
+import lightning as L
+import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from lightning_pipeoffload.data import own_generators
+from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
+from tests import fits
 
-DATASET = TensorDataset(torch.arange(32))
+COUNT = 8
+DATASET = TensorDataset(torch.arange(COUNT).double())
 
 
 class Augmented(TensorDataset):
-    """Its samples have noise, drawn in the worker."""
+    """Its samples have noise from each of the three libraries."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(COUNT).double())
 
     def __getitem__(self, index):
-        return self.tensors[0][index] + torch.rand(())
+        return (torch.rand(()).double() + np.random.rand() + random.random(),)
 
 
 class Stream(IterableDataset):
+    """Samples by three libraries' random numbers."""
+
     def __iter__(self):
-        worker = torch.utils.data.get_worker_info()
-        return iter(torch.rand(4) + (worker.id if worker else 0))
+        for _ in range(COUNT // 2):
+            yield torch.rand(()).double(), np.random.rand(), random.random()
 
 
-LOADERS = {
-    "shuffled": lambda: DataLoader(DATASET, 4, shuffle=True),
-    "sampled": lambda: DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, num_samples=16)),
-    "weighted": lambda: DataLoader(DATASET, 4, sampler=WeightedRandomSampler([1.0] * 32, 16)),
-    "in batches of one's own": lambda: DataLoader(
-        DATASET, batch_sampler=BatchSampler(RandomSampler(DATASET), 4, drop_last=True)
+class PickedByNumpy(Sampler):
+    """An order of numpy's."""
+
+    def __iter__(self):
+        return iter(np.random.permutation(COUNT).tolist())
+
+    def __len__(self):
+        return COUNT
+
+
+class Pairs(Sampler):
+    """Batches of Python's choice."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield random.sample(range(COUNT), 2)
+
+    def __len__(self):
+        return 3
+
+
+class Handmade:
+    """No DataLoader at all."""
+
+    def __iter__(self):
+        return iter([[torch.rand(2).double()] for _ in range(3)])
+
+
+def shuffled(**options):
+    return DataLoader(DATASET, 2, shuffle=True, **options)
+
+
+def with_init(init):
+    return DataLoader(Augmented(), 2, num_workers=1, worker_init_fn=init)
+
+
+def draw_once(worker):
+    """Draw a number, as an init function of a user may."""
+    random.random()
+
+
+# Two passes of each differ: an order or an augmentation that does not stay the same for ever.
+RANDOM = {
+    "shuffle": shuffled,
+    "shuffle, drop_last": lambda: DataLoader(DATASET, 3, shuffle=True, drop_last=True),
+    "RandomSampler with replacement": lambda: DataLoader(
+        DATASET, 2, sampler=RandomSampler(DATASET, replacement=True)
     ),
-    "by workers": lambda: DataLoader(Augmented(torch.zeros(8)), 4, num_workers=1),
-    "streamed by workers": lambda: DataLoader(Stream(), 4, num_workers=1),
+    "WeightedRandomSampler": lambda: DataLoader(
+        DATASET, 2, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)
+    ),
+    "a sampler of one's own": lambda: DataLoader(DATASET, 2, sampler=PickedByNumpy()),
+    "BatchSampler": lambda: DataLoader(
+        DATASET, batch_sampler=BatchSampler(RandomSampler(DATASET), 2, drop_last=True)
+    ),
+    "a batch sampler of one's own": lambda: DataLoader(DATASET, batch_sampler=Pairs()),
+    "IterableDataset": lambda: DataLoader(Stream(), 2),
+    "IterableDataset, two workers": lambda: DataLoader(Stream(), 2, num_workers=2),
+    "augmentation": lambda: DataLoader(Augmented(), 2),
+    "augmentation, two workers": lambda: DataLoader(Augmented(), 2, num_workers=2),
+    "augmentation, persistent_workers": lambda: DataLoader(
+        Augmented(), 2, num_workers=1, persistent_workers=True
+    ),
+    "in_order=False": lambda: shuffled(num_workers=2, in_order=False, prefetch_factor=1),
+    "worker_init_fn": lambda: with_init(draw_once),
+    "Lightning's worker_init_fn": lambda: with_init(pl_worker_init_function),
+    "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
+    "no DataLoader": Handmade,
+    "a list of loaders": lambda: [shuffled(), shuffled()],
+    "a dict of loaders": lambda: {"first": shuffled(), "second": DataLoader(Augmented(), 2)},
+    **{
+        f"CombinedLoader, {mode}": lambda mode=mode: CombinedLoader(
+            {"short": shuffled(), "long": DataLoader(Stream(), 1)}, mode
+        )
+        for mode in ("max_size_cycle", "min_size", "max_size")
+    },
 }
 
 
-def batches(loader, seed, epoch=0, noise=0):
-    """Read an epoch as a rank does that has drawn ``noise`` numbers before."""
-    own_generators(loader, seed)
-    loader.sampler.set_epoch(epoch)
-    torch.manual_seed(noise)
-    return [batch[0] if isinstance(batch, list) else batch for batch in loader]
+def leaves(batch):
+    return torch.cat([x.double() for x in torch.utils._pytree.tree_leaves(batch) if x is not None])
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_ranks_read_the_same(make):
-    first, second = batches(make(), seed=1, noise=1), batches(make(), seed=1, noise=2)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+class Draws(L.LightningModule):
+    """Draws more random numbers the lower its rank, in a hook and in its first block."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.batches = make, []
+        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2))).double()
+
+    def train_dataloader(self):
+        return self.make()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        count = 1 + self.global_rank
+        torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(leaves(batch)[:, None]).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches.append((self.current_epoch, leaves(batch).tolist()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("other", [{"seed": 2}, {"seed": 1, "epoch": 1}])
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_seeds_and_epochs_differ(make, other):
-    first, second = batches(make(), seed=1), batches(make(), **other)
-    assert not torch.equal(torch.cat(first), torch.cat(second))
+def read(num_devices, name, seed=7, **options):
+    """Return (epoch, batch) for each batch of a fit of two epochs."""
+    if seed is not None:
+        L.seed_everything(seed, workers=True, verbose=False)
+    module = Draws(RANDOM[name] if isinstance(name, str) else name)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, num_microbatches=1),
+        max_epochs=2,
+        enable_checkpointing=False,
+        **options,
+    )
+    if num_devices:
+        trainer.strategy.on_exception = lambda error: None  # the process is needed for more
+    trainer.fit(module)
+    return module.batches
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_reading_leaves_the_global_generator_alone(make):
-    loader = make()
-    own_generators(loader, seed=1)
-    before = torch.get_rng_state()
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("name", RANDOM)
+def test_ranks_read_the_same_random_batches(ranks, name):
+    first, second = ranks(2).run(read, 2, name)
+    assert first == second
+    assert batches_of(0, first) != batches_of(1, first)
 
 
-def test_an_epoch_read_again_is_the_same():
-    loader = DataLoader(DATASET, 4, shuffle=True)
-    first = batches(loader, seed=1, epoch=3)
-    loader.sampler.set_epoch(3)
-    torch.testing.assert_close([batch[0] for batch in loader], first)
+def batches_of(epoch, found):
+    return [batch for at, batch in found if at == epoch]
 
 
-def test_unshuffled_loaders_keep_their_order():
-    found = batches(DataLoader(DATASET, 4), seed=1)
-    assert torch.equal(torch.cat(found), torch.arange(32))
+def test_ranks_read_the_same_where_loaders_are_made_anew(ranks):
+    first, second = ranks(2).run(read_anew, "shuffle")
+    assert first == second == ranks(2).run(read, 2, "shuffle")[0]
 
 
-def test_the_users_generator_is_left_alone():
-    generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(DATASET, 4, shuffle=True, generator=generator)
-    own_generators(loader, seed=1)
-    assert loader.generator is generator
-    assert generator.initial_seed() == 5
+def read_anew(name):
+    return read(2, name, reload_dataloaders_every_n_epochs=1)
 
 
-def test_the_samplers_own_set_epoch_is_called():
-    class Counting(RandomSampler):
-        epoch = None
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    sampler = Counting(DATASET)
-    loader = DataLoader(DATASET, 4, sampler=sampler)
-    batches(loader, seed=1, epoch=7)
-    assert sampler.epoch == 7
+def test_without_a_seed_global_rank_0s_counts(ranks):
+    first, second = ranks(2).run(read_unseeded, "augmentation, two workers")
+    assert first == second
 
 
-def test_the_users_worker_init_is_left_alone():
-    def init(worker):
-        """Do nothing."""
-
-    loader = DataLoader(DATASET, 4, num_workers=1, worker_init_fn=init)
-    own_generators(loader, seed=1)
-    assert loader.worker_init_fn is init
+def read_unseeded(name):
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test
+    torch.seed(), np.random.seed(), random.seed()
+    return read(2, name, seed=None)
 
 
-def test_what_is_no_loader_is_left_alone():
-    batches = [torch.ones(1)]
-    own_generators(batches, seed=1)
-    assert batches == [torch.ones(1)]
+def test_data_made_without_a_seed_is_refused(ranks):
+    message = "call L.seed_everything(...) before the data is made"
+    assert any(message in str(error) for error in ranks(2).run(read_own_data))
+
+
+def read_own_data():
+    torch.seed()
+    data = TensorDataset(torch.rand(COUNT).double())
+    try:
+        read(2, lambda: DataLoader(data, 2), seed=None)
+    except RuntimeError as error:
+        return str(error)
+
+
+class Numbers(IterableDataset):
+    """Workers take turns."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return iter(range(COUNT)[worker.id :: worker.num_workers] if worker else range(COUNT))
+
+
+# One device's batches in one device's order.
+PLAIN = {
+    "in order": lambda: DataLoader(DATASET, 2),
+    "in order, two workers, prefetch_factor": lambda: DataLoader(
+        DATASET, 2, num_workers=2, prefetch_factor=3
+    ),
+    "IterableDataset in order, two workers": lambda: DataLoader(Numbers(), 2, num_workers=2),
+    "drop_last": lambda: DataLoader(DATASET, 3, drop_last=True),
+    "a generator of its own": RANDOM["a generator of its own"],
+    "CombinedLoader in order": lambda: CombinedLoader(
+        [DataLoader(DATASET, 2), DataLoader(Numbers(), 1)], "max_size_cycle"
+    ),
+    "a list of batches": lambda: [torch.ones(2, 1).double(), torch.zeros(2, 1).double()],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ranks_read_one_devices_batches(ranks, name):
+    first, second = ranks(2).run(read_plain, 2, name)
+    assert first == second == read_plain(0, name)
+
+
+def read_plain(num_devices, name):
+    return read(num_devices, PLAIN[name])
+
+
+def states():
+    return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+
+def owned(make, epochs, is_training=True):
+    loaders, loader = PipelineLoaders(1, epochs), make()
+    loaders.own(loader, is_training)
+    return loaders, loader
+
+
+def test_a_loader_leaves_the_global_generators_alone():
+    _, loader = owned(RANDOM["augmentation"], lambda: 0)
+    before = states()
+    assert list(loader)
+    assert states() == before
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_loader_that_starts_over_in_training_gives_others(is_training):
+    _, loader = owned(shuffled, lambda: 0, is_training)
+    first, second = (torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2))
+    assert (first != second) is is_training
+
+
+def test_two_loaders_of_one_dataset_have_orders_of_their_own():
+    loaders, one = owned(shuffled, lambda: 0)
+    loaders.own(another := shuffled(), is_training=True)
+    assert not all(torch.equal(a, b) for (a,), (b,) in zip(one, another, strict=True))
+
+
+def test_a_loader_gets_its_class_back():
+    loaders, loader = owned(shuffled, lambda: 0)
+    leave_out_seen(loader, lambda: 0)
+    loaders.release()
+    assert type(loader) is DataLoader

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
+from lightning_pipeoffload.runtime.whole_module import ForeignParameter
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
@@ -41,6 +42,7 @@ class Ownership:
         self.owners = owners
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
+        self.foreign: list[ForeignParameter] = []
         glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
         with_parameters = {id(slot.module) for slot in glue if slot.kind == "_parameters"}
         self._glue = [slot for slot in glue if id(slot.module) in with_parameters]
@@ -85,9 +87,12 @@ class Ownership:
 
     def drop_foreign(self) -> None:
         """Take what other ranks own out of the module."""
+        siblings = {id(slot.module): tuple(slot.module._parameters) for slot in self.slots}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             placeholder = _placeholder(slot, self.owners[slot.name])
             placeholder.requires_grad_(slot.tensor.requires_grad)  # as later probes have to see it
+            if slot.kind == "_parameters":
+                self.foreign.append(ForeignParameter(slot, placeholder, siblings[id(slot.module)]))
             for view in (self._home, self._hidden, *self._views.values()):
                 _forget(view, slot)
             slot.module.__dict__[slot.kind].pop(slot.attribute, None)

@@ -9,7 +9,8 @@ parameter elsewhere.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import find_slots
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.whole_module import shown_whole
 from lightning_pipeoffload.schedule import Costs
 
 _MOST_PROBES = 64
@@ -143,6 +145,25 @@ class Pipeline:
         self.committed = True
         self.ownership.drop_foreign()
 
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """Show the parameters of all ranks, to code that may freeze, unfreeze or group them.
+
+        Every rank has to run the same code inside.
+        """
+        foreign, owned = self.ownership.foreign if self.committed else [], {}
+        if foreign:
+            owned = {self._identity[n]: t for n, t in self.ownership.local_tensors().items()}
+        with shown_whole(foreign, owned, self._identity):
+            before = self._trainable_now()
+            yield
+            if self._trainable_now() != before:
+                self._probes.clear()  # what blocks hand on may need a gradient now, or none
+                self._training_probe = None
+
+    def _trainable_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.module.parameters()]
+
     def shared_parameters(self) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """List (name, parameter, ranks) of this rank's parameters that other ranks own too.
 
@@ -190,10 +211,6 @@ class Pipeline:
             for name, tensor in self.ownership.local_tensors().items()
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
-
-    def in_module_order(self, names: Iterable[str]) -> list[str]:
-        """Sort names of parameters as the whole module has them."""
-        return sorted(names, key=self._order.__getitem__)
 
     @property
     def weight_flops(self) -> int:

@@ -169,9 +169,9 @@ class StageRunner:
             name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
             if _same_shapes(found, specs):
                 raise RuntimeError(
-                    f"whether the output of {name} requires a gradient is not as it was at first; "
-                    f"a pipeline's parameters cannot be frozen or unfrozen while it trains; "
-                    f"freeze before fit, or stop and fit again"
+                    f"whether the output of {name} requires a gradient has changed without the "
+                    f"other ranks knowing; freeze or unfreeze parameters in on_train_epoch_start, "
+                    f"as Lightning's BaseFinetuning does, or before fit"
                 )
             raise RuntimeError(
                 f"{name} returned {found} where {specs} was expected from the shapes of the batch; "

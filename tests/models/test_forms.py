@@ -3,6 +3,8 @@
 With ``zb_h1`` only, which takes B and W apart: the schedules are tried with each family.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.models.comparison import SCHEDULES, assert_trains_exactly, train, train_plain
 from tests.models.families import Task
-from tests.runtime.models import assert_same
+from tests.runtime.models import Outcome, assert_same
 
 WIDTH = 4
 
@@ -261,9 +263,34 @@ def test_hooks_of_parameters_run_once_per_microbatch(kind):
     assert len(calls) == 4 * len(list(module.parameters()))
 
 
-def test_freezing_while_training_says_what_to_do():
+def assert_goes_on_exactly(pipeline, module):
+    """Compare what one more step adds to the gradients, from where ``pipeline`` is."""
+    for rank in pipeline.ranks:
+        rank.module.zero_grad()
+    batch = tokens()
+    losses = pipeline.run(batch, 2)
+    assert_same(Outcome(losses, pipeline.named_gradients()), train_plain(module, batch))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_freeze_and_thaw_while_training(schedule, tied):
+    module = Task(Net(tied=tied), loss).double()
+    pipeline, _ = train(module, schedule, 2, tokens())
+    for frozen in (["embed", "blocks.0", "blocks.1"], ["blocks.5", "head"], []):
+        for rank in [*pipeline.ranks, None]:
+            model = rank.module.model if rank else module.model
+            with rank.shown_whole() if rank else nullcontext():
+                model.requires_grad_(True)
+                for name in frozen:
+                    model.get_submodule(name).requires_grad_(False)
+        assert_goes_on_exactly(pipeline, module)
+
+
+def test_freezing_that_other_ranks_do_not_know_says_what_to_do():
     pipeline, _ = train(Task(Net(), loss), "zb_h1", 2, tokens())
     for parameter in pipeline.ranks[0].module.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="frozen or unfrozen while it trains; freeze before fit"):
+    message = "freeze or unfreeze parameters in on_train_epoch_start, as Lightning's BaseFinetuning"
+    with pytest.raises(RuntimeError, match=message):
         pipeline.run(tokens(), 2)
