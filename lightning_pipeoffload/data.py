@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
@@ -111,6 +112,8 @@ def _let_workers_agree(loader: DataLoader[Any]) -> None:
 def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
     """Give the one instance a subclass, as Python looks ``__iter__`` up on the type."""
     plain: Any = type(loader)
+    if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
+        return False  # data themselves, of which Lightning takes a list for one of loaders
 
     def iterate(self: Any) -> Iterator[Any]:
         return passes.start(lambda: plain.__iter__(self))

@@ -6,7 +6,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from typing import Any
 
 
@@ -69,6 +69,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    set_start_method(None, force=True)  # workers that load data: as the platform's users have them
     while True:
         try:
             function, args = pipe.recv()
