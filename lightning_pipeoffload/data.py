@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils.data import DataLoader
 
