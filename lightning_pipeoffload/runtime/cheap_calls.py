@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.randomness import replayed_generator
 
@@ -45,6 +46,7 @@ class Source:
         self.version = 0 if tensor is None else tensor._version
         self.call = call
         self.index = index
+        self._num_bytes = 0 if tensor is None or isinstance(tensor, nn.Parameter) else tensor.nbytes
         self._handle: Any = None
 
     @property
@@ -52,9 +54,19 @@ class Source:
         """Calls in a row that computing the value takes."""
         return 0 if self.call is None else self.call.depth
 
-    def kept_as(self, handle: Any) -> None:
-        """Take the value from the store from now on."""
-        self.tensor, self.call, self._handle = None, None, handle
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the tensors that computing the value takes, parameters left out."""
+        return self._num_bytes if self.call is None else self.call.bytes_read
+
+    @property
+    def is_needed_in_b(self) -> bool:
+        """Whether B computes something on the way to the value."""
+        return self.call is not None and self.call.is_needed_in_b
+
+    def kept_as(self, handle: Any, num_bytes: int) -> None:
+        """Take the value, of so many bytes, from the store from now on."""
+        self.tensor, self.call, self._handle, self._num_bytes = None, None, handle, num_bytes
 
     def leaves(self) -> Iterator[Tensor]:
         """Find the tensors that would have to be kept for this value, and are not yet."""
@@ -70,24 +82,34 @@ class Source:
             return all(source.is_intact() for source in self.call.inputs())
         return self.tensor is None or self.tensor._version == self.version
 
-    def claim(self, store: Store) -> None:
-        """Make sure that the value can be had later, once more than so far."""
+    def claim(self, store: Store, for_w: bool) -> None:
+        """Make sure that the value can be had in B or in W, once more than so far."""
         if self.call is not None:
-            self.call.claim(store)
+            self.call.claim(store, for_w)
         elif self.tensor is not None:
-            self.kept_as(store.pack(self.tensor))
+            self.kept_as(store.pack(self.tensor), self._num_bytes)
 
-    def value(self, store: Store) -> Tensor:
+    def value(self, store: Store, for_w: bool) -> Tensor:
         """Return the value."""
         if self.call is not None:
-            return self.call.result(self.index, store)
+            return self.call.result(self.index, store, for_w)
         return store.unpack(self._handle)
+
+
+@dataclass
+class _Uses:
+    """Of a call's results in B, or in W."""
+
+    num_claims: int = 0
+    num_done: int = 0
+    results: tuple[Tensor, ...] | None = None
 
 
 class CheapCall:
     """One call of an operation.
 
-    The results are computed at their first use and freed after the last.
+    The results are computed at their first use and freed after the last; for B and W apart, so that
+    nothing stays in between.
 
     Args:
         operation: an overload of aten.
@@ -108,33 +130,43 @@ class CheapCall:
         self._options = options
         self._generator = generator
         self.depth = 1 + max((source.depth for source in self.inputs()), default=0)
-        self._num_claims = 0
-        self._num_uses = 0
-        self._results: tuple[Tensor, ...] | None = None
+        self._in_b, self._in_w = _Uses(), _Uses()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the tensors that computing it takes, parameters left out."""
+        return sum(source.bytes_read for source in self.inputs())
+
+    @property
+    def is_needed_in_b(self) -> bool:
+        """Whether B computes this call, or one of those before it."""
+        return self._in_b.num_claims > 0 or any(s.is_needed_in_b for s in self.inputs())
 
     def inputs(self) -> Iterator[Source]:
         """Return the sources among the arguments."""
         return (argument for argument in self._arguments if isinstance(argument, Source))
 
-    def claim(self, store: Store) -> None:
+    def claim(self, store: Store, for_w: bool) -> None:
         """Announce one more use; the first one makes sure of the inputs."""
-        if not self._num_claims:
+        uses = self._in_w if for_w else self._in_b
+        if not uses.num_claims:
             for source in self.inputs():
-                source.claim(store)
-        self._num_claims += 1
+                source.claim(store, for_w)
+        uses.num_claims += 1
 
-    def result(self, index: int, store: Store) -> Tensor:
+    def result(self, index: int, store: Store, for_w: bool) -> Tensor:
         """Return a result, for one of the uses."""
-        results = self._compute(store) if self._results is None else self._results
-        self._num_uses += 1
-        is_last = self._num_uses >= self._num_claims
-        self._results = None if is_last else results
+        uses = self._in_w if for_w else self._in_b
+        results = self._compute(store, for_w) if uses.results is None else uses.results
+        uses.num_done += 1
+        is_last = uses.num_done >= uses.num_claims
+        uses.results = None if is_last else results
         return results[index]
 
     @torch.no_grad()
-    def _compute(self, store: Store) -> tuple[Tensor, ...]:
+    def _compute(self, store: Store, for_w: bool) -> tuple[Tensor, ...]:
         arguments = [
-            argument.value(store) if isinstance(argument, Source) else argument
+            argument.value(store, for_w) if isinstance(argument, Source) else argument
             for argument in self._arguments
         ]
         with replayed_generator(*self._generator) if self._generator else nullcontext():

@@ -4,6 +4,10 @@ What autograd saves passes :class:`CheapRecompute`, which gives each tensor eith
 around it (those of an offload, say), or puts a recipe in its place where that takes less memory:
 the output of a layer norm, whose input is saved anyway, but not that of a ReLU, whose input nobody
 else needs.
+
+What only W reads, the input of a linear layer, is computed at W and not at B, for which the
+neighbour waits; unless B computes it on the way to something else, or keeping what it comes from
+until W would take more memory than the value.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.call_recorder import CallRecorder
 from lightning_pipeoffload.runtime.cheap_calls import Source
+from lightning_pipeoffload.runtime.saved_tensor import cast_parameter, make_stand_in
 
 RECOMPUTE = ("none", "cheap", "full")
 SMALLEST_NUMEL = 1024
 """Tensors with fewer elements are kept."""
+_SMALLEST_SHARE = 1 / 8
+"""Of what computing a tensor reads; a smaller one, such as a norm's mean, is kept."""
 
 
 @dataclass
@@ -40,6 +47,9 @@ class _Recipe:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    device: torch.device
+    for_w: bool
 
 
 class SurroundingHooks:
@@ -54,7 +64,9 @@ class SurroundingHooks:
     def pack(self, tensor: Tensor) -> _Kept:
         """Keep a tensor; beside autograd, for a node that held its own output would never go."""
         is_in_graph = type(tensor) is Tensor and tensor.requires_grad
-        kept = tensor.detach() if is_in_graph else tensor
+        # The hooks tell by its node that a cast parameter need not be kept.
+        detaches = is_in_graph and cast_parameter(tensor) is None
+        kept = tensor.detach() if detaches else tensor
         return _Kept(self._pack(kept), tensor._version)
 
     def unpack(self, handle: _Kept) -> Tensor:
@@ -108,28 +120,43 @@ class CheapRecompute:
             return self.pack(tensor)
         source, (size, stride, offset, dtype) = found
         if tensor.dtype == dtype and self._is_worth_it(source, tensor):
-            with weight_grad.for_backward():  # which computes the value, for W too
-                source.claim(self)
-            return _Recipe(
-                source, offset, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            )
+            return self._leave_out(source, offset, tensor)
         kept = self.pack(tensor)
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
         # What is kept for W alone may be elsewhere when B has to compute something from it.
         if same and not weight_grad.is_saving_weight_input():
-            source.kept_as(kept)
+            source.kept_as(kept, tensor.nbytes)
         return kept
+
+    def _leave_out(self, source: Source, value_offset: int, tensor: Tensor) -> _Recipe:
+        for_w = (
+            weight_grad.is_saving_weight_input()
+            and not source.is_needed_in_b
+            and source.bytes_read <= tensor.nbytes
+        )
+        with weight_grad.for_backward():  # W may compute what B has left on the device
+            source.claim(self, for_w)
+        layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _Recipe(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
 
     def _unpack(self, packed: _Kept | _Recipe) -> Tensor:
         if isinstance(packed, _Kept):
             return self._store.unpack(packed)
+        if packed.for_w and weight_grad.is_reading_weight_input():
+            weight_grad.promise(lambda: self._value(packed))
+            return make_stand_in(packed.size, packed.dtype, packed.device)
+        return self._value(packed)
+
+    def _value(self, packed: _Recipe) -> Tensor:
         with weight_grad.for_backward():
-            value = packed.source.value(self)
+            value = packed.source.value(self, packed.for_w)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)
 
     def _is_worth_it(self, source: Source, tensor: Tensor) -> bool:
         if source.call is None or not source.is_intact():
+            return False
+        if tensor.nbytes < _SMALLEST_SHARE * source.bytes_read:
             return False
         needed = {id(leaf): leaf for leaf in source.leaves() if not self._is_kept(leaf)}
         return sum(leaf.nbytes for leaf in needed.values()) < tensor.nbytes

@@ -167,8 +167,12 @@ class SavedTensor:
 
     def stand_in(self) -> Tensor:
         """Return a tensor of the same shape that takes no memory and has no value."""
-        empty = torch.empty(1, dtype=self._dtype, device=self._storage.device)
-        return empty.expand(self._layout[1])
+        return make_stand_in(self._layout[1], self._dtype, self._storage.device)
+
+
+def make_stand_in(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that takes no memory and has no value."""
+    return torch.empty(1, dtype=dtype, device=device).expand(size)
 
 
 def describe(tensor: Tensor) -> str:

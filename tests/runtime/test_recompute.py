@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos.gpt import Block
 from lightning_pipeoffload.runtime import recompute
+from lightning_pipeoffload.runtime.activation_store import ActivationStore
 from lightning_pipeoffload.runtime.cheap_calls import CheapCall
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.recompute import CheapRecompute
@@ -25,6 +26,7 @@ from tests.runtime.models import (
     run_pipeline,
     vectors,
 )
+from tests.runtime.offloaded import memory_of_all
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +184,14 @@ def test_a_transformer_layer_keeps_20_bytes_a_feature():
     x = hidden()
     saved, _ = saved_by(Block(WIDTH, 2, 0.0).bfloat16(), x)
     sums_of_softmax = 2 * 4 * ROWS  # in float32, for each of two heads
-    assert saved == 20 * x.numel() + sums_of_softmax
+    means_and_deviations = 2 * 2 * 2 * ROWS  # of two norms
+    assert saved == 20 * x.numel() + sums_of_softmax + means_and_deviations
+
+
+def test_with_dropout_after_each_branch_it_is_the_same():
+    block, x = Block(WIDTH, 2, 0.1).bfloat16(), hidden()
+    block.attention.dropout = 0.0  # the CPU's attention keeps its scores for that
+    assert saved_by(block, x)[0] == saved_by(Block(WIDTH, 2, 0.0).bfloat16(), x)[0]
 
 
 def rms_norm(x, weight):
@@ -238,6 +247,67 @@ def test_each_value_is_computed_once(monkeypatch):
 
     saved_by(shared, x)[1].sum().backward()
     assert len(counted) == 1
+
+
+def run_stage_apart(module, batch, monkeypatch):
+    """Run a step whose B and W are apart; return the calls that each of them computed."""
+    computed, compute = {"B": 0, "W": 0}, CheapCall._compute
+
+    def count(self, store, for_w):
+        computed["W" if for_w else "B"] += 1
+        return compute(self, store, for_w)
+
+    monkeypatch.setattr(CheapCall, "_compute", count)
+    run_pipeline(module, build("zb_h1", 2, 2), batch, 2, recompute="cheap")
+    return computed
+
+
+class GatedBlock(nn.Module):
+    """The feed-forward part of a Llama block: B needs what W's input is computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class FeedForwardBlock(nn.Module):
+    """That of a GPT: only W reads the outputs of its norm and of its GeLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gelu = nn.LayerNorm(WIDTH), nn.GELU()
+        self.expand, self.project = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.project(self.gelu(self.expand(self.norm(x))))
+
+
+def test_what_only_w_reads_is_computed_at_w(monkeypatch):
+    module = Regression([FeedForwardBlock() for _ in range(4)], WIDTH)
+    computed = run_stage_apart(module, torch.randn(4, WIDTH), monkeypatch)
+    assert computed == {"B": 0, "W": 4 * 2 * 2}  # blocks, operations, microbatches
+
+
+def test_what_b_computes_anyway_is_computed_once(monkeypatch):
+    module = Classifier(*(GatedBlock() for _ in range(4)), nn.Linear(6, 5)).double()
+    computed = run_stage_apart(module, vectors(4), monkeypatch)
+    assert computed["W"] == 0
+    assert computed["B"] > 0
+
+
+def test_a_cast_weight_is_not_taken_for_an_activation():
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    store = ActivationStore("", (), memory_of_all(torch.device("cpu")).settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        with CheapRecompute().saving():
+            linear(x)  # casts the weight, for whoever is next in this context
+        with store.recording(), CheapRecompute().saving():
+            output = linear(x)
+    assert store.device_bytes() <= 2 * x.numel()
+    output.float().sum().backward()
 
 
 def test_autocast_and_a_checkpoint_inside():
