@@ -58,14 +58,16 @@ HOOKS = [
     *("on_fit_end", "teardown", "predict_step", "on_predict_epoch_end"),
 ]
 STEPS = {"training_step", "validation_step", "predict_step"}
-AFTER_TWO_STEPS = {"on_train_batch_start", "training_step", "on_before_optimizer_step"}
+AFTER_TWO_STEPS = {
+    *("on_train_batch_start", "training_step", "on_before_optimizer_step", "backward")
+}
 
 
 class Failing(fits.Net):
     """Fails once, in one hook of one rank.
 
     Args:
-        hook: a name in HOOKS.
+        hook: a name in HOOKS, or "backward": a hook of a parameter of the first or last stage.
         act: what happens there.
         rank: on which global rank.
         wait: the other ranks wait in that hook for ever, as behind a lock or in a long computation.
@@ -74,6 +76,8 @@ class Failing(fits.Net):
     def __init__(self, hook: str, act: str, rank: int, wait: bool) -> None:
         super().__init__()
         self.hook, self.act, self.rank, self.wait = hook, act, rank, wait
+        for parameter in (self.embed.weight, self.norm.weight):
+            parameter.register_hook(lambda _: self.visit("backward"))
 
     def visit(self, hook: str) -> None:
         trainer = self.trainer
@@ -150,7 +154,7 @@ def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--hook", choices=HOOKS)
+    parser.add_argument("--hook", choices=[*HOOKS, "backward"])
     parser.add_argument("--act", default="nothing")
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--workers", type=int, default=0)

@@ -49,7 +49,8 @@ def assert_told_once(run: Run, rank: int, what: str) -> None:
     """The rank at fault shows its traceback, the other says why it stops in one line."""
     assert run.status != 0
     error = what.partition(" (in")[0]
-    tracebacks = re.findall(rf"^(?:\[rank\d\]: )?{re.escape(error)}$", run.errors, re.MULTILINE)
+    pattern = rf"^(?:\[rank\d\]: )?(?:torch\.)?{re.escape(error)}$"
+    tracebacks = re.findall(pattern, run.errors, re.MULTILINE)
     assert len(tracebacks) == 1
     assert run.lines[-1] == because(rank, f": {what}")
 
@@ -72,6 +73,14 @@ def test_an_exception_in_a_step_names_the_place(runs, hook, rank):
     place = f"stage {stage}, F of microbatch 0"
     assert_told_once(run, rank, f"RuntimeError: on purpose (in {place})")
     assert run.lines[:-1] == [f"[pipeoffload] global rank {rank} failed in {place}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_backward_names_the_place(runs, rank):
+    run = runs.run("--hook", "backward", "--act", "oom", "--rank", str(rank))
+    out_of_memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    place = f"stage {1 - rank}, B of microbatch 0"
+    assert_told_once(run, rank, f"{out_of_memory} (in {place})")
 
 
 def test_a_user_who_starts_it_sees_the_same():
