@@ -24,7 +24,10 @@ COLORS = {
     Kind.W: "#5d9e1f",
     Kind.BW: "#d9822b",
     Kind.OFFLOAD: "#8e5bb5",
+    Kind.OFFLOAD_W: "#6b4aa8",
     Kind.RELOAD: "#c2557f",
+    Kind.RELOAD_B: "#d6455d",
+    Kind.RELOAD_W: "#a03c4a",
 }
 OTHER_COLOR = "#777777"
 IDLE_COLOR = "#f0f0f0"
