@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see shape_only
 
 from lightning_pipeoffload.runtime.activation_store import ActivationStore
+from lightning_pipeoffload.runtime.autocast import outside_autocast
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
@@ -133,7 +134,7 @@ class StageRunner:
         alive.queue.immediate = fused
         if alive.store:
             alive.store.arrive(Part.FOR_B | Part.FOR_W if fused else Part.FOR_B)
-        with deferring(alive.queue):
+        with outside_autocast(microbatch.device), deferring(alive.queue):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
@@ -151,7 +152,8 @@ class StageRunner:
         alive = self._alive.pop(microbatch.index)
         if alive.store:
             alive.store.arrive(Part.FOR_W | Part.GRADIENT)
-        alive.queue.run()
+        with outside_autocast(microbatch.device):
+            alive.queue.run()
 
     @contextmanager
     def _recording(self, alive: _Alive) -> Iterator[None]:
