@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeoffload.end_hooks import EndHooks
 from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
 
 _BETWEEN_BATCHES = (
@@ -70,12 +71,15 @@ def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
     )
 
 
-def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
+def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None:
     """Put the pipeline's pieces into the trainer's loops.
 
     Args:
         trainer: whose loops to change; again is harmless.
         metrics_store: where global rank 0 publishes metrics; None with one rank.
+
+    Returns:
+        The hooks that may use what is on global rank 0 only; None with one rank.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
@@ -92,10 +96,10 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> None:
     loop.val_loop.run = partial(  # type: ignore[method-assign]
         _validate, trainer, type(loop.val_loop).run
     )
-    trainer._logger_connector = SharedMetricsConnector.replacing(
-        trainer._logger_connector, metrics_store
-    )
+    connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store)
+    trainer._logger_connector = connector
     keep_metrics_local(trainer)
+    return None if metrics_store is None else EndHooks(trainer, connector)
 
 
 def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:

@@ -1,147 +1,113 @@
-"""What ``self.log`` records: once for each batch, on the rank that has it, and read by all.
+"""What ``self.log`` recorded on global rank 0, read by all ranks.
 
-Only the last stage comes to the loss, and that stage is on global rank 0. There each step's values
-are combined over the microbatches and logged at once. The other ranks fetch what rank 0 has
-published when, and only when, something of theirs asks for ``trainer.callback_metrics``: nobody
-waits otherwise.
+Only the last stage comes to the loss, and that stage is on global rank 0. The other ranks fetch
+what rank 0 has published when, and only when, something of theirs asks for it: nobody waits
+otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
     _LoggerConnector,  # private: it answers trainer.callback_metrics
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 from typing_extensions import override
 
-_KEPT_TICKS = 16
+from lightning_pipeoffload.publisher import Publisher
 
-
-class LogCapture:
-    """Takes the calls of ``self.log`` in a step aside, microbatch by microbatch.
-
-    Args:
-        module: whose ``log`` to take.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
-        self._calls: dict[str, list[tuple[Any, dict[str, Any]]]] = {}
-
-    @contextmanager
-    def capturing(self, keep: bool) -> Iterator[None]:
-        """Record the calls inside, or drop them."""
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if keep:
-                kwargs.update(
-                    zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)
-                )
-                self._calls.setdefault(name, []).append((_detach(value), kwargs))
-
-        self._module.__dict__["log"] = log
-        try:
-            yield
-        finally:
-            del self._module.__dict__["log"]
-
-    def replay(self, sizes: Sequence[int]) -> None:
-        """Log each name once, with its values combined.
-
-        Args:
-            sizes: samples of each microbatch.
-        """
-        calls, self._calls = self._calls, {}
-        for name, entries in calls.items():
-            values = [value for value, _ in entries]
-            kwargs = dict(entries[-1][1])
-            samples = _repeat(sizes, len(entries))
-            weights = [
-                options.get("batch_size") or size
-                for (_, options), size in zip(entries, samples, strict=True)
-            ]
-            kwargs["batch_size"] = sum(weights)
-            value = _combine(values, weights, kwargs.get("reduce_fx", "mean"))
-            LightningModule.log(self._module, name, value, **kwargs)
-
-
-def _repeat(sizes: Sequence[int], count: int) -> list[int]:
-    """Return a size for each call: as many calls for every microbatch, or one size for all."""
-    times, rest = divmod(count, len(sizes))
-    return [1] * count if rest else [size for size in sizes for _ in range(times)]
-
-
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
-    """Combine the microbatches' values of one name; a metric has combined them itself."""
-    if isinstance(values[-1], (Metric, MetricCollection)):
-        return values[-1]
-    stacked = torch.stack([torch.as_tensor(value, dtype=_float_type(value)) for value in values])
-    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if name == "mean":
-        shares = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
-        return (stacked * shares).sum() / shares.sum()
-    reductions: dict[str, Any] = {"sum": stacked.sum, "min": stacked.min, "max": stacked.max}
-    reduce = reductions.get(name)
-    return reduce() if reduce is not None else reduce_fx(stacked)
-
-
-def _float_type(value: Any) -> torch.dtype:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.dtype
-    return torch.get_default_dtype()
+_Metrics = dict[str, Any]
 
 
 class SharedMetricsConnector(_LoggerConnector):
     """Lightning's connector, whose metrics are those of global rank 0 on every rank.
 
     Every rank goes through the same loop, so counting its milestones (**ticks**: the end of a
-    step, of an epoch) names a moment on all of them. Rank 0 publishes what it has at each tick.
+    step, of an epoch, of a hook) names a moment on all of them. Rank 0 publishes what it has at
+    each.
+
+    Attributes:
+        describe: on global rank 0, returns what else to publish.
     """
 
+    describe: Callable[[], Any] = staticmethod(lambda: None)
     _store: Store | None = None
+    _publisher: Publisher | None = None
     _tick = 0
     _fetched = 0
+    _last: dict[str, _Metrics]
+    _news: Any = None
 
     @classmethod
     def replacing(cls, plain: _LoggerConnector, store: Store | None) -> SharedMetricsConnector:
         """Make one with the state of ``plain``; without a store it is a plain one."""
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
+        made._tick, made._fetched, made._last = 0, 0, {}
         made._store = store
+        if store is not None and plain.trainer.is_global_zero:
+            made._publisher = Publisher(store)
         return made
 
     def leave(self) -> None:
         """Fetch what there is while global rank 0 is still there; be a plain connector then."""
-        self._fetch()
-        self._store = None
+        for kind in ("callback", "log", "pbar"):
+            self._read(kind)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._store = self._publisher = None
 
-    def tick(self) -> None:
-        """Mark a moment, and publish what was logged up to it."""
+    def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
+        """Mark a moment, and publish what was logged up to it.
+
+        Args:
+            returned: what an evaluation returns of a loader.
+            outputs: numbers that a step has returned, by name.
+        """
         self._tick += 1
-        if self._store is None or not self.trainer.is_global_zero:
+        if self._publisher is None:
             return
-        published = tuple(
-            {name: float(value) for name, value in metrics.items()}
-            for metrics in (super().callback_metrics, super().logged_metrics)
-        )
-        self._store.set(_key(self._tick), json.dumps(published))
-        if self._tick > _KEPT_TICKS:
-            self._store.delete_key(_key(self._tick - _KEPT_TICKS))
+        mine = self._update_all()
+        now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
+        self._publisher.publish(_key(self._tick), now, self.describe())
+
+    def _update_all(self) -> dict[str, _Metrics]:
+        """Take in what this rank has logged itself; return all, by kind."""
+        mine: dict[str, _Metrics] = {
+            "callback": self._callback_metrics,
+            "log": self._logged_metrics,
+            "pbar": self._progress_bar_metrics,
+        }
+        if self.trainer._results:
+            latest = cast(dict[str, _Metrics], self.metrics)
+            for kind, values in mine.items():
+                values.update(latest[kind])
+        return mine
+
+    def news(self, wait: bool = True) -> Any:
+        """Return what ``describe`` returned on global rank 0 at the last tick, or that is known."""
+        if wait:
+            self._fetch()
+        return self._news
+
+    def outputs(self) -> _Metrics:
+        """Return the numbers that the last step returned on global rank 0; waits for them."""
+        return self._fetch().get("outputs", {})
+
+    @override
+    def on_batch_end(self) -> None:
+        super().on_batch_end()
+        self.tick()
 
     @override
     def epoch_end_reached(self) -> None:
@@ -149,9 +115,11 @@ class SharedMetricsConnector(_LoggerConnector):
         self.tick()
 
     @override
-    def update_eval_epoch_metrics(self) -> dict[str, Any]:
+    def update_eval_epoch_metrics(self) -> _Metrics:
         metrics = super().update_eval_epoch_metrics()
-        self.tick()
+        self.tick(metrics)
+        if self._is_reader and self.trainer.state.fn != TrainerFn.FITTING:
+            return self._fetch().get("returned", metrics)  # the trainer's user sees it
         return metrics
 
     @override
@@ -162,27 +130,46 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        self._fetched = self._tick  # what was published so far belongs to what is over
+        # What was published so far belongs to what is over.
+        self._fetched, self._last = self._tick, {}
 
     @property
     @override
-    def callback_metrics(self) -> dict[str, Any]:
-        self._fetch()
-        return super().callback_metrics
+    def callback_metrics(self) -> _Metrics:
+        return self._read("callback")
 
     @property
     @override
-    def logged_metrics(self) -> dict[str, Any]:
-        self._fetch()
-        return super().logged_metrics
+    def logged_metrics(self) -> _Metrics:
+        return self._read("log")
 
-    def _fetch(self) -> None:
-        if self._store is None or self.trainer.is_global_zero or self._fetched == self._tick:
-            return
-        self._fetched = self._tick
-        callback, logged = json.loads(self._store.get(_key(self._tick)))
-        self._callback_metrics.update(_as_tensors(callback))
-        self._logged_metrics.update(_as_tensors(logged))
+    @property
+    @override
+    def progress_bar_metrics(self) -> _Metrics:
+        return self._read("pbar")
+
+    def _read(self, kind: str) -> _Metrics:
+        """Return metrics of a kind; where both have a value global rank 0's counts."""
+        metrics = self._update_all()[kind]
+        metrics.update(self._fetch().get(kind, {}))
+        return metrics
+
+    @property
+    def _is_reader(self) -> bool:
+        return self._store is not None and not self.trainer.is_global_zero
+
+    def _fetch(self) -> dict[str, _Metrics]:
+        """Return the metrics of the last tick, by kind; nothing on global rank 0."""
+        if self._store is None or not self._is_reader or self._tick == 0:
+            return {}
+        if self._fetched != self._tick:
+            found = json.loads(self._store.get(_key(self._tick)))
+            self._fetched = self._tick
+            metrics = found["metrics"]
+            self._last = {kind: _as_tensors(values) for kind, values in metrics.items()}
+            self._last["pbar"] = metrics["pbar"]
+            self._news = found["news"]
+        return self._last
 
 
 def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:

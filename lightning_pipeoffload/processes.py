@@ -148,20 +148,20 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._refuse_inside_step("barrier")
+        self._refuse_alone("barrier")
         self.group.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_inside_step("broadcast")
+        self._refuse_alone("broadcast")
         return self.group.broadcast(obj, src)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        self._refuse_inside_step("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
+        """Gather over the replicas, of which there is one: as on one device."""
+        return tensor
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -170,7 +170,7 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_inside_step("reduce_boolean_decision")
+        self._refuse_alone("reduce_boolean_decision")
         return self.group.agree(decision, all)
 
     @property
@@ -178,11 +178,23 @@ class PipelineProcesses(ParallelStrategy):
         """Whether the user's step is running right now."""
         return False
 
-    def _refuse_inside_step(self, name: str) -> None:
+    @property
+    def left_hook(self) -> str:
+        """Where the other ranks have left the hook that is running; empty if they have not."""
+        return ""
+
+    def _refuse_alone(self, name: str) -> None:
+        """Refuse what needs all ranks where the others do not come to it."""
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
                 f"or are not there yet; call it in a hook such as on_train_batch_end"
+            )
+        if self.left_hook:
+            raise RuntimeError(
+                f"{name}() would wait for ever: the ranks without the last stage have left "
+                f"{self.left_hook}, which its step has written; call it before that, or in another "
+                f"hook"
             )
 
     @override

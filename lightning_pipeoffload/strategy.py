@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,15 @@ from lightning_pipeoffload.checkpoint_folder import (
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload.end_hooks import EndHooks
 from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
+from lightning_pipeoffload.log_capture import LogCapture
 from lightning_pipeoffload.loops import hooks_between_batches, join_loops, refuse_module
-from lightning_pipeoffload.monitor import LogCapture, SharedMetricsConnector
+from lightning_pipeoffload.monitor import SharedMetricsConnector
+from lightning_pipeoffload.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
+from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shape_only import ValueNeededError
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
@@ -160,6 +164,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._timeout = timeout
         self._saves_folder = save_distributed_checkpoint
         self._run: PipelineRun | None = None
+        self._end_hooks: EndHooks | None = None
         self._group_names: list[list[list[str]]] = []
 
     # What is asked of the strategy
@@ -204,6 +209,11 @@ class PipeOffloadStrategy(PipelineProcesses):
     def is_in_step(self) -> bool:
         return self._run is not None and self._run.pipeline.is_in_step
 
+    @property
+    @override
+    def left_hook(self) -> str:
+        return self._end_hooks.left if self._end_hooks is not None else ""
+
     # Setting up
 
     @property
@@ -231,16 +241,16 @@ class PipeOffloadStrategy(PipelineProcesses):
         self.setup_precision_plugin()
         # The norm is of all stages.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        join_loops(trainer, self._metrics_store)
+        self._end_hooks = join_loops(trainer, self._metrics_store)
 
     def _attach(self) -> None:
+        self._capture = LogCapture(self._module)
         if self._run is not None and self._run.pipeline.module is self._module:
             self._run.pipeline.attach()
             return
         self._run = PipelineRun(
             self._module, self.group, self.settings, self.root_device, self.num_processes
         )
-        self._capture = LogCapture(self._module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -307,8 +317,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._commit(accumulation)
             for microbatch in microbatches:
                 microbatch.differentiate = self._differentiate
-            done = self.run.train(inputs, microbatches, accumulation, self._before_backward)
-        self._log(done)
+            with sharing_casts(self.root_device):
+                done = self.run.train(inputs, microbatches, accumulation, self._before_backward)
+            self._log(done)
         output = self._no_loss() if done.value is None else done.value
         self.precision_plugin.post_backward(self._loss_of(output), self._module)
         return output
@@ -383,7 +394,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with forked_randomness():
             done = self.run.evaluate(self._inputs(kind, args, kwargs))
-        self._log(done)
+            self._log(done)
         return done.value
 
     def _inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
@@ -391,16 +402,25 @@ class PipeOffloadStrategy(PipelineProcesses):
         step = getattr(self._module, kind)
 
         def call(part: Any) -> Any:
-            with self._capture.capturing(keep=self.run.is_on_last_stage):
+            is_probe = self.run.executor.current is None
+            capturing = self._capture.capturing(self.run.is_on_last_stage, is_probe)
+            with capturing, nullcontext() if is_probe else self._watching_step():
                 return step(part, *rest, **kwargs)
 
         loop = self._trainer.fit_loop.epoch_loop
         position = self._trainer.current_epoch, loop.batch_idx, *rest
         return StepInputs(kind, batch, call, mix_seed(self._seed, _KINDS.index(kind), *position))
 
+    def _watching_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._end_hooks is None else self._end_hooks.watching_step()
+
     def _log(self, done: StepOutput) -> None:
         self._capture.replay(done.sizes)
-        self._trainer._logger_connector.tick()  # type: ignore[attr-defined]
+        self._connector.tick(outputs=numbers_in(done.value))
+
+    @property
+    def _connector(self) -> SharedMetricsConnector:
+        return self._trainer._logger_connector  # type: ignore[return-value]
 
     # Optimization
 
@@ -440,6 +460,7 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._refuse_alone("save_checkpoint")
         if self._is_split:
             return self._states.module_state(whole=not self._saves_folder)
         # Without a seed the ranks' modules differ until they are split.
@@ -554,4 +575,6 @@ class PipeOffloadStrategy(PipelineProcesses):
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):
                 connector.leave()
+        if self._end_hooks is not None:
+            self._end_hooks.remove()
         super().teardown()

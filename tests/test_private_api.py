@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.schedule import Action
 
@@ -70,6 +71,9 @@ USED = {
     "_sigterm_notifier_fn": TRAINER._signal_connector,
     "_callback_metrics": TRAINER._logger_connector,
     "_logged_metrics": TRAINER._logger_connector,
+    "_progress_bar_metrics": TRAINER._logger_connector,
+    "_results": TRAINER,
+    "_forward_cache": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
     "_params": LBFGS,

@@ -1,0 +1,101 @@
+"""Publishes numbers in a store without making the one who has them wait.
+
+Neither for an accelerator that has yet to compute them, nor for the store: a thread does both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import reduce
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+_NUM_KEPT = 64  # more moments than ranks can be apart
+
+Numbers = dict[str, dict[str, Any]]
+
+
+class Publisher:
+    """Writes entries into a store in order; of old ones only the last few stay.
+
+    Args:
+        store: that all ranks can read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._keys: list[str] = []
+        self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, key: str, metrics: Numbers, news: Any) -> None:
+        """Set ``key`` to a JSON object with both, as they are now.
+
+        Args:
+            key: new in the store.
+            metrics: numbers, or tensors of one element, by kind and name.
+            news: anything that JSON can hold.
+        """
+        fetch = start_fetching(metrics)
+
+        def write() -> None:
+            self._store.set(key, json.dumps({"metrics": fetch(), "news": news}))
+            self._keys.append(key)
+            if len(self._keys) > _NUM_KEPT:
+                self._store.delete_key(self._keys.pop(0))
+
+        self._queue.put(write)
+
+    def close(self) -> None:
+        """Return when all is written."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        for write in iter(self._queue.get, None):
+            write()
+
+
+def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
+    """Start to bring numbers to the host.
+
+    Returns:
+        A function that waits for them and returns them as floats.
+    """
+    places = [(kind, name) for kind, values in metrics.items() for name in values]
+    values = [metrics[kind][name] for kind, name in places]
+    device = next((v.device for v in values if _is_remote(v)), None)
+    if device is None:
+        numbers = [float(value) for value in values]
+        return lambda: _by_kind(metrics, places, numbers)
+    dtypes = (v.dtype for v in values if _is_remote(v))
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    stacked = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
+    host = torch.empty(len(values), dtype=dtype, pin_memory=True)
+    host.copy_(stacked, non_blocking=True)
+    copied = torch.Event(device.type)
+    copied.record()
+
+    def wait() -> Numbers:
+        copied.synchronize()
+        return _by_kind(metrics, places, host.tolist())
+
+    return wait
+
+
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _by_kind(kinds: Numbers, places: list[tuple[str, str]], numbers: list[float]) -> Numbers:
+    found: Numbers = {kind: {} for kind in kinds}
+    for (kind, name), number in zip(places, numbers, strict=True):
+        found[kind][name] = number
+    return found

@@ -1,0 +1,106 @@
+"""Which attributes of an object some code writes, and what happens when they are used.
+
+The steps of a module may collect: ``self.outputs.append(loss)``. On the rank of the last stage they
+do, on the others they never come so far. So each rank watches what its steps write; where another
+one's are used, they are not here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+_Look = list[tuple[object, int]]
+
+_DEPTH = 2
+_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+_FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
+
+
+class WrittenAttributes:
+    """Watches an object's attributes; buffers of a module are among them.
+
+    Args:
+        owner: the object.
+        ignored: names that are not the user's.
+
+    Attributes:
+        names: of attributes that were written so far.
+    """
+
+    def __init__(self, owner: object, ignored: Set[str]) -> None:
+        self._owner = owner
+        self._ignored = ignored
+        self.names: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the attributes that are written inside."""
+        before = {name: _look(value) for name, value in self._values()}
+        try:
+            yield
+        finally:
+            for name, value in self._values():
+                if not _is_same(before.get(name, []), _look(value)):
+                    self.names.add(name)
+
+    def _values(self) -> list[tuple[str, Any]]:
+        attributes = vars(self._owner)
+        found = {**attributes, **attributes.get("_buffers", {})}
+        known = self._ignored | self.names
+        return [(name, value) for name, value in found.items() if name not in known]
+
+
+def _look(value: Any, depth: int = _DEPTH) -> _Look:
+    """Return what tells whether a value is still the same; holds on to it, so that ids stay."""
+    if isinstance(value, Tensor):
+        return [(value, -1 if value.is_inference() else value._version)]  # private: counts writes
+    parts = _parts(value)
+    found: _Look = [(value, len(parts))]
+    if depth and len(parts) <= _MOST_PARTS:
+        for part in parts:
+            found += _look(part, depth - 1)
+    return found
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)
+    if isinstance(value, Metric) or not (isinstance(value, _FOREIGN) or callable(value)):
+        return list(getattr(value, "__dict__", {}).values())
+    return []
+
+
+def _is_same(before: _Look, after: _Look) -> bool:
+    return len(before) == len(after) and all(
+        old is new and old_size == new_size
+        for (old, old_size), (new, new_size) in zip(before, after, strict=True)
+    )
+
+
+@contextmanager
+def attributes_watched(
+    owner: object, names: Set[str], on_use: Callable[[str], None]
+) -> Iterator[None]:
+    """Call ``on_use(name)`` before an attribute of ``owner`` in ``names`` is read."""
+    plain = type(owner)
+
+    def getattribute(self: object, name: str) -> Any:
+        if name in names:
+            on_use(name)
+        return plain.__getattribute__(self, name)
+
+    about = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    owner.__class__ = type(plain.__name__, (plain,), {"__getattribute__": getattribute, **about})
+    try:
+        yield
+    finally:
+        owner.__class__ = plain
