@@ -577,4 +577,5 @@ class PipeOffloadStrategy(PipelineProcesses):
                 connector.leave()
         if self._end_hooks is not None:
             self._end_hooks.remove()
+            self._end_hooks = None
         super().teardown()

@@ -306,6 +306,7 @@ ROWS: dict[str, tuple[type[Plain], dict[str, Any]]] = {
     "reductions": (Reductions, {"num_loaders": 2}),
     "collected": (Collects, {}),
     "hooks": (LogsInHooks, {"callbacks": [LogsInCallback, CollectsInCallback]}),
+    "everywhere": (LogsEverywhere, {}),
     "accumulated": (Reductions, {"trainer": {"accumulate_grad_batches": 2}}),
     "flags": (Reductions, {"trainer": _FLAGS}),
     "overfit": (Collects, {"trainer": {"overfit_batches": 2}}),
