@@ -28,6 +28,7 @@ from lightning_pipeoffload.report import (
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.copy_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.hop_speed import measure_hops
 from lightning_pipeoffload.runtime.ledger import Ledger
 from lightning_pipeoffload.runtime.measured_costs import RankCosts, join_costs, measure_costs
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
@@ -122,6 +123,7 @@ class PipelineRun:
         self._in_use: JoinedPlan | None = None
         self._open: JoinedRun | None = None
         self._costs: Costs | None = None
+        self._hops: dict[int, float] = {}
         self._on_accelerator = device.type != "cpu"
         self._device_limit: int | None = None
         self._offloaded: OffloadReport | None = None
@@ -233,6 +235,7 @@ class PipelineRun:
         """
         if not (self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies):
             return
+        self._hops = measure_hops(self.executor, self.schedule, self.pipeline.device)
         self._costs = join_costs(self._group.gather(self._measure_costs()))
         device, ledger = self.pipeline.device, self.executor.memory.ledger
         limits = self._group.gather(device_limit(device, ledger.peak_device_bytes))
@@ -331,7 +334,7 @@ class PipelineRun:
     def _measure_costs(self) -> RankCosts:
         copies = self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
         speed = measure_copy_speed(self.pipeline.device) if copies else _NO_COPIES
-        return measure_costs(self.executor, speed)
+        return measure_costs(self.executor, speed, self._hops)
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""

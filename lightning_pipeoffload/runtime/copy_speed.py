@@ -40,6 +40,11 @@ class CopySpeed:
         """Lanes to plan with: 1 where both directions take turns, 2 where they run at once."""
         return 2 if self.overlap < _WORTH_TWO_LANES else 1
 
+    @property
+    def slowed_by(self) -> float:
+        """How much longer a copy takes in the plan than alone: with two lanes both are in use."""
+        return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
+
 
 def measure_copy_speed(device: torch.device, num_bytes: int = _BYTES) -> CopySpeed:
     """Measure the copies between ``device`` and this host, in some milliseconds.

@@ -71,6 +71,11 @@ class Executor:
         """What the user's step returned for each microbatch, in their order; see :meth:`run`."""
         return [self._results[index] for index in sorted(self._results)]
 
+    @property
+    def last_microbatch(self) -> Microbatch:
+        """One of the last step's."""
+        return next(iter(self._microbatches.values()))
+
     def run(
         self,
         plan: Schedule,

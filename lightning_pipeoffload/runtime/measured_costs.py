@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lightning_pipeoffload.runtime.copy_speed import CopySpeed
 from lightning_pipeoffload.runtime.executor import Executor
@@ -35,22 +36,27 @@ class RankCosts:
     Attributes:
         stages: by index.
         copy_lanes: copies that its device makes at a time.
+        hops: seconds from a stage to the next one on another rank, by index; others are not known.
     """
 
     stages: Mapping[int, StageCosts]
     copy_lanes: int
+    hops: Mapping[int, float]
 
 
-def measure_costs(executor: Executor, speed: CopySpeed) -> RankCosts:
+def measure_costs(
+    executor: Executor, speed: CopySpeed, hops: Mapping[int, float] = MappingProxyType({})
+) -> RankCosts:
     """Take the medians of the steps so far.
 
     Args:
         executor: of this rank, after a step or more.
         speed: of its copies.
+        hops: seconds from its stages to those on other ranks.
     """
     seconds = executor.timer.action_seconds()
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
-    return RankCosts(stages, speed.num_lanes)
+    return RankCosts(stages, speed.num_lanes, hops)
 
 
 def _costs_of(
@@ -67,8 +73,8 @@ def _costs_of(
         activation=activation,
         weight_input=memory.weight_input_bytes or 0,
         weight_residue=memory.residue_bytes or 0,
-        offload=activation / speed.to_host,
-        reload=activation / speed.to_device,
+        offload=activation / speed.to_host * speed.slowed_by,
+        reload=activation / speed.to_device * speed.slowed_by,
     )
 
 
@@ -77,10 +83,12 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     ranks = list(of_ranks)
     by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
     stages = [by_index[index] for index in sorted(by_index)]
+    hops = {index: seconds for rank in ranks for index, seconds in rank.hops.items()}
     return Costs(
         forward=[stage.forward for stage in stages],
         backward_input=[stage.backward_input for stage in stages],
         backward_weight=[stage.backward_weight for stage in stages],
+        communication=[hops.get(index, 0.0) for index in sorted(by_index)],
         activation=[stage.activation for stage in stages],
         weight_input=[stage.weight_input for stage in stages],
         weight_residue=[stage.weight_residue for stage in stages],

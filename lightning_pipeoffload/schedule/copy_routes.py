@@ -6,9 +6,9 @@ what waits for W can go (again). Each way is a few copies, each with the time th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .actions import Action, Kind, Part
 from .costs import Costs
@@ -24,7 +24,8 @@ PARTS = WHOLE | {Kind.RELOAD_B, Kind.RELOAD_W}
 QUEUE = PARTS | {Kind.OFFLOAD_W}
 
 
-class Leg(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Leg:
     """One copy of a route.
 
     Attributes:
@@ -44,7 +45,7 @@ Route = tuple[Leg, ...]
 """The copies of one way, in their order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kept:
     """What a stage keeps of a microbatch.
 
@@ -128,7 +129,7 @@ _QUEUE = Part.FOR_W | Part.GRADIENT
 
 def _is_in_time(route: Route) -> bool:
     """Whether the copies that share the time between two actions fit into it."""
-    windows: Mapping[tuple[float, float], list[float]] = {}
+    windows: defaultdict[tuple[float, float], float] = defaultdict(float)
     for leg in route:
-        windows = {**windows, leg[2:]: [*windows.get(leg[2:], []), leg.seconds]}
-    return all(sum(seconds) <= due - ready + TOLERANCE for (ready, due), seconds in windows.items())
+        windows[leg.ready, leg.due] += leg.seconds
+    return all(seconds <= due - ready + TOLERANCE for (ready, due), seconds in windows.items())

@@ -13,6 +13,9 @@ def test_both_directions_are_measured():
     assert speed.overlap > 0.1
 
 
-@pytest.mark.parametrize(("overlap", "lanes"), [(0.5, 2), (0.75, 2), (0.9, 1), (1.3, 1)])
-def test_directions_share_a_lane_where_they_slow_each_other(overlap, lanes):
-    assert CopySpeed(1.0, 1.0, overlap).num_lanes == lanes
+@pytest.mark.parametrize(
+    ("overlap", "lanes", "slowed_by"), [(0.5, 2, 1.0), (0.75, 2, 1.5), (0.9, 1, 1.0), (1.3, 1, 1.0)]
+)
+def test_directions_share_a_lane_where_they_slow_each_other(overlap, lanes, slowed_by):
+    speed = CopySpeed(1.0, 1.0, overlap)
+    assert (speed.num_lanes, speed.slowed_by) == (lanes, slowed_by)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.hop_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.timing import ActionTimer
@@ -83,6 +84,21 @@ def exchange_message():
         transport.finish_step()
         transport.finish_step()
     return None
+
+
+def measure_a_hop():
+    rank, transport = connect()
+    if rank == 1:
+        return time_hop(transport, 1, 2, make_message())
+    if rank == 2:
+        answer_hop(transport, 2, 1, specs_of(make_message()))
+    return None
+
+
+def test_a_hop_is_measured_by_the_rank_that_sends(pool):
+    last, seconds, first = pool.run(measure_a_hop)
+    assert first is last is None
+    assert 0 < seconds < 60
 
 
 def test_a_message_of_any_tensors_there_and_back(pool):
