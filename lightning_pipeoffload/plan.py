@@ -169,7 +169,7 @@ def _about_copies(offload: dict[str, Any]) -> str:
     if "offloaded" in offload:
         ranks = zip(*(offload[name] for name in _COUNTS), strict=True)
         lines += [_of_rank(rank, *counts) for rank, counts in enumerate(ranks)]
-        lines.append(f"makespan x {offload['slowdown']:.4g} {offload['reason']}")
+        lines += filter(None, [f"makespan x {offload['slowdown']:.4g}", offload["reason"]])
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, copy_ratios, simulate
+from lightning_pipeoffload.schedule import Costs, Kind, Schedule, copy_ratios, free_share, simulate
 
 _COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
@@ -44,6 +44,7 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
         "makespan": timeline.makespan,
         "peak_memory": list(timeline.peak_memory),
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
+        "free_share": free_share(costs, plan.num_stages) if measured else None,
     }
 
 
@@ -129,12 +130,14 @@ def print_offload(report: dict[str, Any]) -> None:
     lines = [
         f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
         f"{report['bubble']:.1%} and a peak of {peak:.2f} MiB of activations.",
-        f"k = (offload + reload) / (F + B + W) is at most {worst:.2f}"
-        f"{': every copy is hidden.' if worst <= 1 else ': only a part can be copied in time.'}",
+        f"k = (offload + reload) / (F + B + W) is at most {worst:.2f}: while the ranks compute, "
+        f"{report['free_share']:.0%} of the activations can be copied.",
     ]
     if offload is not None:
-        count, kept = sum(offload["offloaded"]), sum(offload["kept"])
-        lines.append(f"{count} activations of a step go to the host, {kept} of their stages stay.")
+        wanted, away, queued = (sum(offload[n]) for n in ("wanted", "offloaded", "queued"))
+        lines.append(
+            f"Of {wanted} activations of a step {away} leave from F to B, {queued} from B to W."
+        )
         lines += [f"{offload['reason']}."] if offload["reason"] else []
     Console().print("\n".join(lines), highlight=False)
 
