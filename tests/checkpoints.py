@@ -65,6 +65,26 @@ class Saves(L.Callback):
         self.steps = state["steps"]
 
 
+def fit_from(
+    size: int, folder: str, path: str | None, options: dict[str, Any], shuffled: bool = True
+) -> dict[str, Any]:
+    """Fit for two epochs of five batches, from the start or a checkpoint; save every third."""
+    L.seed_everything(7, workers=True, verbose=False)
+    record = fits.Record()
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=size or 1,
+        strategy=fits.strategy(size, **options),
+        max_epochs=2,
+        callbacks=[record, checkpoint],
+    )
+    loader = fits.loader("shuffled" if shuffled else "map")
+    module = fits.Net(dropout=0.1 if shuffled else 0.0)
+    trainer.fit(module, loader, fits.loader(), ckpt_path=path)
+    return {"losses": record.losses, "batches": record.batches, "rates": record.rates}
+
+
 def trainer_of(size: int, folder: str, max_epochs: int, **options: Any) -> L.Trainer:
     L.seed_everything(7, workers=True, verbose=False)
     checkpoints = [ModelCheckpoint(f"{folder}/{name}", **kind) for name, kind in KINDS.items()]

@@ -1,0 +1,138 @@
+"""Fits over two ranks that end before their time, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_pipeoffload import failure
+from tests import fits
+from tests.rank_pool import _free_port
+
+# Processes that are forked from one which has imported everything: they start at once.
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+class SaveAndDie(L.Callback):
+    """Saves after the first two batches; is killed at the call of that number in the second save.
+
+    Args:
+        path: of the checkpoint.
+        last: the call; None: never, and the first save and the number of calls are kept.
+    """
+
+    def __init__(self, path: str, last: int | None) -> None:
+        self.path = path
+        self.last = last
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+        else:
+            self.save_and_die(trainer)
+
+    def save_and_die(self, trainer: L.Trainer) -> None:
+        calls = count()
+
+        def watch(*_: Any) -> None:
+            if next(calls) == self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.last is None:
+            Path(self.path).rename(f"{self.path}.first") if trainer.is_global_zero else None
+        sys.setprofile(watch)
+        trainer.save_checkpoint(self.path)
+        sys.setprofile(None)
+        if self.last is None:
+            Path(f"{self.path}.calls{trainer.global_rank}").write_text(str(next(calls)))
+
+
+class Impatient(L.Callback):
+    """Lets a rank that has lost another one end at once: there is nobody to say why."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        failure._GRACE_SECONDS = 0.3
+
+
+class FillDisk(L.Callback):
+    """Lets this process write no file longer than that from the second batch on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.RLIM_INFINITY))
+
+
+class Fail(L.Callback):
+    """Raises after the second batch."""
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            raise KeyError("in a hook")
+
+
+def run_rank(rank: int, port: int, folder: bool, callbacks: list[L.Callback], log: str) -> None:
+    """Be one rank of the fit."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE="2",
+    )
+    for standard in (1, 2):
+        os.dup2(os.open(f"{log}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
+    torch.set_num_threads(1)
+    L.seed_everything(7, verbose=False)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=2,
+        strategy=fits.strategy(2, save_distributed_checkpoint=folder),
+        max_steps=2,
+        callbacks=callbacks,
+        enable_checkpointing=any(c.__class__.__name__ == "ModelCheckpoint" for c in callbacks),
+    )
+    trainer.fit(fits.Net(), fits.loader())
+
+
+def run(
+    log: str, folder: bool, callbacks: tuple[list[L.Callback], list[L.Callback]]
+) -> tuple[list[int], list[str]]:
+    """Run both ranks to their end; return how they ended and what they wrote.
+
+    Args:
+        log: where they write to, less the rank.
+        folder: whether checkpoints are folders.
+        callbacks: of each rank.
+    """
+    port = _free_port()
+    processes = [
+        FORKS.Process(target=run_rank, args=(rank, port, folder, callbacks[rank], log))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+        process.join()
+    logs = [Path(f"{log}{rank}").read_text() for rank in range(2)]
+    return [process.exitcode for process in processes], logs

@@ -1,0 +1,88 @@
+"""Checkpoints when a rank is killed within a save, cannot write, or has failed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pipeoffload.checkpoint_file import present
+from tests.ending_fits import Fail, FillDisk, Impatient, SaveAndDie, run
+from tests.test_checkpoint import consolidate
+
+NEVER = -1
+VICTIMS = [(True, False), (False, True), (True, True)]
+
+
+def load(path):
+    path = Path(present(path))
+    return torch.load(consolidate(path) if path.is_dir() else path, weights_only=True)
+
+
+def is_same(one, other):
+    return one["global_step"] == other["global_step"] and all(
+        torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items()
+    )
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
+    log, whole = str(tmp_path / "log"), str(tmp_path / "whole.ckpt")
+    ended, logs = run(log, form == "folder", ([SaveAndDie(whole, None)], [SaveAndDie(whole, None)]))
+    assert ended == [0, 0], logs
+    calls = [int(Path(f"{whole}.calls{rank}").read_text()) for rank in range(2)]
+    before, after = load(f"{whole}.first"), load(whole)
+    draw = random.Random(0)
+    for point in range(10):
+        path = str(tmp_path / f"{point}.ckpt")
+        last = [
+            draw.randrange(count) if dies else NEVER
+            for count, dies in zip(calls, VICTIMS[point % 3], strict=True)
+        ]
+        ended, _ = run(
+            log, form == "folder", tuple([Impatient(), SaveAndDie(path, call)] for call in last)
+        )
+        assert -9 in ended
+        assert 0 not in ended
+        found = load(path)
+        assert is_same(found, before) or is_same(found, after)
+
+
+@pytest.mark.parametrize(("form", "rank"), [("file", 0), ("folder", 0), ("folder", 1)])
+def test_a_full_disk_stops_all_ranks_and_the_checkpoint_stays(tmp_path, form, rank):
+    path = str(tmp_path / "last.ckpt")
+    callbacks = [SaveAndDie(path, NEVER)], [SaveAndDie(path, NEVER)]
+    callbacks[rank].insert(0, FillDisk(size=28_000))
+    ended, logs = run(str(tmp_path / "log"), form == "folder", callbacks)
+    assert 0 not in ended
+    assert "was not saved" in logs[rank]
+    assert "File too large" in logs[rank]
+    assert "stops because of global rank" in "".join(logs)
+    assert load(path)["global_step"] == 1
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_an_exception_on_all_ranks_is_followed_by_a_checkpoint(tmp_path, form):
+    callbacks = tuple(
+        [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True), Fail()] for _ in "01"
+    )
+    ended, _ = run(str(tmp_path / "log"), form == "folder", callbacks)
+    assert 0 not in ended
+    assert load(tmp_path / "failed.ckpt")["global_step"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_alone_says_that_it_cannot_save(tmp_path, rank):
+    callbacks = tuple(
+        [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True)] for _ in "01"
+    )
+    callbacks[rank].append(Fail())
+    ended, logs = run(str(tmp_path / "log"), False, callbacks)
+    assert 0 not in ended
+    assert f"global rank {rank} saves no checkpoint after KeyError: 'in a hook'" in logs[rank]
+    assert f"stops because of global rank {rank}: KeyError: 'in a hook'" in logs[1 - rank]
+    assert not list(tmp_path.glob("*.ckpt"))
