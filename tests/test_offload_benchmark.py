@@ -1,9 +1,9 @@
-"""The benchmark of offloading, at a tiny size on the CPU: the code that a GPU would run."""
+"""The benchmarks of offloading, at a tiny size on the CPU: the code that a GPU would run."""
 
 import pytest
 import torch
 
-from examples.benchmarks import offload_gpu
+from examples.benchmarks import offload_emulated, offload_gpu
 from examples.benchmarks.offload_gpu import Size, Variant, delays_of, measure
 from lightning_pipeoffload.runtime.copy_speed import CopySpeed
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
@@ -49,3 +49,11 @@ def test_what_does_not_fit_has_no_step(monkeypatch, capsys):
     size = Size(64, 64, 2, 2, 4, 0, 16, torch.device("cpu"))
     assert measure(size, Variant("uniform"), SPEED, 1) is None
     assert "uniform: no room" in capsys.readouterr().out
+
+
+def test_slow_copies_keep_the_plans_peaks(capsys):
+    sizes = ["--ranks", "2", "--microbatches", "4", "--milliseconds", "1", "--steps", "1"]
+    offload_emulated.main(sizes)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["none", "half", "half", "full", "full"]
+    assert all(row[5] == row[6] for row in rows)
