@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import (
     _AutomaticOptimization,  # private: it decides what follows the training step
 )
@@ -96,6 +97,11 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
     loop.val_loop.run = partial(  # type: ignore[method-assign]
         _validate, trainer, type(loop.val_loop).run
     )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        # Private: in Lightning's own every rank goes by its own clock.
+        loop._should_check_val_fx = partial(  # type: ignore[method-assign]
+            _agree_to_validate, trainer, type(loop)._should_check_val_fx
+        )
     connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store)
     trainer._logger_connector = connector
     keep_metrics_local(trainer)
@@ -113,6 +119,13 @@ def _start_epoch(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     with trainer.strategy.shown_whole():  # type: ignore[attr-defined]
         type(loop).on_advance_start(loop)
+
+
+def _agree_to_validate(
+    trainer: Trainer, decide: Callable[[Any, Any], bool], data_fetcher: Any
+) -> bool:
+    """Validate when the time has come for global rank 0."""
+    return trainer.strategy.broadcast(decide(trainer.fit_loop.epoch_loop, data_fetcher))
 
 
 def _note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
@@ -138,6 +151,12 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
             "manual optimization cannot be pipelined: training_step runs once for every stage and "
             "microbatch, an optimizer step inside it would run as often; use automatic optimization"
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} averages a copy of the whole module, of which each "
+                f"rank trains its own part; average checkpoints after training instead"
+            )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
             "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut "

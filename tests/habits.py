@@ -142,8 +142,9 @@ ROWS = {
     "val_check_interval over epochs": Row(
         {"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
+    "val_check_interval as a time": Row({"val_check_interval": timedelta(0), "max_epochs": 1}),
     "check_val_every_n_epoch": Row({"check_val_every_n_epoch": 2}),
-    "max_steps": Row({"max_epochs": -1, "max_steps": 7}),
+    "max_steps": Row({"max_epochs": -1, "max_steps": 7, "gradient_clip_algorithm": "value"}),
     "max_time": Row({"max_time": timedelta(0)}),
     "early stopping on validation": Row(
         {"max_epochs": 9}, lambda: [EarlyStopping("val_loss", min_delta=9.0, patience=1)]
@@ -156,7 +157,9 @@ ROWS = {
     ),
     "plateau by step": Row({}, lambda: [LearningRateMonitor()], plateau("step", "train_loss_step")),
     "plateau by epoch": Row({}, lambda: [LearningRateMonitor()], plateau("epoch", "val_loss")),
-    "LBFGS": Row({"max_epochs": 1, "gradient_clip_val": None}, optimize=lbfgs),
+    "LBFGS": Row(
+        {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": None}, optimize=lbfgs
+    ),
     "several validation loaders": Row(num_val_loaders=2, monitor="val_loss/dataloader_idx_1"),
     "evaluation before and after": Row(
         {"max_epochs": 1},

@@ -66,6 +66,7 @@ USED = {
     "_reconstructor": copyreg,
     "_replace": Action,
     "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
+    "_should_check_val_fx": TRAINER.fit_loop.epoch_loop,
     "_logger_connector": TRAINER,
     "_signal_connector": TRAINER,
     "_sigterm_notifier_fn": TRAINER._signal_connector,

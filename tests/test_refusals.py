@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning as L
 import pytest
-import torch
+from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import build
@@ -17,17 +17,14 @@ class Manual(fits.Net):
         self.automatic_optimization = False
 
 
+class Averaged(fits.Net):
+    def configure_callbacks(self):
+        return [WeightAveraging()]
+
+
 class TakesIterator(fits.Net):
     def training_step(self, dataloader_iter):
         return self.loss(next(dataloader_iter)[0])
-
-
-class Skips(fits.Net):
-    def loss(self, batch):
-        embedded = hidden = self.embed(batch["x"])
-        for block in self.blocks:
-            hidden = block(hidden + embedded)
-        return torch.nn.functional.cross_entropy(self.head(hidden), batch["y"])
 
 
 class Gathers(fits.Net):
@@ -38,8 +35,8 @@ class Gathers(fits.Net):
 
 CASES = [
     (Manual, {}, "manual optimization cannot be pipelined"),
+    (Averaged, {}, "WeightAveraging averages a copy of the whole module"),
     (TakesIterator, {}, "training_step(self, dataloader_iter) cannot be pipelined"),
-    (Skips, {}, "embed.weight"),
     (Gathers, {}, "barrier() inside a step would wait for ever"),
     (fits.Net, {"schedule": build("1f1b", 4, 8)}, "is for 4 ranks and 8 microbatches"),
     (fits.Net, {"num_microbatches": 3}, "batch of 8 samples cannot be cut into 3"),
