@@ -109,8 +109,10 @@ class StageRunner:
             self._alive[microbatch.index] = alive
             self.memory.measure_forward(store)
         if self.is_last:
+            if not keep:
+                return output
             alive.loss = _loss_of(output)
-            return tree_map(_detach, output) if keep else output
+            return tree_map(_detach, output)
         self._check_payload(output, self.payload_out(microbatch))
         # The edge, not the tensor: the output's memory may go as soon as it is sent.
         alive.sent = [get_gradient_edge(leaf) for leaf in output if leaf.requires_grad]
@@ -189,10 +191,15 @@ def _check_differentiable(loss: Tensor) -> None:
         )
 
 
-def _loss_of(result: Any) -> Tensor | None:
+def _loss_of(result: Any) -> Tensor:
     """Find the loss in what a step returned, as Lightning does."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
-    return loss if isinstance(loss, Tensor) else None
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"the training step returned {type(result).__name__} without a loss; a pipeline cannot "
+            f"skip a batch, whose backward the other stages wait for: return a loss times 0"
+        )
+    return loss
 
 
 def _same_shapes(found: list[TensorSpec], specs: list[TensorSpec]) -> bool:

@@ -213,6 +213,17 @@ def test_a_detached_loss_is_refused():
         run_pipeline(module, build("zb_h1", 2, 2), x, 2)
 
 
+class Skipping(Regression):
+    def step(self, x):
+        super().step(x)
+
+
+def test_a_step_that_returns_no_loss_is_refused():
+    module, x = Skipping(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    with pytest.raises(ValueError, match="returned NoneType without a loss"):
+        run_pipeline(module, build("zb_h1", 2, 2), x, 2)
+
+
 # Dropout
 
 
