@@ -34,6 +34,7 @@ from lightning_pipeoffload.runtime.measured_costs import RankCosts, join_costs, 
 from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.streams import make_lanes
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -244,6 +245,7 @@ class PipelineRun:
         self._joined.clear()
         self.executor.timer = ActionTimer(self.pipeline.device)
         self.executor.memory.ledger = Ledger()
+        self.executor.memory.use_lanes(make_lanes(device, self._costs.copy_lanes))
         if self._group.is_root:
             print_offload(self.report())
 

@@ -7,6 +7,7 @@ autograd keeps its tensors without hooks, and the ledger counts what was measure
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lightning_pipeoffload.runtime.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
-from lightning_pipeoffload.runtime.streams import make_lanes
+from lightning_pipeoffload.runtime.streams import CopyLanes, make_lanes
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.actions import Part
 
@@ -53,14 +54,22 @@ class ActivationMemory:
 
     @classmethod
     def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
-        """Make one for a device.
+        """Make one for a device, whose directions take turns until its copies were measured.
 
         Args:
             device: of the rank.
             budget: the most host memory; None: what the machine has.
         """
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
-        return cls(OffloadSettings(make_lanes(device), host))
+        return cls(OffloadSettings(make_lanes(device, count=1), host))
+
+    def use_lanes(self, lanes: CopyLanes) -> None:
+        """Copy on other lanes from the next step on.
+
+        Args:
+            lanes: as many as the plan counts on.
+        """
+        self.settings = replace(self.settings, lanes=lanes)
 
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
         """Look at what a step is going to offload.

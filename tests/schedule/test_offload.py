@@ -31,7 +31,7 @@ def offloaded(p, v, k, amount, name="uniform"):
 
 
 @pytest.mark.parametrize(("k", "peak"), [(0.5, 3), (0.7, 4)])
-@pytest.mark.parametrize(("p", "v"), [(8, 2), (8, 4)])
+@pytest.mark.parametrize(("p", "v"), [(4, 2), (6, 2), (8, 2), (8, 4), (12, 3)])
 def test_full_offload_leaves_a_constant_number(p, v, k, peak):
     assert offloaded(p, v, k, "full") <= peak
 
@@ -40,6 +40,10 @@ def test_full_offload_leaves_a_constant_number(p, v, k, peak):
 @pytest.mark.parametrize(("p", "v", "peak"), [(8, 2, 6), (8, 4, 9), (8, 8, 13)])
 def test_half_offload_leaves_a_quarter(p, v, peak, k):
     assert offloaded(p, v, k, "half") <= peak
+
+
+def test_half_of_many_stages_leaves_less_than_a_third():
+    assert offloaded(8, 16, 0.7, "half") <= 21
 
 
 @pytest.mark.parametrize("k", [1.4, 2.0])
@@ -141,3 +145,9 @@ def test_an_amount_that_is_none_is_refused(amount):
 def test_no_offload_changes_nothing():
     schedule = build("uniform", 2, 4)
     assert offload_activations(schedule, costs(1), "none")[0] == schedule
+
+
+def test_what_takes_no_time_is_done_all_the_same():
+    times = Costs(1, 1, 0, offload=0.5, reload=0.5)
+    plan, _ = offload_activations(build("zb_h1", 2, 4), times, "full")
+    validate(plan)

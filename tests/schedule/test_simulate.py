@@ -176,3 +176,12 @@ def test_what_w_needs_is_part_of_the_activation():
         ScheduleError, match=r"costs.weight_input \(2\) is part of activation \(1\)"
     ):
         simulate(plan("0F0 0BW0"), Costs(1, 1, 1, weight_input=2))
+
+
+@pytest.mark.parametrize(("ranks_per_link", "second"), [(1, (2, 5)), (2, (4, 7))])
+def test_ranks_of_one_link_copy_in_one_direction_one_after_the_other(ranks_per_link, second):
+    costs = Costs(1, 1, 1, offload=3, reload=1, ranks_per_link=ranks_per_link)
+    text = "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0\n1F0 1OFFLOAD0 1FREE0 1RELOAD0 1BW0"
+    found = spans(simulate(plan(text), costs))
+    assert found["d2h", "0OFFLOAD0"] == (1, 4)
+    assert found["d2h", "1OFFLOAD0"] == second
