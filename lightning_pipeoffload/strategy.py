@@ -460,8 +460,8 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._refuse_alone("save_checkpoint")
         self.meet_after_exception()
+        self._refuse_alone("save_checkpoint")
         if self._is_split:
             return self._states.module_state(whole=not self._saves_folder)
         # Without a seed the ranks' modules differ until they are split.

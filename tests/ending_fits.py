@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -67,25 +68,29 @@ class Impatient(L.Callback):
 
 
 class FillDisk(L.Callback):
-    """Lets this process write no file longer than that from the second batch on."""
+    """Lets a rank write no file longer than that from the second batch on."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
         self.size = size
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 1:
+        if batch_idx == 1 and trainer.global_rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.RLIM_INFINITY))
 
 
 class Fail(L.Callback):
     """Raises after the second batch."""
 
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 1:
+        if batch_idx == 1 and trainer.global_rank in self.ranks:
             raise KeyError("in a hook")
 
 
@@ -114,7 +119,7 @@ def run_rank(rank: int, port: int, folder: bool, callbacks: list[L.Callback], lo
 
 
 def run(
-    log: str, folder: bool, callbacks: tuple[list[L.Callback], list[L.Callback]]
+    log: str, folder: bool, callbacks: Sequence[list[L.Callback]]
 ) -> tuple[list[int], list[str]]:
     """Run both ranks to their end; return how they ended and what they wrote.
 

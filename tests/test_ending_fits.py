@@ -31,7 +31,7 @@ def is_same(one, other):
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
     log, whole = str(tmp_path / "log"), str(tmp_path / "whole.ckpt")
-    ended, logs = run(log, form == "folder", ([SaveAndDie(whole, None)], [SaveAndDie(whole, None)]))
+    ended, logs = run(log, form == "folder", [[SaveAndDie(whole, None)]] * 2)
     assert ended == [0, 0], logs
     calls = [int(Path(f"{whole}.calls{rank}").read_text()) for rank in range(2)]
     before, after = load(f"{whole}.first"), load(whole)
@@ -54,9 +54,8 @@ def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
 @pytest.mark.parametrize(("form", "rank"), [("file", 0), ("folder", 0), ("folder", 1)])
 def test_a_full_disk_stops_all_ranks_and_the_checkpoint_stays(tmp_path, form, rank):
     path = str(tmp_path / "last.ckpt")
-    callbacks = [SaveAndDie(path, NEVER)], [SaveAndDie(path, NEVER)]
-    callbacks[rank].insert(0, FillDisk(size=28_000))
-    ended, logs = run(str(tmp_path / "log"), form == "folder", callbacks)
+    callbacks = [FillDisk(rank, size=28_000), SaveAndDie(path, NEVER)]
+    ended, logs = run(str(tmp_path / "log"), form == "folder", [callbacks] * 2)
     assert 0 not in ended
     assert "was not saved" in logs[rank]
     assert "File too large" in logs[rank]
@@ -67,21 +66,16 @@ def test_a_full_disk_stops_all_ranks_and_the_checkpoint_stays(tmp_path, form, ra
 
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_an_exception_on_all_ranks_is_followed_by_a_checkpoint(tmp_path, form):
-    callbacks = tuple(
-        [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True), Fail()] for _ in "01"
-    )
-    ended, _ = run(str(tmp_path / "log"), form == "folder", callbacks)
+    callbacks = [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True), Fail([0, 1])]
+    ended, _ = run(str(tmp_path / "log"), form == "folder", [callbacks] * 2)
     assert 0 not in ended
     assert load(tmp_path / "failed.ckpt")["global_step"] == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_alone_says_that_it_cannot_save(tmp_path, rank):
-    callbacks = tuple(
-        [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True)] for _ in "01"
-    )
-    callbacks[rank].append(Fail())
-    ended, logs = run(str(tmp_path / "log"), False, callbacks)
+    callbacks = [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True), Fail([rank])]
+    ended, logs = run(str(tmp_path / "log"), False, [callbacks] * 2)
     assert 0 not in ended
     assert f"global rank {rank} saves no checkpoint after KeyError: 'in a hook'" in logs[rank]
     assert f"stops because of global rank {rank}: KeyError: 'in a hook'" in logs[1 - rank]
