@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.overrides import (  # private: to let a block run without the mode around it
     TorchFunctionMode,
     _get_current_function_mode,
 )
+from torch.utils._pytree import tree_iter  # private: see shape_only
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.slots import Slot
+
+
+def mark_as_the_models(tensor: Tensor) -> None:
+    """Say that a tensor is a weight, or computed from one: elsewhere it may be shape-only."""
+    tensor.is_the_models = True  # type: ignore[attr-defined]
+
+
+def mark_slots(slots: Iterable[tuple[Slot, Tensor]], chain: BlockChain) -> None:
+    """Mark the weights, and the buffers that go with weights or are in a block."""
+    found = list(slots)
+    with_weights = {id(slot.module) for slot, _ in found if slot.kind == "_parameters"}
+    for slot, tensor in found:
+        if id(slot.module) in with_weights or chain.index_of(slot.name) is not None:
+            mark_as_the_models(tensor)
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts the calls of torch functions in each segment of a step."""
+    """Counts, in each segment of a step, the calls that make tensors of the model's.
+
+    Not those that make constants: a step may keep a mask or a table of positions from one call to
+    the next.
+
+    Attributes:
+        segment: of the step.
+        digest: of the names of the functions that were called in it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.segment = 0
+        self.digest = 0
         self._call = 0
         self._is_paused = False
 
     def start(self, segment: int) -> None:
         """Count from the start of ``segment`` on."""
         self.segment = segment
+        self.digest = 0
         self._call = 0
 
     def __torch_function__(
@@ -35,9 +65,10 @@ class CallCounter(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` and look at its result."""
         result = func(*args, **(kwargs or {}))
-        if self._is_paused:
+        if self._is_paused or not _makes_the_models(result, (args, kwargs)):
             return result
         self._call += 1
+        self.digest = hash((self.digest, getattr(func, "__name__", "")))
         return self.see(self._call, result, args)
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
@@ -74,3 +105,16 @@ class CallCounter(TorchFunctionMode):
                 yield
         finally:
             self._is_paused = True
+
+
+def _makes_the_models(result: Any, arguments: Any) -> bool:
+    made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+    if not made or not any(_is_the_models(leaf) for leaf in tree_iter(arguments)):
+        return False
+    for leaf in made:
+        mark_as_the_models(leaf)
+    return True
+
+
+def _is_the_models(leaf: Any) -> bool:
+    return isinstance(leaf, ShapeOnly) or hasattr(leaf, "is_the_models")

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils._pytree import tree_iter, tree_map  # private: see shape_only
 
 from lightning_pipeoffload.runtime.awaited import Awaited
-from lightning_pipeoffload.runtime.call_counter import CallCounter
+from lightning_pipeoffload.runtime.call_counter import CallCounter, mark_as_the_models
 from lightning_pipeoffload.runtime.flow import Flow, Port
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
@@ -35,10 +35,12 @@ class Luggage(CallCounter):
 
     def __init__(self, flow: Flow, incoming: int, outgoing: int | None) -> None:
         super().__init__()
-        self._flow = flow
-        self._incoming = flow.carried_over(incoming) if incoming else []
-        self._outgoing = flow.carried_over(outgoing) if outgoing is not None else []
+        coming = flow.carried_over(incoming) if incoming else []
+        going = flow.carried_over(outgoing) if outgoing is not None else []
+        self._incoming = [crossing.port for crossing in coming if crossing.port]
+        self._outgoing = [crossing.port for crossing in going if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
+        self._digests = {c.port[:2]: c.digest for c in (*coming, *going) if c.port}
         self._is_counting = any(call for _, call in self._wanted)
         self._awaited: dict[Port, Awaited] = {}
         self._values: dict[Port, Tensor] = {}
@@ -57,12 +59,17 @@ class Luggage(CallCounter):
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Note the result if it is to be received or handed on."""
-        places = self._wanted.get((self.segment, call))
-        return self._note(call, places, result) if places else result
+        place = self.segment, call
+        is_it = place in self._wanted and self._digests[place] == self.digest
+        return self._note(call, self._wanted[place], result) if is_it else result
 
     def leave_block(self, index: int, output: Any) -> Any:
         """Note a block's output; the next segment starts."""
         self.start(index + 1)
+        if self._is_counting:
+            for leaf in tree_iter(output):
+                if isinstance(leaf, Tensor):
+                    mark_as_the_models(leaf)
         places = self._wanted.get((index + 1, 0))
         return self._note(0, places, output) if places else output
 
@@ -74,6 +81,7 @@ class Luggage(CallCounter):
                 raise RuntimeError(_ANOTHER_WAY)
             stand_in.receive(tensor)
             self._values[port] = tensor
+            mark_as_the_models(tensor)
         self._awaited.clear()
 
     def to_hand_on(self) -> list[Tensor]:

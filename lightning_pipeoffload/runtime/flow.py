@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Crossing:
         trains_from: segment from which on it requires a gradient; None: never.
         origins: what it is computed from, by name.
         line: of the user's code that needs it; "" if none is found.
+        digest: of the calls in the segment up to the one that makes it.
     """
 
     port: Port | None
@@ -47,6 +49,7 @@ class Crossing:
     trains_from: int | None
     origins: frozenset[str]
     line: str
+    digest: int = 0
 
     def crosses(self, block: int) -> bool:
         """Whether it goes over the cut before ``block``."""
@@ -74,20 +77,19 @@ class Flow:
     opened: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._over: dict[int, list[Port]] = {}
+        self._over: dict[int, list[Crossing]] = {}
         self._payloads: dict[int, list[TensorSpec]] = {}
 
-    def carried_over(self, block: int) -> list[Port]:
+    def carried_over(self, block: int) -> list[Crossing]:
         """List what goes beside the payload over the cut before ``block``."""
         if block not in self._over:
-            crossing = (c for c in self.crossings if c.port and c.crosses(block))
-            self._over[block] = sorted(c.port for c in crossing if c.port)
+            found = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
+            self._over[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
         return self._over[block]
 
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Describe all tensors that go over the cut before ``block``."""
         if block not in self._payloads:
-            by_port = {crossing.port: crossing for crossing in self.crossings}
-            carried = [by_port[port].spec_before(block) for port in self.carried_over(block)]
+            carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
             self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
         return self._payloads[block]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import weight_grad
 from lightning_pipeoffload.runtime.block_chain import find_chain
+from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
 from lightning_pipeoffload.runtime.microbatch import shape_signature, split_batch
 from lightning_pipeoffload.runtime.ownership import Ownership
@@ -104,6 +105,7 @@ class Pipeline:
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         for parameter in module.parameters():
             weight_grad.mark(parameter)
+        mark_slots(((slot, slot.tensor) for slot in slots), self._chain)
         self.attach()
 
     @property

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.flow import Flow
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
@@ -120,6 +121,7 @@ class _ProbePass:
     def on(self, module: nn.Module) -> Iterator[None]:
         buffers = list(self._strip(module))
         names = {id(tensor): slot.name for slot, tensor in buffers}
+        mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
 
         def drop(written: Tensor) -> bool:
             if id(written) in names:

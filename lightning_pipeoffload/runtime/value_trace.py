@@ -43,6 +43,7 @@ class _Birth:
 
     segment: int
     port: Port | None = None
+    digest: int = 0
     trains_from: int | None = None
 
     @property
@@ -148,7 +149,7 @@ class ValueTrace(CallCounter):
         if not hasattr(leaf, "birth"):
             _bear(leaf, _Birth(self.segment), self._block)
         if leaf.birth.port is None and leaf.birth.segment == self.segment:  # type: ignore[attr-defined]
-            leaf.birth.port = port  # type: ignore[attr-defined]
+            leaf.birth.port, leaf.birth.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _note_training(self, tree: Any) -> None:
         for leaf in _shape_only_with_birth(tree):
@@ -168,6 +169,7 @@ class ValueTrace(CallCounter):
             crossing = self._crossings[birth.port or birth] = Crossing(
                 birth.port, birth.segment, 0, tensor.shape, tensor.dtype,
                 birth.trains_from, tensor.origins, deepest_users_line(traceback.extract_stack()),
+                birth.digest,
             )  # fmt: skip
             self.flow.crossings.append(crossing)
         crossing.used_in = self.segment

@@ -93,6 +93,10 @@ def spectrograms(count: int) -> dict[str, Tensor]:
     return {"x": torch.randn(count, 4, 12), "y": torch.randint(CLASSES, (count,))}
 
 
+def token_pairs(count: int) -> dict[str, Tensor]:
+    return {"x": tokens(count), "y": tokens(count)}
+
+
 def labelled_tokens(count: int) -> dict[str, Tensor]:
     return {"x": tokens(count), "y": torch.randint(CLASSES, (count,))}
 
@@ -115,6 +119,25 @@ def masked_tokens(model: nn.Module, batch: Tensor) -> Tensor:
     masked = torch.rand(batch.shape) < 0.5
     labels = batch.masked_fill(~masked, -100)
     return model(input_ids=batch.masked_fill(masked, 1), labels=labels).loss
+
+
+def next_target(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs, targets = batch["x"], batch["y"]
+    logits = model(input_ids=inputs, decoder_input_ids=targets[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
+
+
+def with_hidden_states(model: nn.Module, batch: Tensor) -> Tensor:
+    output = model(input_ids=batch, use_cache=False, output_hidden_states=True)
+    return output.logits.pow(2).mean() + sum(state.pow(2).mean() for state in output.hidden_states)
+
+
+def with_router_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(input_ids=batch, labels=batch, use_cache=False, output_router_logits=True).loss
+
+
+def target_likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.nll_loss(model(batch["x"], batch["y"]), batch["y"].flatten())
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor], name: str) -> Tensor:
@@ -200,6 +223,12 @@ def resnet() -> nn.Module:
     return ResNet(BasicBlock, [2, 2, 2, 2], CLASSES)
 
 
+def lightning_demo() -> nn.Module:
+    from lightning.pytorch.demos import Transformer
+
+    return Transformer(VOCABULARY, ninp=8, nhead=2, nhid=16, nlayers=4, dropout=0.0)
+
+
 class ScaledGPT(nn.Module):
     """Blocks with a vector of learned scales in between."""
 
@@ -259,6 +288,17 @@ CLASSIFIER = {**TEXT, "num_labels": CLASSES, **NO_DROPOUT}
 INPUT_IDS = partial(own_loss, name="input_ids")
 PIXELS = partial(own_loss, name="pixel_values")
 
+T5 = {
+    **{"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 4, "num_heads": 2},
+    **{"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+}
+BART = {
+    **{"d_model": 8, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": VOCABULARY},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16},
+    **{"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0, "forced_eos_token_id": None},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+
 FAMILIES = {
     "gpt2": Family(gpt2, PLAIN, tokens),
     "llama": Family(llama(), PLAIN, tokens),
@@ -275,6 +315,31 @@ FAMILIES = {
     ),
     "mixtral": Family(
         HF("MixtralForCausalLM", **TEXT, **EXPERTS), PLAIN, tokens, dtype=torch.float32
+    ),
+    "mixtral_router_loss": Family(
+        HF("MixtralForCausalLM", **TEXT, **EXPERTS, router_aux_loss_coef=0.1),
+        with_router_loss,
+        tokens,
+        dtype=torch.float32,
+    ),
+    "llama_hidden_states": Family(llama(), with_hidden_states, tokens),
+    "t5": Family(
+        HF("T5ForConditionalGeneration", **T5),
+        next_target,
+        token_pairs,
+        blocks=("model.encoder.block.*", "model.decoder.block.*"),
+    ),
+    "bart": Family(
+        HF("BartForConditionalGeneration", **BART),
+        next_target,
+        token_pairs,
+        blocks=("model.model.encoder.layers.*", "model.model.decoder.layers.*"),
+    ),
+    "lightning_demo": Family(
+        lightning_demo,
+        target_likelihood,
+        token_pairs,
+        blocks=("model.transformer.encoder.layers.*", "model.transformer.decoder.layers.*"),
     ),
     "bert": Family(HF("BertForMaskedLM", **TEXT, **NO_DROPOUT), masked_tokens, tokens),
     "roberta": Family(

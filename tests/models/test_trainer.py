@@ -1,4 +1,4 @@
-"""Three families through the Trainer, over processes, against Lightning on one device."""
+"""Families through the Trainer, over processes, against Lightning on one device."""
 
 import lightning as L
 import pytest
@@ -30,11 +30,13 @@ def fit(name, num_devices):
     L.seed_everything(7, verbose=False)
     module = Fitted(family.make(), family.loss).double()
     batches = [family.samples(8) for _ in range(3)]
-    strategy = PipeOffloadStrategy(num_microbatches=4) if num_devices else "auto"
+    strategy = (
+        PipeOffloadStrategy(num_microbatches=4, blocks=family.blocks) if num_devices else "auto"
+    )
     trainer = L.Trainer(
         **SILENT,
         devices=num_devices or 1,
-        strategy=strategy,
+        strategy=pipeline if num_devices else "auto",
         max_epochs=1,
         enable_checkpointing=False,
     )
@@ -43,7 +45,7 @@ def fit(name, num_devices):
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama_cache", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama_cache", "vit", "lightning_demo"])
 def test_a_fit_is_that_of_one_device(ranks, name):
     expected = fit(name, 0)
     for found in ranks(2).run(fit, name, 2):
