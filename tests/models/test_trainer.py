@@ -30,9 +30,7 @@ def fit(name, num_devices):
     L.seed_everything(7, verbose=False)
     module = Fitted(family.make(), family.loss).double()
     batches = [family.samples(8) for _ in range(3)]
-    strategy = (
-        PipeOffloadStrategy(num_microbatches=4, blocks=family.blocks) if num_devices else "auto"
-    )
+    pipeline = PipeOffloadStrategy(num_microbatches=4, blocks=family.blocks)
     trainer = L.Trainer(
         **SILENT,
         devices=num_devices or 1,
