@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import build
@@ -52,8 +53,15 @@ def test_it_is_refused(ranks, module, options, message):
     assert all(message in refusal for refusal in refusals)
 
 
-def _refusal(module, options):
+def test_a_scaled_loss_is_refused_before_the_first_step(ranks):
+    refusals = ranks(2).run(_refusal, fits.Net, {}, "16-mixed")
+    assert all('precision="16-mixed" is not built yet' in refusal for refusal in refusals)
+
+
+def _refusal(module, options, precision=None):
     """Return the message that a fit is refused with; None if it ran."""
+    # Lightning makes bf16-mixed of 16-mixed on CPU, but not of a plugin.
+    plugins = [MixedPrecision(precision, "cpu")] if precision else None
     try:
         trainer = L.Trainer(
             **fits.SILENT,
@@ -61,6 +69,7 @@ def _refusal(module, options):
             enable_checkpointing=False,
             devices=2,
             strategy=fits.strategy(2, **options),
+            plugins=plugins,
         )
         trainer.strategy.on_exception = lambda error: None  # the process is needed for more
         trainer.fit(module(), fits.loader())
