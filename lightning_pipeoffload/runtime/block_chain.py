@@ -37,6 +37,7 @@ class BlockChain:
         self.blocks = list(blocks.values())
         self._names = list(blocks)
         self._index = {block: index for index, block in enumerate(blocks)}
+        self._place = {id(block): index for index, block in enumerate(self.blocks)}
         self._pass: Pass | None = None
         self._intercepting = False
 
@@ -63,11 +64,11 @@ class BlockChain:
         """Whether a run of the user's step is under way."""
         return self._pass is not None
 
-    def call(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def call(self, block: nn.Module, call: Callable[[], Any], arguments: Any) -> Any:
         """Route the call of a block to the pass under way."""
         if self._pass is None:
             return call()
-        return self._pass.call_block(index, call, arguments)
+        return self._pass.call_block(self._place[id(block)], call, arguments)
 
     @contextmanager
     def running(self, step_pass: Pass) -> Iterator[None]:
@@ -81,8 +82,10 @@ class BlockChain:
     def intercept(self) -> None:
         """See the blocks' calls from now on; again is harmless."""
         if not self._intercepting:
-            for index, block in enumerate(self.blocks):
-                _intercept_calls(self, index, block)
+            # One for each class: a compiler starts anew for each type that it meets.
+            classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
+            for block in self.blocks:
+                block.__class__ = classes[type(block)]
         self._intercepting = True
 
     def release(self) -> None:
@@ -184,11 +187,11 @@ def _spread(container: nn.Module) -> tuple[int, int]:
     return sum(sizes) - max(sizes), sum(sizes)
 
 
-def _intercept_calls(chain: BlockChain, index: int, block: nn.Module) -> None:
-    plain = type(block)
+def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
+    """Make the subclass of a block's class whose calls ``chain`` sees."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return chain.call(index, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
+        return chain.call(self, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Not copyreg.__newobj__, with which pickle insists on the object's own class.
@@ -196,6 +199,5 @@ def _intercept_calls(chain: BlockChain, index: int, block: nn.Module) -> None:
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    block.__class__ = type(
-        plain.__name__, (plain,), {"__call__": call, "__reduce_ex__": reduce, **names}
-    )
+    methods = {"__call__": call, "__reduce_ex__": reduce}
+    return type(plain.__name__, (plain,), {**methods, **names})

@@ -32,6 +32,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     dropping_writes,
     imagining_values,
     observing,
+    uncompiled,
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.unchanged import unchanged
@@ -81,6 +82,7 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
         stack.enter_context(forked_randomness())
         stack.enter_context(unchanged(module))
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(uncompiled())
         if not torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
         stack.enter_context(probing.on(module))
@@ -109,6 +111,7 @@ class _ProbePass:
         self._names: dict[int, str] = {}
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
+        self._checkpoint: Any = None
         self._num_hooks: list[int] = []
         self.num_imagined = 0
 
@@ -155,6 +158,16 @@ class _ProbePass:
             self._names[id(stripped)] = slot.name
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        self._check_call(index)
+        args, kwargs = self._trace.enter_block(index, arguments)
+        self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
+        self._is_in_block = True
+        output = self.chain.run_block(index, *args, **kwargs)
+        self._is_in_block = False
+        return self._trace.leave_block(index, arguments, output)
+
+    def _check_call(self, index: int) -> None:
+        """Refuse a call of a block that a stage could not make, or not alike in its backward."""
         name = self.chain.block_name(index)
         if index != self.segment:
             expected = self.segment
@@ -168,12 +181,13 @@ class _ProbePass:
                 f"the step calls {name} without gradients{_calling_line()}: leave out "
                 f"torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
             )
-        args, kwargs = self._trace.enter_block(index, arguments)
-        self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
-        self._is_in_block = True
-        output = self.chain.run_block(index, *args, **kwargs)
-        self._is_in_block = False
-        return self._trace.leave_block(index, arguments, output)
+        outer, self._checkpoint = self._checkpoint, _checkpoint_around()
+        if outer is not None and outer is self._checkpoint:
+            raise ValueError(
+                f"the step checkpoints {self.chain.block_name(index - 1)} and {name} together"
+                f"{_calling_line()}; a stage can only compute its own blocks again, so checkpoint "
+                f'each by itself, or leave it to recompute="full"'
+            )
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
@@ -187,7 +201,8 @@ class _ProbePass:
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         self.result.forward_flops[self.segment] += flops
-        if any(weights) and not all(weights):
+        trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
+        if trains and not all(weights):
             self.result.weight_flops[self.segment] += flops
 
     def _imagine(self) -> bool:
@@ -215,6 +230,15 @@ class _ProbePass:
 def _count_hooks(block: nn.Module) -> int:
     # Private: which hooks a module has can be seen nowhere else.
     return len(block._forward_hooks) + len(block._forward_pre_hooks)
+
+
+def _checkpoint_around() -> Any:
+    """Return what is the same while one checkpoint's function runs; None outside of any."""
+    # Private: nothing public tells of a checkpoint, in which blocks are called again in B.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        return None
+    return hooks[0]
 
 
 def _calling_line() -> str:

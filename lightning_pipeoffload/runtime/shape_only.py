@@ -10,7 +10,7 @@ around everything and knows no origins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class ShapeOnly(Tensor):
         _refuse_writes(func, args, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _advance_generator(func, shape_only[0], device)
-        out = run_on_meta(func, tree_map(_to_meta, args), _on_meta(kwargs))
+        out = run_on_meta(func, tree_map(_to_meta, args), _on_meta(kwargs), device)
         result = _wrap(func, args, out, device, origins)
         for observe in _observers:
             observe(func, args, result)
@@ -180,6 +180,12 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: a compiler would follow each of our operations."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:

@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     ValueNeededError,
     dropping_writes,
     shape_only_leaves,
+    uncompiled,
 )
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 
@@ -194,7 +195,7 @@ class StagePass:
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = dropping_writes(lambda tensor: True)
-        with torch.no_grad(), hidden, dropping, self._looking_into(index):
+        with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
             found = call()
         return output if output.is_template else BlockOutput.of(found)
 

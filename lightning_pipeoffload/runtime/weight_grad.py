@@ -6,7 +6,7 @@ returns the input gradient only and puts (input, output gradient) into the queue
 microbatch, which W empties; nothing else of the graph stays alive.
 ``torch.distributed.pipelining`` walks the autograd graph instead and keeps all of it until W.
 
-Parameters of other operations (norms, embeddings, einsum) get their gradient in B.
+Parameters of other operations (norms, embeddings, scales) get their gradient in B.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _TRANSPARENT = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
     "ToCopyBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
     "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
-    "SqueezeBackward1", "UnsqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0", "CloneBackward0",
 }  # fmt: skip
+
+_LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
 
 # Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
 # thread's or a context's variable.
@@ -195,6 +197,22 @@ class _MatrixProduct(_Call):
         _accumulate_product(self.weight, x.t(), grad)
         if self.trains_bias:
             _accumulate(self.bias, grad.sum(0))
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        return 2 * grad.numel() * x.shape[-1]
+
+
+class _BatchedProduct(_Call):
+    """``x[i] @ weight[i]`` with x ``[batch, rows, in]``, weight ``[batch, in, out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.bmm.default(x, self.weight)
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.bmm(self.weight.transpose(1, 2))
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        _accumulate(self.weight, x.transpose(1, 2).bmm(grad))
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
         return 2 * grad.numel() * x.shape[-1]
@@ -368,7 +386,7 @@ def _is_deferred(weight: Tensor | None) -> bool:
 
 
 def _leads_to_mark(node: Any) -> bool:
-    for _ in range(4):
+    for _ in range(_LONGEST_VIEW):
         variable = getattr(node, "variable", None)
         if variable is not None:
             return getattr(variable, _MARK, False)
@@ -430,6 +448,18 @@ def _mm(original: Any) -> Callable[..., Tensor]:
     return kernel
 
 
+def _bmm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if _takes_part(right, None):
+            return _apply(_BatchedProduct(right, None), left)
+        if _takes_part(left, None):
+            call = _BatchedProduct(left.transpose(1, 2), None)
+            return _apply(call, right.transpose(1, 2)).transpose(1, 2)
+        return original.call_boxed(keys, left, right)
+
+    return kernel
+
+
 def _addmm(original: Any) -> Callable[..., Tensor]:
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
         unscaled = all(scale == 1 for scale in scales.values())
@@ -462,6 +492,7 @@ def _convolution(original: Any) -> Callable[..., Tensor]:
 _KERNELS = {
     "linear": _linear,
     "mm": _mm,
+    "bmm": _bmm,  # of einsum too
     "addmm": _addmm,
     "convolution": _convolution,
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures

@@ -67,12 +67,25 @@ def reentrant(m, x):
     return loss_of(m, x)
 
 
+def two_in_a_checkpoint(m, x):
+    def middle(x):
+        x = m.blocks[1](x)
+        return m.blocks[2](x)  # <- named in the message
+
+    x = checkpoint(middle, m.blocks[0](x), use_reentrant=False)
+    return loss_of(m, m.blocks[3](x))
+
+
 ONCE = "a pipeline needs each entry of blocks called once and in order"
 NO_GRAD = "leave out torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
 CALLS = {
     block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}",
     out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}",
     without_gradients: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
+    two_in_a_checkpoint: (
+        "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
+        'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
+    ),
     reentrant: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
 }
 

@@ -104,7 +104,16 @@ PRODUCTS = {
     "cast of a weight": (1, lambda w, b, x: x.float() @ w.float()),
     "scaled addmm": (0, lambda w, b, x: torch.addmm(b, x, w, alpha=2)),
     "product of weights": (0, lambda w, b, x: x @ (w * b)),
-    "einsum with three operands": (0, lambda w, b, x: torch.einsum("ni,io,o->no", x, w, b)),
+    "einsum": (1, lambda w, b, x: torch.einsum("ni,io->no", x, w)),
+    "einsum, weight first": (1, lambda w, b, x: torch.einsum("oi,bni->bno", w, x[None])),
+    "einsum by heads": (1, lambda w, b, x: torch.einsum("nd,hkd->nhk", x, w.view(2, 2, 4))),
+    "einsum from heads": (
+        1,
+        lambda w, b, x: torch.einsum("nhk,hkd->nd", x.view(-1, 2, 2), w.view(2, 2, 4)),
+    ),
+    "einsum with three operands": (1, lambda w, b, x: torch.einsum("ni,io,o->no", x, w, b)),
+    "bmm": (1, lambda w, b, x: x.view(2, -1, 2).bmm(w.view(2, 2, 4))),
+    "bmm, weight first": (1, lambda w, b, x: w.view(2, 4, 2).bmm(x.view(2, 2, -1))),
 }
 MODULES = {
     "linear": (1, lambda: nn.Linear(4, 3)),
