@@ -1,4 +1,7 @@
-"""Starts the ranks of a machine, as Lightning does for a script, and lets all leave together."""
+"""Starts the ranks of a machine, as Lightning does for a script, and lets them leave together.
+
+That is either when each is done, or when one has failed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,18 @@ from typing_extensions import override
 
 
 class JointLauncher(_SubprocessScriptLauncher):
-    """Calls ``leave`` when a run has not failed, its last hooks included.
+    """Calls ``leave`` when a run is done, its last hooks included, or ``fail`` if it is not.
 
-    Lightning ends a strategy before the hooks ``on_fit_end`` and ``teardown``. A rank that fails in
-    them still has to stop the others.
+    Lightning ends a strategy before the hooks ``on_fit_end`` and ``teardown``: a rank that fails in
+    them still has to stop the others. And it tells the strategy of an exception after callbacks,
+    which may wait for the other ranks: those that save a checkpoint then.
 
     Args:
         environment: who starts processes; if it is not this launcher, it starts none.
         num_processes: of this machine.
         num_nodes: machines.
         leave: waits for the other ranks.
+        fail: tells them of an exception.
     """
 
     def __init__(
@@ -34,16 +39,20 @@ class JointLauncher(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         leave: Callable[[], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
-        self._leave_together = leave
+        self._leave, self._fail = leave, fail
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             result = super().launch(function, *args, **kwargs)
+            self._leave()
         except _TunerExitException:
-            self._leave_together()
+            self._leave()
             raise
-        self._leave_together()
+        except BaseException as exception:
+            self._fail(exception)
+            raise
         return result

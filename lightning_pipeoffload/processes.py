@@ -51,6 +51,7 @@ class PipelineProcesses(ParallelStrategy):
     _timeout: timedelta | None = default_pg_timeout
     _group: PipelineGroup | None = None
     _board: FailureBoard | None = None
+    _has_failed = False
     _metrics_store: Store | None = None
 
     @property
@@ -100,7 +101,11 @@ class PipelineProcesses(ParallelStrategy):
             if self.num_processes > 1:
                 sign_as_launcher()
         self._launcher = JointLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._leave_together
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            self._leave_together,
+            self._fail,
         )
 
     def _refuse_unnamed_node(self) -> None:
@@ -187,6 +192,11 @@ class PipelineProcesses(ParallelStrategy):
 
     def _refuse_alone(self, name: str) -> None:
         """Refuse what needs all ranks where the others do not come to it."""
+        if self._has_failed:
+            raise RuntimeError(
+                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
+                f"be saved on an exception; save every so many steps"
+            )
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
@@ -201,6 +211,11 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """All is told by now; a Ctrl-C would end with Lightning's status 1."""
+        if isinstance(exception, KeyboardInterrupt):
+            raise SystemExit(SIGINT_STATUS)
+
+    def _fail(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             exception.code = SIGTERM_STATUS
         is_interrupt = isinstance(exception, KeyboardInterrupt)
@@ -210,9 +225,8 @@ class PipelineProcesses(ParallelStrategy):
             self._finalize_loggers()
         board, self._board = self._board, None
         if board is not None:
+            self._has_failed = True
             self._tell(board, exception)
-        if is_interrupt:  # Lightning would end with status 1
-            raise SystemExit(SIGINT_STATUS)
 
     def _tell(self, board: FailureBoard, exception: BaseException) -> None:
         if is_of_another_rank(exception):

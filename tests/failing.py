@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
     parser.add_argument("--before", choices=["fit", "connecting"])
     parser.add_argument("--save-to")
+    parser.add_argument("--save-on-exception", action="store_true")
     options = parser.parse_args()
     is_at_fault = int(os.environ.get("LOCAL_RANK", "0")) == options.rank
     if options.before == "fit" and is_at_fault:
@@ -171,7 +172,8 @@ def main() -> None:
         collate_fn=fits.collate,
         num_workers=options.workers,
     )
-    checkpoints = [ModelCheckpoint(options.save_to)] if options.save_to else []
+    saving = {"save_on_exception": options.save_on_exception}
+    checkpoints = [ModelCheckpoint(options.save_to, **saving)] if options.save_to else []
     trainer = L.Trainer(
         **fits.SILENT,
         devices=options.devices,

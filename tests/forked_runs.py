@@ -77,6 +77,7 @@ class ForkedRuns:
     def close(self) -> None:
         """End the server."""
         self._server.kill()
+        self._server.wait()
 
     def _write(self, message: Any) -> None:
         assert self._server.stdin is not None

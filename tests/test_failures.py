@@ -101,6 +101,15 @@ def test_an_exception_in_a_callback_stops_all(runs):
     assert_told_once(run, 1, "RuntimeError: on purpose")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_callback_that_saves_on_an_exception_does_not_wait_for_ever(runs, rank, tmp_path):
+    options = ("--save-to", str(tmp_path), "--save-on-exception")
+    run = runs.run(*BATCH, "raise", "--rank", str(rank), *options)
+    assert_told_once(run, rank, "RuntimeError: on purpose")
+    assert "save_checkpoint() needs all ranks, and they stop" in run.errors
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_that_read_other_batches_are_reported(runs):
     run = runs.run("--act", "other_batch", "--rank", "1")
     assert run.status == 1
