@@ -425,6 +425,8 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
     if _active is None or not torch.is_grad_enabled() or not _is_deferred(weight):
         return False
+    if torch.is_anomaly_enabled():  # which looks at what autograd itself computes
+        return False
     return bias is None or not bias.requires_grad or _is_deferred(bias)
 
 

@@ -352,6 +352,15 @@ def test_autocast(name):
     assert waiting == count
 
 
+def test_anomaly_detection_sees_a_weights_gradient_too():
+    module = mark_all(nn.Linear(4, 4))
+    x = torch.full((2, 4), float("inf"), requires_grad=True)  # times no gradient: not a number
+    deferred = deferring(WeightGradQueue())
+    refused = pytest.raises(RuntimeError, match="returned nan values")
+    with torch.autograd.detect_anomaly(), deferred, refused:
+        module(x).nan_to_num(0).backward(torch.zeros(2, 4))
+
+
 class Scale(torch.autograd.Function):
     """A kernel of a user, that takes part in the split."""
 
