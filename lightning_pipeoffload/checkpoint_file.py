@@ -17,6 +17,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 _PART = ".part"
+_TOKEN_LENGTH = 8
 _AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -120,7 +121,7 @@ def delete(path: Path) -> None:
 
 def delete_leftovers(folder: Path) -> None:
     """Delete what killed runs were writing in a folder; what someone is writing stays."""
-    for part in folder.glob(f"*{_PART}"):
+    for part in folder.glob(f"*.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
         lock = _lock(part)
         if lock is not None:
             delete(part)
@@ -128,7 +129,7 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def _new_part(path: Path) -> Path:
-    return Path(f"{path}.{secrets.token_hex(4)}{_PART}")
+    return Path(f"{path}.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
 
 
 def _aside(path: Path) -> Path:

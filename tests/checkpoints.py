@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests import fits
@@ -32,6 +33,11 @@ class Changing(fits.Net):
     """Changes what is saved, as modules do that leave out what they need not."""
 
     strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        state.pop("blocks.7.linear.bias", None)
+        return {**state, "version": torch.tensor(3)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         del checkpoint["state_dict"]["norm.weight"]
