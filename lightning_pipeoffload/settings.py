@@ -226,8 +226,8 @@ def _check_offload(offload: str | float) -> None:
     share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
     if not named and not (share and 0 <= float(offload) <= 1):
         raise ValueError(
-            f"offload={offload!r} must be auto, none, half, full, or a share of the stages from 0 "
-            f"to 1"
+            f"offload={offload!r} must be auto, none, half, full, or a share of the "
+            f"activations from 0 to 1"
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_pipeoffload.configuration import run_hydra_app
+from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -74,13 +75,14 @@ def build_trainer(config: DictConfig) -> Trainer:
 def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
     """Let a ValueError through on global rank 0 if training has not begun: it is a refusal.
 
-    The other ranks refuse for the same reason, so they end without repeating it. A ValueError of a
-    later step becomes a RuntimeError, which shows its traceback.
+    So is a memory limit that no plan meets, which the first steps must measure. The other ranks
+    refuse for the same reason, so they end without repeating it. Another ValueError of a later step
+    becomes a RuntimeError, which shows its traceback.
     """
     try:
         yield
     except ValueError as error:
-        if trainer.global_step:
+        if trainer.global_step and not isinstance(error, ScheduleError):
             raise RuntimeError(f"training failed after {trainer.global_step} steps") from error
         if not trainer.is_global_zero:
             raise SystemExit(2) from error
