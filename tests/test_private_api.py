@@ -63,6 +63,8 @@ USED = {
     "_destroy": torch.library.Library,
     "_parameters": nn.Module(),
     "_buffers": nn.Module(),
+    "_compiled_call_impl": nn.Module(),
+    "_orig_mod": torch.compile(nn.Module()),
     "_reconstructor": copyreg,
     "_replace": Action,
     "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,

@@ -108,8 +108,28 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
             order of their calls, in which ``*`` stands for any part of a name between two dots.
 
     Raises:
-        ValueError: no such container or block, or several containers that are equally good.
+        ValueError: no such container or block, several containers that are equally good, or one
+            inside of a compiled module.
     """
+    chain = _find_chain(module, name)
+    _check_uncompiled(module, chain)
+    return chain
+
+
+def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
+    """Refuse a compiled module around the blocks, which would run all of them or none."""
+    for path, child in module.named_modules():
+        around = any(chain.block_name(i).startswith(f"{path}.") for i in range(len(chain)))
+        # Private, both: what torch.compile(module) and module.compile() leave behind.
+        if around and (hasattr(child, "_orig_mod") or child._compiled_call_impl is not None):
+            raise ValueError(
+                f"{path} is compiled as a whole, its blocks {chain.name} inside of it, of which "
+                f"each stage runs its own only; compile the blocks instead, block.compile() for "
+                f"each"
+            )
+
+
+def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockChain:
     if name is not None and not isinstance(name, str):
         return _chain_of_patterns(module, name)
     containers = {

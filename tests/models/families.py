@@ -274,6 +274,96 @@ class TextEncoder(nn.Module):
         return self.head(self.encoder(self.embed(x)).mean(1))
 
 
+# torchvision's families in a few lines each, for where it is not to be had for this torch.
+
+
+def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+    layer = nn.Conv2d(channels_in, channels_out, 3, padding=1)
+    return [layer, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
+
+
+class PlainConvolutions(nn.Module):
+    """As VGG: layers, norms and activations in place are the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *convolution(3, 4), nn.MaxPool2d(2), *convolution(4, 8), *convolution(8, 8)
+        )
+        self.classifier = nn.Linear(8 * 16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.convolution = nn.Conv2d(channels, 2, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.convolution(functional.relu(self.norm(x)))], 1)
+
+
+class DenseConvolutions(nn.Module):
+    """As DenseNet: each block adds channels to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*(DenseLayer(3 + 2 * index) for index in range(DEPTH)))
+        self.classifier = nn.Linear(3 + 2 * DEPTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+class WindowedLayer(nn.Module):
+    """Attention within windows of 2 x 2 pixels, shifted by one."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift, self.layer = shift, encoder_layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, height, width, channels = x.shape
+        x = x.roll((-self.shift, -self.shift), (1, 2))
+        windows = x.view(count, height // 2, 2, width // 2, 2, channels).transpose(2, 3)
+        windows = self.layer(windows.reshape(-1, 4, channels)).view(windows.shape)
+        x = windows.transpose(2, 3).reshape(x.shape)
+        return x.roll((self.shift, self.shift), (1, 2))
+
+
+class WindowedTransformer(nn.Module):
+    """As Swin: pixels attend within windows, which every other block shifts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 2, stride=2)
+        self.blocks = nn.Sequential(*(WindowedLayer(index % 2) for index in range(DEPTH)))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.patches(x).permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+class PatchTransformer(nn.Module):
+    """As ViT: a class token before the patches, positions added to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.blocks = nn.Sequential(*(encoder_layer() for _ in range(DEPTH)))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
+        return self.head(self.blocks(x)[:, 0])
+
+
 def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
@@ -353,6 +443,10 @@ FAMILIES = {
     "scaled_gpt": Family(ScaledGPT, classify, labelled_tokens),
     "lstm_first": Family(RecurrentFirst, classify, labelled_tokens),
     "transformer_encoder": Family(TextEncoder, classify, labelled_tokens),
+    "plain_convolutions": Family(PlainConvolutions, classify, images),
+    "dense_convolutions": Family(DenseConvolutions, classify, images),
+    "windowed_transformer": Family(WindowedTransformer, classify, images),
+    "patch_transformer": Family(PatchTransformer, classify, images),
     "torchvision_vit": Family(torchvision_vit, classify, images),
     "vgg": Family(vgg, classify, images),
     "densenet": Family(densenet, classify, partial(images, size=32), blocks="model.features"),

@@ -22,7 +22,9 @@ def _has_torchvision():
     return True
 
 
-no_torchvision = pytest.mark.skipif(not _has_torchvision(), reason="needs torchvision")
+no_torchvision = pytest.mark.skipif(
+    not _has_torchvision(), reason="no torchvision for this torch; tried on small ones of the kind"
+)
 NAMES = [
     pytest.param(name, marks=[no_torchvision] if name in NEEDS_TORCHVISION else [])
     for name in FAMILIES

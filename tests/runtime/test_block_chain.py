@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -92,6 +93,44 @@ class Recording:
     def call_block(self, index, call, arguments):
         self.calls.append((index, arguments[1]))
         return call()
+
+
+class Outer(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+def compiled_in_place():
+    net = Regression(linear_blocks(2))
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [
+        (lambda: torch.compile(Regression(linear_blocks(2))), "net._orig_mod.blocks"),
+        (compiled_in_place, "net.blocks"),
+    ],
+)
+def test_a_compiled_module_around_the_blocks_is_refused(make, blocks):
+    message = (
+        f"net is compiled as a whole, its blocks {blocks} inside of it, of which each stage runs "
+        f"its own only; compile the blocks instead, block.compile() for each"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        find_chain(Outer(make()))
+
+
+def test_compiled_blocks_are_a_chain():
+    blocks = [torch.compile(block) for block in linear_blocks(2)]
+    assert find_chain(Regression(blocks)).name == "blocks"
+
+
+def test_blocks_of_one_class_stay_of_one_class(chain):
+    chain.intercept()
+    assert len({type(block) for block in chain.blocks}) == 1
 
 
 @pytest.fixture
