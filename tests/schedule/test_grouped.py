@@ -1,4 +1,3 @@
-import time
 from itertools import product
 from math import gcd
 
@@ -125,13 +124,3 @@ def test_a_limit_that_no_group_meets_is_refused_with_the_least():
 def test_a_group_size_that_cannot_be_is_refused(group_size):
     with pytest.raises(ScheduleError, match=r"group_size \(.*\) must be from 4 to 8 for 8 ranks"):
         build("grouped", 8, 16, group_size=group_size)
-
-
-@pytest.mark.parametrize("name", ["gis", "gis_h", "grouped", "uniform"])
-def test_large_schedules_build_and_simulate_fast(name):
-    started = time.process_time()
-    schedule = build(name, num_ranks=32, num_microbatches=256, num_chunks=2)
-    built = time.process_time()
-    simulate(schedule, UNIT)
-    assert built - started < 2
-    assert time.process_time() - built < 1

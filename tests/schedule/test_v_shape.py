@@ -39,6 +39,12 @@ def test_1f1b_v_has_two_thirds_of_the_memory_and_less_bubble_than_1f1b(p, peak, 
     assert extra < 6 * (p - 1)
 
 
+@pytest.mark.parametrize(("p", "papers"), [(4, 15), (8, 33), (16, 75)])
+def test_1f1b_v_as_it_runs_hands_the_gradient_on_before_w(p, papers):
+    timeline = simulate(lower(build("1f1b_v", p, 2 * p)), Costs.unit())
+    assert max(timeline.span) - 12 * p <= 0.6 * papers
+
+
 @pytest.mark.parametrize(
     ("times", "rates"),
     [((3, 4, 2), (0.3263, 0.1233)), ((1, 1.3, 0.6), (0.3331, 0.1266))],
