@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeoffload.runtime.transport import PeerLostError
+from lightning_pipeoffload.schedule import ScheduleError
 
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
 SIGINT_STATUS = 128 + signal.SIGINT
@@ -71,7 +72,8 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
 
     Args:
         exception: what ended it.
-        has_trained: whether a step was done; a ValueError before one is a refusal.
+        has_trained: whether a step was done; a ValueError before one is a refusal, and a plan that
+            cannot be is one at any time.
     """
     if isinstance(exception, SIGTERMException):
         return SIGTERM_STATUS
@@ -79,7 +81,8 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
         return SIGINT_STATUS
     if isinstance(exception, SystemExit) and isinstance(exception.code, int):
         return exception.code or 1
-    return REFUSED_STATUS if isinstance(exception, ValueError) and not has_trained else 1
+    refusal = ScheduleError if has_trained else ValueError
+    return REFUSED_STATUS if isinstance(exception, refusal) else 1
 
 
 def is_of_another_rank(exception: BaseException) -> bool:

@@ -14,6 +14,7 @@ from lightning_pipeoffload.failure_cause import (
     status_after,
 )
 from lightning_pipeoffload.runtime.transport import PeerLostError
+from lightning_pipeoffload.schedule import ScheduleError
 
 FROM_A_WORKER = "Caught KeyError in DataLoader worker process 0.\nTraceback:\n  line\nKeyError: 3\n"
 
@@ -42,6 +43,7 @@ def test_a_workers_own_exception_is_in_the_line():
     [
         (ValueError(), False, 2),
         (ValueError(), True, 1),
+        (ScheduleError(), True, 2),
         (RuntimeError(), False, 1),
         (SystemExit(3), True, 3),
         (SystemExit(0), True, 1),
