@@ -20,7 +20,7 @@ from torch.utils._pytree import (
     tree_map,
 )  # private: torch's own containers, HF outputs too
 
-from lightning_pipeoffload.runtime.meta_kernels import run_on_meta
+from lightning_pipeoffload.runtime.meta_kernels import remember_on_meta, run_on_meta
 
 aten = torch.ops.aten
 
@@ -148,7 +148,11 @@ class ShapeOnly(Tensor):
         _refuse_writes(func, args, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _advance_generator(func, shape_only[0], device)
-        out = run_on_meta(func, tree_map(_to_meta, args), _on_meta(kwargs), device)
+        if torch.Tag.inplace_view in func.tags:
+            args[0].meta = args[0].meta.detach()  # others may have the same one
+        # What is observed may want to know which results share memory: none does by being new.
+        run = run_on_meta if _observers else remember_on_meta
+        out = run(func, tree_map(_to_meta, args), _on_meta(kwargs), device)
         result = _wrap(func, args, out, device, origins)
         for observe in _observers:
             observe(func, args, result)

@@ -132,3 +132,17 @@ def test_a_shape_prints_and_copies():
     found = shapes(2, 3)
     assert repr(found) == "ShapeOnly((2, 3), torch.float32, something computed from a)"
     assert copy.deepcopy(found) is found
+
+
+def test_results_of_the_same_shapes_are_computed_once():
+    left, right = (ShapeOnly.like(torch.ones(2, 3), "w") for _ in range(2))
+    first, second = left + right, left + right
+    assert first is not second
+    assert first.meta is second.meta
+
+
+def test_a_view_in_place_leaves_others_as_they_are():
+    weight = ShapeOnly.like(torch.ones(2, 3), "w")
+    first, second = weight + 1, weight + 1
+    first.t_()
+    assert second.meta.shape == (2, 3)
