@@ -19,9 +19,6 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
-# After an exception a message of the step may still be on its way.
-_TAG = 1
-
 
 class StateCollector:
     """Gathers states over the ranks of one pipeline.
@@ -84,10 +81,10 @@ class StateCollector:
         if owner == self._root:
             return value.cpu()
         if me == owner:
-            dist.send(value.cpu().contiguous(), self._root, group=self._group, tag=_TAG)
+            dist.send(value.cpu().contiguous(), self._root, group=self._group)
             return value
         received = torch.empty(value.shape, dtype=value.dtype)
-        dist.recv(received, owner, group=self._group, tag=_TAG)
+        dist.recv(received, owner, group=self._group)
         return received
 
     def optimizer_state(self, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:

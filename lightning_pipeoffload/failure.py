@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 _FAILURE = "failure"
 _SEEN = "seen/"
-_MET = "met/"
 _POLL_SECONDS = 0.2
 # The cause of a broken connection has this long to show up; who reports waits as long to be heard.
 _GRACE_SECONDS = 5.0
@@ -117,26 +116,6 @@ class FailureBoard:
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
         _exit_soon(exception, status)
-
-    def meet(self, moment: str) -> bool:
-        """Wait a little until all ranks have come here; return whether they have.
-
-        Args:
-            moment: which has to be the same on all of them.
-        """
-        others = [f"{_MET}{r}" for r in range(self._world_size) if r != self._global_rank]
-        deadline = time.monotonic() + _GRACE_SECONDS
-        try:
-            if self._store is None:
-                return False
-            self._store.set(f"{_MET}{self._global_rank}", moment)
-            while not self._store.check(others):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_SECONDS)
-            return all(self._store.get(key).decode() == moment for key in others)
-        except dist.DistError:
-            return False
 
     def stop_because_of_others(self, suspicion: str) -> NoReturn:
         """End this process because of another rank.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +31,6 @@ from lightning_pipeoffload.failure import FailureBoard, connect_store, say
 from lightning_pipeoffload.failure_cause import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
-    describe,
     first_line,
     is_of_another_rank,
     status_after,
@@ -237,28 +235,6 @@ class PipelineProcesses(ParallelStrategy):
         assert self.lightning_module is not None
         has_trained = self.lightning_module.trainer.global_step > 0
         board.report(exception, place, status_after(exception, has_trained))
-
-    def meet_after_exception(self) -> None:
-        """Make sure that all ranks save a checkpoint, if one is saved because of an exception.
-
-        Raises:
-            BaseException: the same again, if this rank has failed alone: a checkpoint has parts of
-                every rank, and the others go on or wait for this one.
-        """
-        assert self.lightning_module is not None
-        trainer, error = self.lightning_module.trainer, sys.exc_info()[1]
-        if error is None or self._board is None or not trainer.interrupted:
-            return
-        if not is_of_another_rank(error):
-            if self._board.meet(f"step {trainer.global_step}"):
-                return
-            say(
-                f"global rank {self.global_rank} saves no checkpoint after {describe(error)}: it "
-                f"has parts of every rank, and the others have not stopped after the same step"
-            )
-        self._finalize_loggers()
-        self.on_exception(error)
-        raise error
 
     def _finalize_loggers(self) -> None:
         assert self.lightning_module is not None

@@ -460,7 +460,6 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.meet_after_exception()
         self._refuse_alone("save_checkpoint")
         if self._is_split:
             return self._states.module_state(whole=not self._saves_folder)
