@@ -344,7 +344,7 @@ class PipelineRun:
         self.pipeline.detach()
 
     def _measure(self) -> dict[str, Any]:
-        return measure(self.plan, self.executor, self.pipeline.weight_flops)
+        return measure(self.executor, self.pipeline.weight_flops)
 
 
 def _make_plan(schedule: Schedule, count: int, training: bool) -> Schedule:

@@ -11,9 +11,7 @@ from rich.table import Table
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, copy_ratios, free_share, simulate
-
-_COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.BW)
+from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share, simulate
 
 
 def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[str, Any]:
@@ -48,27 +46,21 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
     }
 
 
-def measure(plan: Schedule, executor: Executor, weight_flops: int) -> dict[str, Any]:
+def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
     """Say what one rank measured: seconds, bytes, and the share of weight gradients left for W.
 
-    The bubble is the idle share of a step's period, which ends where the next step starts.
+    The bubble is the idle share of a step's period, which ends where the next step starts, the
+    median over steps.
     ``live_bytes`` are those of the last step after each action that can change them: seconds since
     the step's start on the host's clock, bytes on the device, on the host, and in copies that
     nobody has waited for.
     """
-    seconds = executor.timer.action_seconds()
-    step_seconds = executor.timer.step_seconds()
-    busy = sum(
-        seconds.get((action.kind, action.stage), 0.0)
-        for action in plan[executor.rank]
-        if action.kind in _COMPUTE
-    )
     memory = {index: runner.memory for index, runner in executor.stages.items()}
     deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
     ledger = executor.memory.ledger
     return {
-        "step_seconds": step_seconds,
-        "bubble": 1 - busy / step_seconds if step_seconds else 0.0,
+        "step_seconds": executor.timer.step_seconds(),
+        "bubble": executor.timer.idle_share(),
         "peak_activation_bytes": ledger.peak_device_bytes,
         "offloaded_bytes": ledger.offloaded_bytes,
         "peak_host_bytes": ledger.peak_host_bytes,

@@ -100,6 +100,7 @@ def test_the_report_has_what_the_interface_names(ranks, tmp_path):
     measured = report["measured"]
     assert len(measured["step_seconds"]) == len(measured["peak_activation_bytes"]) == 2
     assert measured["deferred_flops"] == measured["weight_flops"]
+    assert all(0 <= bubble < 1 for bubble in measured["bubble"])
 
 
 def _run(ranks, num_ranks, folder, options):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 from lightning_pipeoffload.schedule import Action, Kind
 
-_KEPT = 64
+_NUM_KEPT_STEPS = 16
 
 
 class HostClock:
@@ -41,8 +44,23 @@ class DeviceClock:
         return start.elapsed_time(end) / 1e3
 
 
+@dataclass
+class _Step:
+    """Moments of one step, of the clock that took them.
+
+    Attributes:
+        start: of the step.
+        end: of the step.
+        actions: kind and stage of each action, and the spans in which it computed.
+    """
+
+    start: Any
+    end: Any = None
+    actions: list[tuple[tuple[Kind, int], list[tuple[Any, Any]]]] = field(default_factory=list)
+
+
 class ActionTimer:
-    """Keeps the last measurements of one rank.
+    """Keeps the measurements of one rank's last steps.
 
     Args:
         device: whose clock to read.
@@ -51,10 +69,7 @@ class ActionTimer:
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | DeviceClock
         self._clock = HostClock() if device.type == "cpu" else DeviceClock()
-        self._actions: defaultdict[tuple[Kind, int], deque] = defaultdict(  # type: ignore[type-arg]
-            lambda: deque(maxlen=_KEPT)
-        )
-        self._steps: deque = deque(maxlen=_KEPT)  # type: ignore[type-arg]
+        self._steps: deque[_Step] = deque(maxlen=_NUM_KEPT_STEPS)
 
     def start(self) -> None:
         """Mark the start of an action."""
@@ -72,33 +87,51 @@ class ActionTimer:
     def record(self, action: Action) -> None:
         """Mark the end of ``action``, and keep its time."""
         self.pause()
-        self._actions[action.kind, action.stage].append(self._spans)
+        self._step.actions.append(((action.kind, action.stage), self._spans))
 
     def start_step(self) -> None:
         """Mark the start of a step."""
-        self._started = self._clock.now()
+        self._step = _Step(self._clock.now())
 
     def end_step(self) -> None:
         """Mark its end."""
-        self._steps.append((self._started, self._clock.now()))
+        self._step.end = self._clock.now()
+        self._steps.append(self._step)
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return the median of each kind of action and stage."""
-        return {
-            key: median(sum(self._clock.seconds(*span) for span in spans) for spans in actions)
-            for key, actions in self._actions.items()
-        }
+        found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for step in self._steps:
+            for key, spans in step.actions:
+                found[key].append(self._seconds(spans))
+        return {key: median(seconds) for key, seconds in found.items()}
 
     def step_seconds(self) -> float:
         """Return the median time from one step's start to the next one's; 0 before a step."""
-        starts = [start for start, _ in self._steps]
-        between = list(zip(starts, starts[1:], strict=False))
-        return self._median(between or self._steps)
+        return median([seconds for _, seconds in self._periods()] or [0.0])
+
+    def idle_share(self) -> float:
+        """Return the median share of a step's period in which no action ran; 0 before a step.
+
+        Each step's actions are set against its own period, so that the share is from 0 to 1.
+        """
+        shares = [
+            1 - sum(self._seconds(spans) for _, spans in step.actions) / seconds
+            for step, seconds in self._periods()
+        ]
+        return median(shares or [0.0])
 
     @property
     def num_steps(self) -> int:
-        """Steps that were measured."""
+        """Steps that were measured and are kept."""
         return len(self._steps)
 
-    def _median(self, pairs: deque | list) -> float:  # type: ignore[type-arg]
-        return median(self._clock.seconds(*pair) for pair in pairs) if pairs else 0.0
+    def _periods(self) -> Iterator[tuple[_Step, float]]:
+        """Yield each step with the seconds until the next one starts; a lone one with its own."""
+        if len(self._steps) == 1:
+            yield self._steps[0], self._clock.seconds(self._steps[0].start, self._steps[0].end)
+        for step, following in pairwise(self._steps):
+            yield step, self._clock.seconds(step.start, following.start)
+
+    def _seconds(self, spans: list[tuple[Any, Any]]) -> float:
+        return sum(self._clock.seconds(*span) for span in spans)

@@ -1,0 +1,73 @@
+"""Times of a rank's steps, on a clock that the test sets."""
+
+import pytest
+import torch
+
+from lightning_pipeoffload.runtime import timing
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.schedule import Action, Kind
+
+F, B = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
+
+
+class SetClock:
+    """Tells the moments that it was given, one after the other."""
+
+    def __init__(self, moments):
+        self._moments = iter(moments)
+
+    def now(self):
+        return next(self._moments)
+
+    def seconds(self, start, end):
+        return end - start
+
+
+@pytest.fixture
+def run_step(monkeypatch):
+    """Run a step of an F, which waits in between, and a B, at the given moments."""
+    moments = []
+    monkeypatch.setattr(timing, "HostClock", lambda: SetClock(iter(lambda: moments.pop(0), None)))
+    timer = ActionTimer(torch.device("cpu"))
+
+    def run(*times):
+        moments.extend(times)
+        timer.start_step()
+        timer.start()
+        timer.pause()
+        timer.resume()
+        timer.record(F)
+        timer.start()
+        timer.record(B)
+        timer.end_step()
+        return timer
+
+    return run
+
+
+def test_without_a_step_all_is_zero():
+    timer = ActionTimer(torch.device("cpu"))
+    assert (timer.step_seconds(), timer.idle_share(), timer.action_seconds()) == (0, 0, {})
+
+
+def test_a_wait_is_no_work(run_step):
+    timer = run_step(0, 0, 1, 7, 8, 8, 9, 10)
+    assert timer.action_seconds() == {(Kind.F, 0): 2, (Kind.B, 0): 1}
+    assert timer.step_seconds() == 10
+    assert timer.idle_share() == 0.7
+
+
+def test_a_step_lasts_until_the_next_one(run_step):
+    run_step(0, 0, 1, 7, 8, 8, 9, 10)
+    timer = run_step(20, 20, 20, 20, 20, 20, 20, 21)
+    assert timer.step_seconds() == 20
+    assert timer.idle_share() == 1 - 3 / 20
+
+
+def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):
+    run_step(0, 0, 1, 1, 2, 2, 3, 3)  # 3 of 4 seconds
+    run_step(4, 4, 14, 14, 24, 24, 34, 34)  # 30 of 40
+    run_step(44, 44, 54, 54, 55, 55, 56, 56)  # 12 of 12
+    timer = run_step(56, 56, 56, 56, 56, 56, 56, 57)
+    assert timer.step_seconds() == 12
+    assert timer.idle_share() == 0.25
