@@ -150,12 +150,19 @@ class StagePass:
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Run an owned block; hand on what was received; else return shapes."""
-        blocks = self._context.stage.blocks
-        if index >= blocks.start:
-            return self._run_owned(index, arguments)
+        if index >= self._context.stage.blocks.start:
+            output = self._run_owned(index, arguments)
+        else:
+            output = self._run_foreign(index, call)
+        # Not before the block: a checkpoint around its call has saved the generator by then. After
+        # a foreign block too: what the step draws there may be used on several stages.
+        seed_torch(mix_seed(self._microbatch.seed, index + 1))
+        return output
+
+    def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:
         with self._luggage.paused():
             output = self._output_of(index, call)
-            if index < blocks.start - 1:
+            if index < self._context.stage.blocks.start - 1:
                 return self._shapes_of(index, output)
             return self._hand_over(index, output)
 
@@ -166,7 +173,6 @@ class StagePass:
         with nullcontext() if self._is_open(index) else self._luggage.paused():
             output = self._call_owned(index, arguments)
         output = self._luggage.leave_block(index, output)
-        self._seed_after(index)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
             tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
@@ -184,10 +190,6 @@ class StagePass:
         if self._context.recompute != "full" or self._received is None or self._is_open(index):
             return run(*args, **kwargs)
         return run_checkpointed(chain.blocks[index], run, args, kwargs)
-
-    def _seed_after(self, index: int) -> None:
-        # Not before the block: a checkpoint around its call has saved the generator by then.
-        seed_torch(mix_seed(self._microbatch.seed, index + 1))
 
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
         output = self._microbatch.flow.outputs[index]
@@ -215,7 +217,6 @@ class StagePass:
         count = len(output.payload)
         self._luggage.deliver(entered[count:])
         self._context.ownership.show(self._context.stage.index)
-        self._seed_after(index)
         return self._luggage.leave_block(index, output.fill(iter(entered[:count])))
 
     def _check_result(self, result: Any) -> Any:

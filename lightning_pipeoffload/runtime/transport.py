@@ -201,6 +201,12 @@ class _Message(NamedTuple):
 
 
 def _tag(receive: Action, place: int) -> int:
+    counted = {"stages": receive.stage, "microbatches": receive.microbatch, "tensors": place}
+    for (name, index), most in zip(
+        counted.items(), (_STAGES, _MICROBATCHES, _TENSORS), strict=True
+    ):
+        if index >= most:
+            raise ValueError(f"{receive}: gloo's tags tell at most {most} {name} apart")
     backward = receive.kind is Kind.RECV_B
     number = (backward * _STAGES + receive.stage) * _MICROBATCHES + receive.microbatch
     return number * _TENSORS + place

@@ -278,3 +278,18 @@ def test_constants_may_be_kept_from_call_to_call(schedule):
     module, batch = module_of(with_a_table), torch.randn(8, 4).double()
     found = run_pipeline(module, build(schedule, 2, 4), batch, 2)
     assert_same(found, run_plain(module, batch, 2), TOLERANCE)
+
+
+def noise_between_the_blocks(m, x):
+    x = through(m.blocks[:2], x)
+    noise = torch.randn(x.shape[-1], dtype=x.dtype)
+    x = through(m.blocks[2:], x + noise)
+    return loss_of(m, x * noise)
+
+
+def test_a_random_number_drawn_between_blocks_is_the_same_on_every_stage():
+    module = Step(noise_between_the_blocks, linear_blocks(DEPTH)).double()
+    x = torch.randn(4, 4).double()
+    one, *others = (run_pipeline(module, build("zb_h1", p, 4), x, 1, seed=3) for p in (1, 2, 4))
+    for found in others:
+        assert_same(found, one)

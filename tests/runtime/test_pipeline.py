@@ -142,7 +142,7 @@ def test_a_detached_module_is_plain_again():
 
 
 class Mixed(nn.Module):
-    """8 rows: a linear layer from 4 to 6 waits for W, an einsum back to 4 does not."""
+    """8 rows: a linear layer from 4 to 6 waits for W, a product with a sum of weights does not."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Mixed(nn.Module):
         self.back = nn.Parameter(torch.randn(6, 4))
 
     def forward(self, x):
-        return torch.einsum("ni,io->no", self.linear(x), self.back)
+        return self.linear(x) @ (self.back + self.back)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -159,11 +159,11 @@ def test_coverage_is_what_is_counted_by_hand(num_ranks):
         Regression([Mixed() for _ in range(4)]), build("zb_h1", num_ranks, 2), call_step
     )
     pipeline.run(torch.randn(16, 4), 8)
-    linear, einsum, embed, head = (2 * 8 * n for n in (4 * 6, 6 * 4, 4 * 4, 4))
+    linear, sums, embed, head = (2 * 8 * n for n in (4 * 6, 6 * 4, 4 * 4, 4))
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
     assert sum(stage.memory.deferred_flops for stage in stages) == 4 * linear + embed + head
     all_flops = sum(rank.weight_flops for rank in pipeline.ranks)
-    assert all_flops == 4 * (linear + einsum) + embed + head
+    assert all_flops == 4 * (linear + sums) + embed + head
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mlp", "cnn"])
@@ -248,18 +248,3 @@ def test_every_rank_writes_a_buffer_of_all():
 def test_a_buffer_that_each_stage_of_a_rank_would_write_is_refused(num_ranks):
     with pytest.raises(ValueError, match="buffer scale outside of the blocks, .* rank's 2 stages"):
         run_pipeline(Growing(), build("interleaved_1f1b", num_ranks, 2), torch.ones(2, 4), 1)
-
-
-def test_a_step_without_a_loss_gives_no_gradient():
-    class Skipping(Regression):
-        def step(self, x):
-            loss = super().step(x)
-            return loss if x[0, 0] > 0 else None
-
-    module = Skipping(linear_blocks(4)).double()
-    x = torch.tensor([[1.0] * 4, [-1.0] * 4]).double()
-    found = run_pipeline(module, build("zb_h1", 2, 2), x, 1)
-    assert found.losses[1] is None
-    plain = run_plain(module, x[:1], 1)
-    halved = {name: grad / 2 for name, grad in plain.gradients.items()}
-    torch.testing.assert_close(found.gradients, halved)

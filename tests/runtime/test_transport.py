@@ -25,9 +25,10 @@ from lightning_pipeoffload.runtime.transport import (
     InProcessTransport,
     PeerLostError,
     ProcessGroupTransport,
+    _tag,
     blaming_peers,
 )
-from lightning_pipeoffload.schedule import Action, build, lower
+from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.rank_pool import RankPool, _free_port
 from tests.runtime.models import Outcome, Regression, assert_same, run_plain
 
@@ -267,3 +268,10 @@ def test_in_process_messages_keep_their_order():
 def test_waiting_in_process_for_what_was_not_sent_is_an_error():
     with pytest.raises(RuntimeError, match="1RECV_F0 is not there yet; run the rank that sends"):
         InProcessTransport().wait(Action.parse("1RECV_F0"))
+
+
+def test_what_a_tag_cannot_tell_apart_is_refused():
+    last = Action(Kind.RECV_B, 511, 4095)
+    assert _tag(last, 511) == 2**31 - 1
+    with pytest.raises(ValueError, match="0RECV_F4096: gloo's tags tell at most 4096 microbatches"):
+        _tag(Action(Kind.RECV_F, 0, 4096), 0)
