@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_pipeoffload.machine_limits import MachineLimits
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Costs,
@@ -20,6 +21,8 @@ from lightning_pipeoffload.schedule import (
     simulate,
 )
 from lightning_pipeoffload.settings import PipelineSettings
+
+_NO_LIMITS = MachineLimits()
 
 MemoryPlan = tuple[Schedule, OffloadReport | None]
 
@@ -39,10 +42,16 @@ def plan_before_measuring(
         on_accelerator: the ranks' devices have a memory of their own.
 
     Raises:
-        ScheduleError: there is none for these numbers.
+        ScheduleError: there is none for these numbers, or it offloads of its own accord.
     """
     schedule = settings.make_schedule(num_ranks, num_microbatches)
-    if settings.offload not in ("auto", "none") and not schedule.has_copies:
+    if settings.offload not in ("auto", "none") and schedule.has_copies:
+        raise ScheduleError(
+            f"schedule {schedule.name} says itself what it offloads, and offload="
+            f"{settings.offload!r} was asked for; leave that at auto, or use a schedule without "
+            f"copies, such as uniform"
+        )
+    if settings.offload not in ("auto", "none"):
         return offload_activations(schedule, UNMEASURED, settings.offload)
     if settings.is_limited(on_accelerator) and not schedule.has_copies:
         return one_at_a_time(schedule), None
@@ -54,9 +63,9 @@ def plan_by_costs(
     num_ranks: int,
     num_microbatches: int,
     costs: Costs,
-    device_limit: float | None = None,
+    limits: MachineLimits = _NO_LIMITS,
 ) -> MemoryPlan:
-    """Build the schedule that fits measured costs and the memory limit.
+    """Build the schedule that fits measured costs, the memory limit and the hosts.
 
     ``offload="auto"`` is the fastest plan within the limit, of about equal ones that which copies
     nothing. Where the limit is the devices' own and nothing keeps it, what needs least is tried.
@@ -66,33 +75,47 @@ def plan_by_costs(
         num_ranks: of the pipeline.
         num_microbatches: of a batch.
         costs: in seconds and bytes.
-        device_limit: what the devices have left for a plan, in bytes; None: no limit.
+        limits: of the machines.
 
     Raises:
         ScheduleError: no plan keeps within the limit that was given; the message has the smallest
-            that one does.
+            that one does. Or a rank would take more of its host than it may.
     """
-    given, sizes = settings.limit_bytes, (num_ranks, num_microbatches)
+    planned = _plan(settings, (num_ranks, num_microbatches), costs, limits)
+    shortage = limits.shortage(planned[0], costs)
+    if shortage:
+        raise ScheduleError(
+            f"{shortage}; allow more with host_memory_limit if the machine has it, offload less "
+            f'or, with offload=auto, raise memory_limit, or use recompute="cheap"'
+        )
+    return planned
+
+
+def _plan(
+    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limits: MachineLimits
+) -> MemoryPlan:
+    given = settings.limit_bytes
     if settings.offload == "none":
         return settings.make_schedule(*sizes, costs, given), None
     if settings.offload != "auto":
         schedule = settings.make_schedule(*sizes)
         return offload_activations(schedule, costs, settings.offload, given)
-    limit = device_limit if given is None else given
-    found = list(_within(settings, sizes, costs, limit))
+    found = list(_within(settings, sizes, costs, limits))
     if found:
         return min(found, key=lambda plan: _seconds(plan, costs))
     schedule = settings.make_schedule(*sizes, costs)
     if schedule.has_copies:
         return settings.make_schedule(*sizes, costs, given), None
     amount = "full" if given is None else "auto"
-    return offload_activations(schedule, costs, amount, given)
+    return _offload(schedule, costs, amount, given, limits)
 
 
 def _within(
-    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limit: float | None
+    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limits: MachineLimits
 ) -> Iterator[MemoryPlan]:
-    """Yield what keeps the limit: by its order alone, and by copies in the order without one."""
+    """Yield what keeps the limits: by its order alone, and by copies in the order without one."""
+    given = settings.limit_bytes
+    limit = limits.device if given is None else given
     free = settings.make_schedule(*sizes, costs)
     ordered = None
     try:
@@ -103,9 +126,20 @@ def _within(
     if ordered == free or free.has_copies:
         return
     try:
-        yield offload_activations(free, costs, "auto", limit)
+        planned = _offload(free, costs, "auto", limit, limits)
     except ScheduleError:
         return
+    if not limits.shortage(planned[0], costs):
+        yield planned
+
+
+def _offload(
+    schedule: Schedule, costs: Costs, amount: str, limit: float | None, limits: MachineLimits
+) -> MemoryPlan:
+    def has_room(offloaded: Schedule) -> bool:
+        return not limits.shortage(offloaded, costs)
+
+    return offload_activations(schedule, costs, amount, limit, has_room)
 
 
 def _seconds(plan: MemoryPlan, costs: Costs) -> float:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.accumulation import Accumulation, JoinedRun, join_batches
 from lightning_pipeoffload.checkpoint import prune_optimizer
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.machine_limits import MachineLimits
 from lightning_pipeoffload.memory_limit import device_limit
 from lightning_pipeoffload.memory_plan import MemoryPlan, plan_before_measuring, plan_by_costs
 from lightning_pipeoffload.report import (
@@ -126,7 +127,7 @@ class PipelineRun:
         self._costs: Costs | None = None
         self._hops: dict[int, float] = {}
         self._on_accelerator = device.type != "cpu"
-        self._device_limit: int | None = None
+        self._limits = MachineLimits()
         self._offloaded: OffloadReport | None = None
         self._measured: dict[str, list[Any]] | None = None
         self.costs_at_end: Costs | None = None
@@ -227,7 +228,7 @@ class PipelineRun:
         sizes = self._group.num_ranks, count
         if self._costs is None:
             return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
-        return plan_by_costs(self._settings, *sizes, self._costs, self._device_limit)
+        return plan_by_costs(self._settings, *sizes, self._costs, self._limits)
 
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
@@ -238,16 +239,25 @@ class PipelineRun:
             return
         self._hops = measure_hops(self.executor, self.schedule, self.pipeline.device)
         self._costs = join_costs(self._group.gather(self._measure_costs()))
-        device, ledger = self.pipeline.device, self.executor.memory.ledger
-        limits = self._group.gather(device_limit(device, ledger.peak_device_bytes))
-        self._device_limit = min(limits) if self._on_accelerator else None
+        self._limits = self._gather_limits()
         self.schedule, self._offloaded = self._make_schedule(self.schedule.num_microbatches)
         self._joined.clear()
         self.executor.timer = ActionTimer(self.pipeline.device)
         self.executor.memory.ledger = Ledger()
-        self.executor.memory.use_lanes(make_lanes(device, self._costs.copy_lanes))
+        lanes = make_lanes(self.pipeline.device, self._costs.copy_lanes)
+        self.executor.memory.use_lanes(lanes)
         if self._group.is_root:
-            print_offload(self.report())
+            print_offload(self.report(), self._limits.device)
+
+    def _gather_limits(self) -> MachineLimits:
+        """Say what the devices and hosts of all ranks have, as far as the plan is to heed it."""
+        memory = self.executor.memory
+        left = device_limit(self.pipeline.device, memory.ledger.peak_device_bytes)
+        budget = memory.settings.host.budget
+        ranks = self._group.gather((left, budget))
+        heeded = self._settings.keeps_device_limit(self._on_accelerator)
+        device = min(left for left, _ in ranks) if heeded else None
+        return MachineLimits(device, [budget for _, budget in ranks])
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""

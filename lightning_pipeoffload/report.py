@@ -41,6 +41,7 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
         "bubble": timeline.bubble,
         "makespan": timeline.makespan,
         "peak_memory": list(timeline.peak_memory),
+        "peak_host_memory": list(timeline.peak_host_memory),
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
         "free_share": free_share(costs, plan.num_stages) if measured else None,
     }
@@ -115,8 +116,13 @@ def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumul
     Console().print(note, highlight=False)
 
 
-def print_offload(report: dict[str, Any]) -> None:
-    """Say what is offloaded from now on, and what is not and why."""
+def print_offload(report: dict[str, Any], device_limit: float | None = None) -> None:
+    """Say what is offloaded from now on, and what is not and why.
+
+    Args:
+        report: of the plan, with measured costs.
+        device_limit: bytes that every device has for it; None: not known, or another limit is kept.
+    """
     worst, offload = max(report["k"]), report.get("offload")
     peak = max(report["peak_memory"]) / 2**20
     lines = [
@@ -125,6 +131,11 @@ def print_offload(report: dict[str, Any]) -> None:
         f"k = (offload + reload) / (F + B + W) is at most {worst:.2f}: while the ranks compute, "
         f"{report['free_share']:.0%} of the activations can be copied.",
     ]
+    if device_limit is not None and max(report["peak_memory"]) > device_limit:
+        lines.append(
+            f"No plan fits the {device_limit / 2**20:.2f} MiB that every device has left for "
+            f"activations; the one that needs least is tried."
+        )
     if offload is not None:
         wanted, away, queued = (sum(offload[n]) for n in ("wanted", "offloaded", "queued"))
         lines.append(

@@ -117,7 +117,15 @@ class PipelineSettings:
         Args:
             on_accelerator: the devices have a memory of their own.
         """
-        return self.memory_limit is not None or (on_accelerator and self.offload == "auto")
+        return self.memory_limit is not None or self.keeps_device_limit(on_accelerator)
+
+    def keeps_device_limit(self, on_accelerator: bool) -> bool:
+        """Whether a plan is to fit what the devices have left, for want of a limit.
+
+        Args:
+            on_accelerator: the devices have a memory of their own.
+        """
+        return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
     def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether what is kept on the device is to be planned."""

@@ -4,16 +4,28 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pipeoffload.machine_limits import MachineLimits
 from lightning_pipeoffload.memory_plan import plan_before_measuring, plan_by_costs
-from lightning_pipeoffload.schedule import Costs, ScheduleError, peak_memory, validate
+from lightning_pipeoffload.runtime.host_memory import HostBudget
+from lightning_pipeoffload.schedule import (
+    Costs,
+    ScheduleError,
+    peak_host_memory,
+    peak_memory,
+    validate,
+)
 from lightning_pipeoffload.settings import PipelineSettings
 
 MIB = 1 << 20
 COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
 
 
-def measured(costs=COSTS, num_ranks=4, **options):
-    return plan_by_costs(PipelineSettings(**options), num_ranks, 8, costs)
+def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # noqa: B008
+    return plan_by_costs(PipelineSettings(**options), num_ranks, 8, costs, limits)
+
+
+def hosts(num_bytes, num_ranks=4):
+    return [HostBudget.given(num_bytes)] * num_ranks
 
 
 def test_without_a_wish_nothing_is_offloaded():
@@ -68,7 +80,7 @@ def test_a_limit_is_kept_by_copies_or_by_order_whichever_is_faster(costs, copies
 @pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
 def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
     settings = PipelineSettings(schedule="1f1b")
-    schedule, report = plan_by_costs(settings, 4, 16, COSTS, limit)
+    schedule, report = plan_by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
     assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
     assert (report is None) == (limit is None)
 
@@ -77,3 +89,51 @@ def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
 def test_a_limit_that_nothing_meets_is_refused(offload):
     with pytest.raises(ScheduleError, match=r"memory_limit \(1\) is less than"):
         measured(schedule="1f1b", offload=offload, memory_limit=1)
+
+
+@pytest.mark.parametrize("options", [{"offload": "full"}, {"memory_limit": 3 * MIB}])
+def test_what_the_hosts_have_no_room_for_is_refused(options):
+    _, report = measured(schedule="1f1b", **options)
+    assert sum(report.offloaded) > 0
+    limits = MachineLimits(hosts=hosts(MIB // 2))
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 .* \d\.00 MiB of host .* is 512\.00 KiB; allow"
+    ):
+        measured(schedule="1f1b", limits=limits, **options)
+
+
+def test_what_just_fits_the_hosts_is_taken():
+    plan, _ = measured(schedule="1f1b", offload="full")
+    peaks = peak_host_memory(plan, COSTS)
+    budgets = [HostBudget.given(int(peak) or 1) for peak in peaks]
+    assert measured(schedule="1f1b", offload="full", limits=MachineLimits(hosts=budgets))[0] == plan
+
+
+def test_the_pool_takes_whole_pieces():
+    costs = replace(COSTS, activation=1.9 * MIB)
+    plan, _ = measured(costs, schedule="1f1b", offload="full")
+    peak = int(max(peak_host_memory(plan, costs)))
+    with pytest.raises(ScheduleError, match="of host memory"):
+        measured(costs, schedule="1f1b", offload="full", limits=MachineLimits(hosts=hosts(peak)))
+
+
+def test_a_limit_is_kept_by_order_where_the_hosts_have_no_room():
+    options = {"schedule": "zb", "memory_limit": 3 * MIB}
+    assert measured(**options)[0].has_copies
+    schedule, report = measured(limits=MachineLimits(hosts=hosts(MIB // 2)), **options)
+    assert report is None
+    assert max(peak_memory(schedule, COSTS)) <= 3 * MIB
+
+
+def test_where_nothing_fits_the_device_as_much_leaves_as_the_hosts_take():
+    full, _ = measured(schedule="1f1b", limits=MachineLimits(MIB // 2))
+    schedule, report = measured(schedule="1f1b", limits=MachineLimits(MIB // 2, hosts(3 * MIB)))
+    assert max(peak_host_memory(full, COSTS)) > 3 * MIB
+    assert 0 < max(peak_host_memory(schedule, COSTS)) <= 3 * MIB
+    assert "or the hosts be full" in report.reason
+
+
+def test_a_schedule_with_copies_is_not_asked_for_others():
+    settings = PipelineSettings(schedule="po_h", offload="full")
+    with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
+        plan_before_measuring(settings, 4, 8)

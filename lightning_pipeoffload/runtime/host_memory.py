@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class HostBudget:
     @classmethod
     def given(cls, num_bytes: int) -> HostBudget:
         """Make what the user asked for."""
-        return cls(num_bytes, f"host_memory_limit is {_amount(num_bytes)}")
+        return cls(num_bytes, f"host_memory_limit is {readable(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
@@ -58,7 +59,7 @@ class HostBudget:
         share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
         ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
         origin = (
-            f"{_amount(share)} is a rank's share of the {_amount(available)} that the machine had"
+            f"{readable(share)} is a rank's share of the {readable(available)} that the machine had"
         )
         return cls(share, f"{origin} left for {ranks}")
 
@@ -115,12 +116,14 @@ class HostMemory:
             raise self._exhausted(size, budget.origin)
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
-            raise self._exhausted(size, f"the machine has {_amount(available)} left and would swap")
+            raise self._exhausted(
+                size, f"the machine has {readable(available)} left and would swap"
+            )
 
     def _exhausted(self, size: int, reason: str) -> HostMemoryError:
         return HostMemoryError(
-            f"host memory for offloading is exhausted: {_amount(size)} more than the "
-            f"{_amount(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
+            f"host memory for offloading is exhausted: {readable(size)} more than the "
+            f"{readable(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
             f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
         )
 
@@ -161,7 +164,12 @@ def piece_sizes(num_bytes: int) -> list[int]:
     return sizes
 
 
-def _amount(num_bytes: int) -> str:
+def allocated_bytes(num_bytes: float) -> int:
+    """Return what a slab of ``num_bytes`` takes of the host's memory."""
+    return sum(piece_sizes(ceil(num_bytes)))
+
+
+def readable(num_bytes: int) -> str:
     """Write bytes with the unit that makes them readable: "1.50 GiB"."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
     unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]

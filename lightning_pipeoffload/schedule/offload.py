@@ -9,6 +9,7 @@ too, if that leaves a smaller peak.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -56,16 +57,22 @@ class OffloadReport:
 Offloaded = tuple[Schedule, OffloadReport]
 
 
+def _anything(schedule: Schedule) -> bool:
+    return True
+
+
 def offload_activations(
     schedule: Schedule,
     costs: Costs,
     amount: str | float = "half",
     memory_limit: float | None = None,
+    has_room: Callable[[Schedule], bool] = _anything,
 ) -> Offloaded:
     """Add OFFLOAD, FREE and RELOAD to a schedule of compute actions.
 
     Where copies would take longer than there is (a copy there and back takes more than the compute
-    of its stage, say), less is offloaded: what gives each rank the smallest peak.
+    of its stage, say), or the host has no room for them, less is offloaded: what gives each rank
+    the smallest peak.
 
     Args:
         schedule: What to offload from; lower it afterwards.
@@ -74,6 +81,8 @@ def offload_activations(
             1, or ``"auto"``: as few of each rank as ``memory_limit`` asks for. A share goes by
             stages; of one that is not offloaded as a whole it takes evenly spread microbatches.
         memory_limit: The most memory of a rank, in the unit of the costs.
+        has_room: Whether the hosts have room for what a schedule offloads. With a limit, which
+            comes first, a schedule for which they have none is returned if no other keeps it.
 
     Returns:
         The schedule with its copies, and a report.
@@ -87,7 +96,7 @@ def offload_activations(
             f"schedule {schedule.name} has copies or transfers already; "
             "offload before it is lowered, and once"
         )
-    planner = _Planner(schedule, costs)
+    planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit
     is_auto = amount == "auto"
     planned = planner.within(limit) if is_auto else planner.most_that_is_free(_share(amount))
@@ -114,9 +123,12 @@ def _share(amount: str | float) -> float:
 class _Planner:
     """A schedule in time, to which each rank's copies can be added."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, has_room: Callable[[Schedule], bool]
+    ) -> None:
         self._schedule = schedule
         self._costs = costs
+        self._has_room = has_room
         timeline = simulate(schedule, costs)
         self._makespan = timeline.makespan
         self._ranks = [
@@ -132,10 +144,10 @@ class _Planner:
     def most_that_is_free(self, share: float) -> Offloaded:
         """Offload that share, or what slows down nothing and leaves the smallest peak."""
         planned = self._offload_share(share)
-        if planned[1].slowdown <= SLOWDOWN_ALLOWED:
+        if self._is_free(planned):
             return planned
         fewer = (self._offload_share(share * part / _PARTS) for part in range(_PARTS))
-        free = [plan for plan in fewer if plan[1].slowdown <= SLOWDOWN_ALLOWED]
+        free = [plan for plan in fewer if self._is_free(plan)]
         schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
         return schedule, _with_wanted(report, planned[1].wanted)
 
@@ -146,11 +158,15 @@ class _Planner:
         """
         limit = memory_limit * (1 + ROUNDING)
         planned = self._plan([rank.least(limit) for rank in self._ranks])
-        if planned[1].slowdown <= SLOWDOWN_ALLOWED:
+        if self._is_free(planned):
             return planned
         others = (self._offload_share(part / _PARTS) for part in range(1, _PARTS + 1))
         fitting = [plan for plan in (planned, *others) if max(plan[1].peak_memory) <= limit]
-        return min(fitting, default=planned, key=_slowdown_and_copies)
+        with_room = [plan for plan in fitting if self._has_room(plan[0])]
+        return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
+
+    def _is_free(self, planned: Offloaded) -> bool:
+        return planned[1].slowdown <= SLOWDOWN_ALLOWED and self._has_room(planned[0])
 
     def _offload_share(self, share: float) -> Offloaded:
         return self._plan(
@@ -194,6 +210,6 @@ def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadRepor
     if not any(less):
         return report
     kept = tuple(more + kept for more, kept in zip(less, report.kept, strict=True))
-    reason = f"{sum(less)} stay: with their copies the step would take longer"
+    reason = f"{sum(less)} stay: with their copies the step would take longer, or the hosts be full"
     reasons = "; ".join(filter(None, (report.reason, reason)))
     return replace(report, wanted=wanted, kept=kept, reason=reasons)
