@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from examples.benchmarks import offload_emulated, offload_gpu
-from examples.benchmarks.offload_gpu import Size, Variant, delays_of, measure
+from examples.benchmarks.absent_neighbours import delays_of
+from examples.benchmarks.offload_gpu import measure
+from examples.benchmarks.rehearsal import Size, Variant
 from lightning_pipeoffload.runtime.copy_speed import CopySpeed
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
 

@@ -20,8 +20,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
 from examples.benchmarks.emulated import FEATURES, EmulatedBlock
-from examples.benchmarks.offload_gpu import AbsentNeighbours, delays_of
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.activation_store import OffloadSettings

@@ -44,12 +44,13 @@ class OffloadSettings:
     Attributes:
         lanes: for the copies.
         host: for the copied.
-        smallest: elements of a tensor that is worth it; smaller ones stay.
+        largest_to_stay: elements of a tensor that is not worth a copy; as in the implementation
+            that came with PipeOffload.
     """
 
     lanes: CopyLanes
     host: HostMemory
-    smallest: int = 1025
+    largest_to_stay: int = 1024
 
 
 class ActivationStore:
@@ -173,7 +174,7 @@ class ActivationStore:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return True
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._settings.smallest * tensor.element_size():
+        if storage.nbytes() <= self._settings.largest_to_stay * tensor.element_size():
             return True
         return storage.data_ptr() in self._resident
 

@@ -30,6 +30,15 @@ _IN_PLACE = {aten.div_.Scalar: aten.div.Tensor}
 
 @dataclass
 class _Known:
+    """Where a live storage comes from, as long as its version is this one.
+
+    Attributes:
+        storage: expires with the result.
+        source: of its value.
+        version: of the tensor when it was computed.
+        geometry: size, stride, offset and dtype of the value.
+    """
+
     storage: StorageWeakRef
     source: Source
     version: int

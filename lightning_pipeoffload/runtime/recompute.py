@@ -36,12 +36,27 @@ _SMALLEST_SHARE = 1 / 8
 
 @dataclass
 class _Kept:
+    """What the hooks around keep of a tensor, and its version then."""
+
     handle: Any
     version: int
 
 
 @dataclass
 class _Recipe:
+    """How to compute a tensor that is left out: it is a view of what ``source`` computes.
+
+    Attributes:
+        source: of a value.
+        value_offset: first element of the value in its storage, when F ran.
+        size: of the tensor.
+        stride: of the tensor, in elements.
+        offset: first element of the tensor in that storage.
+        dtype: of the tensor.
+        device: of the tensor.
+        for_w: W alone needs it.
+    """
+
     source: Source
     value_offset: int
     size: torch.Size

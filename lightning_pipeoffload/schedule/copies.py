@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from .actions import RELOADS, Action, Kind
 from .costs import Costs
-from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, Event
+from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, TOLERANCE, Event
 
 __all__ = ["CopyLanes"]
-
-TOLERANCE = 1e-9
 
 _WAITS_FOR = {
     Kind.FREE: (Kind.OFFLOAD,),

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from .actions import Action, Kind, Part
 from .costs import Costs
 from .memory import PartSizes, part_sizes
-from .timeline import Event
+from .timeline import TOLERANCE, Event
 
 __all__ = ["PARTS", "QUEUE", "WHOLE", "Kept", "Leg", "Route", "kept_activations"]
-
-TOLERANCE = 1e-9
 
 WHOLE = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 PARTS = WHOLE | {Kind.RELOAD_B, Kind.RELOAD_W}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .actions import RELOADS, Action
-from .copy_routes import TOLERANCE, Kept, Leg, Route
-from .timeline import Event
+from .copy_routes import Kept, Leg, Route
+from .timeline import TOLERANCE, Event
 
 __all__ = ["Copy", "RankTimes", "Routes", "Turns", "place_copies"]
 

@@ -27,8 +27,8 @@ __all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
 SLOWDOWN_ALLOWED = 1.03
 """What the makespan may grow by before less is offloaded."""
 
-TOLERANCE = 1e-9
-_PARTS = 8
+_ROUNDING_ERROR = 1e-9  # of a number of activations: so little above 3 is 3
+_NUM_FRACTIONS = 8  # of a share, from which the best is taken
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,9 @@ class _Planner:
         planned = self._offload_share(share)
         if self._is_free(planned):
             return planned
-        fewer = (self._offload_share(share * part / _PARTS) for part in range(_PARTS))
+        fewer = (
+            self._offload_share(share * part / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
+        )
         free = [plan for plan in fewer if self._is_free(plan)]
         schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
         return schedule, _with_wanted(report, planned[1].wanted)
@@ -160,7 +162,9 @@ class _Planner:
         planned = self._plan([rank.least(limit) for rank in self._ranks])
         if self._is_free(planned):
             return planned
-        others = (self._offload_share(part / _PARTS) for part in range(1, _PARTS + 1))
+        others = (
+            self._offload_share((part + 1) / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
+        )
         fitting = [plan for plan in (planned, *others) if max(plan[1].peak_memory) <= limit]
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
@@ -170,7 +174,10 @@ class _Planner:
 
     def _offload_share(self, share: float) -> Offloaded:
         return self._plan(
-            [rank.most(ceil(share * rank.num_activations - TOLERANCE)) for rank in self._ranks]
+            [
+                rank.most(ceil(share * rank.num_activations - _ROUNDING_ERROR))
+                for rank in self._ranks
+            ]
         )
 
     def _plan(self, plans: list[RankPlan]) -> Offloaded:

@@ -20,10 +20,10 @@ from .timeline import Event
 
 __all__ = ["RankOffload", "RankPlan"]
 
-FREED_BY = {Kind.OFFLOAD: Kind.FREE, Kind.OFFLOAD_W: Kind.FREE_W}
+_FREED_BY = {Kind.OFFLOAD: Kind.FREE, Kind.OFFLOAD_W: Kind.FREE_W}
 """What drops from the device what a copy has brought to the host."""
 
-_PARTS = 16
+_NUM_FRACTIONS = 16  # of a number of activations, from which the best is taken
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RankOffload:
         """
         best = self.plan(count)
         if best.num_moved + best.too_short < count:
-            fewer = (self.plan(count * part // _PARTS) for part in range(_PARTS))
+            fewer = (self.plan(count * part // _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS))
             best = min((best, *fewer), key=lambda plan: plan.rating)
         return replace(best, wanted=count)
 
@@ -166,8 +166,8 @@ class RankOffload:
             kind = copy.action.kind
             place = self._times.place_of_start(copy)
             order.append((place, copy.start, _AT_ONE_TIME[kind], copy.action))
-            if kind in FREED_BY:
-                free = copy.action._replace(kind=FREED_BY[kind])
+            if kind in _FREED_BY:
+                free = copy.action._replace(kind=_FREED_BY[kind])
                 place = self._times.place_of_end(copy)
                 order.append((place, copy.end, _AT_ONE_TIME[free.kind], free))
         return [action for *_, action in sorted(order, key=lambda entry: entry[:3])]

@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 from .actions import Action
 
-__all__ = ["COMPUTE_LANE", "OFFLOAD_LANE", "RELOAD_LANE", "Event", "Timeline"]
+__all__ = ["COMPUTE_LANE", "OFFLOAD_LANE", "RELOAD_LANE", "TOLERANCE", "Event", "Timeline"]
 
 COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
+
+TOLERANCE = 1e-9
+"""Seconds by which two times may differ and still be one: sums of others in another order."""
 
 
 class Event(NamedTuple):

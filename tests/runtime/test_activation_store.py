@@ -12,9 +12,9 @@ from lightning_pipeoffload.schedule.actions import Part
 EVERYTHING = Part.FOR_B | Part.FOR_W | Part.GRADIENT
 
 
-def make_store(resident=(), smallest=1):
+def make_store(resident=(), largest_to_stay=0):
     lanes = make_lanes(torch.device("cpu"))
-    settings = OffloadSettings(lanes, HostMemory(pinned=False), smallest)
+    settings = OffloadSettings(lanes, HostMemory(pinned=False), largest_to_stay)
     return ActivationStore("stage 1, microbatch 2", resident, settings)
 
 
@@ -65,7 +65,7 @@ def test_aliases_are_kept_once():
 
 def test_parameters_and_small_tensors_stay():
     weight, small = nn.Parameter(torch.randn(40, 40)), torch.randn(1024)
-    store = make_store({weight.untyped_storage().data_ptr()}, smallest=1025)
+    store = make_store({weight.untyped_storage().data_ptr()}, largest_to_stay=1024)
     saved = [store.pack(tensor) for tensor in (weight, weight.t(), weight[3:], small)]
     assert all(isinstance(handle, Resident) for handle in saved)
     assert store.device_bytes() == 0

@@ -240,7 +240,9 @@ def test_host_memory_exhausted():
 def test_a_copy_that_fails(lane):
     def memory(device):
         lanes = {"d2h": InlineLane(), "h2d": InlineLane(), lane: FailingLane(2)}
-        return ActivationMemory(OffloadSettings(CopyLanes(**lanes), HostMemory(False), smallest=1))
+        return ActivationMemory(
+            OffloadSettings(CopyLanes(**lanes), HostMemory(False), largest_to_stay=0)
+        )
 
     plan = offloaded(build("1f1b", 2, 2), FOR_B)
     where = r"stage \d, microbatch \d: the copy of the tensor \(.*\) of float32 .* failed"

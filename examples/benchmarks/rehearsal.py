@@ -1,0 +1,180 @@
+"""One rank of a longer pipeline, which runs its part of a plan without the others.
+
+It has its own stages of a GPT in bfloat16 (attention through SDPA, so flash attention where the
+device has it). Blocks of the other ranks have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional
+
+from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
+from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
+from lightning_pipeoffload.runtime.activation_store import OffloadSettings
+from lightning_pipeoffload.runtime.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory
+from lightning_pipeoffload.runtime.measured_costs import StageCosts, measure_costs
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.streams import make_lanes
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, lower
+
+VOCABULARY = 256
+CALIBRATION_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and a pipeline of which one rank runs here."""
+
+    hidden: int
+    sequence: int
+    num_ranks: int
+    num_chunks: int
+    num_microbatches: int
+    rank: int
+    head_size: int
+    device: torch.device
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, of one layer each."""
+        return self.num_ranks * self.num_chunks
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How to run: a line of the table."""
+
+    schedule: str
+    recompute: str = "none"
+    save_on_cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return "uniform, save_on_cpu" if self.save_on_cpu else self.schedule
+
+
+class Model(nn.Module):
+    """A GPT with a step; ``around_blocks`` makes what each block runs in."""
+
+    def __init__(
+        self, size: Size, around_blocks: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        heads = size.hidden // size.head_size
+        depth, options = size.num_stages, {"heads": heads, "dropout": 0.0}
+        with torch.device("meta"):
+            self.gpt = GPT(VOCABULARY, size.sequence, size.hidden, depth, **options)
+        self.bfloat16()
+        self.around_blocks = around_blocks
+
+    def allocate(self, blocks: Sequence[int], device: torch.device) -> None:
+        """Give memory to some blocks, and to what is around the blocks."""
+        gpt = self.gpt
+        around = [gpt.token_embedding, gpt.position_embedding, gpt.final_norm, gpt.head]
+        for module in (*around, *(gpt.blocks[index] for index in blocks)):
+            module.to_empty(device=device)
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                nn.init.constant_(parameter, float("norm.weight" in name))
+            if not parameter.is_meta and parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the loss of predicting each token from itself and those before it."""
+        gpt = self.gpt
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = gpt.token_embedding(tokens) + gpt.position_embedding(positions)
+        for block in gpt.blocks:
+            with self.around_blocks():
+                x = block(x)
+        logits = gpt.head(gpt.final_norm(x)).flatten(0, 1)
+        return functional.cross_entropy(logits.float(), tokens.flatten())
+
+
+class Rehearsal:
+    """One rank, its model and its memory."""
+
+    def __init__(self, size: Size, variant: Variant) -> None:
+        self.size = size
+        self.variant = variant
+        pin = size.device.type != "cpu"
+        around = partial(save_on_cpu, pin_memory=pin) if variant.save_on_cpu else nullcontext
+        self.model = Model(size, around)
+        self.stage_ranks = tuple(stage % size.num_ranks for stage in range(size.num_stages))
+        cut = CutSettings(self.stage_ranks, "gpt.blocks", "even", variant.recompute)
+        own = [stage for stage, rank in enumerate(self.stage_ranks) if rank == size.rank]
+        self.model.allocate(own, size.device)
+        self.pipeline = Pipeline(self.model, size.rank, cut, size.device)
+        budget = HostBudget.share_of_machine(1)
+        settings = OffloadSettings(make_lanes(size.device), HostMemory(pin, budget))
+        self.memory = ActivationMemory(settings)
+
+    def run(self, plan: Schedule, costs: Costs | None, num_steps: int) -> float:
+        """Run steps of a plan after one to warm up; return the seconds of one.
+
+        Args:
+            plan: lowered.
+            costs: say when the neighbours send; None: they are always ahead.
+            num_steps: to measure.
+        """
+        size, step = self.size, self.model.step
+        delays = delays_of(plan, size.rank, costs) if costs else {}
+        transport = AbsentNeighbours(delays, size.device)
+        shape = plan.num_microbatches, size.sequence
+        tokens = torch.randint(VOCABULARY, shape, device=size.device)
+        microbatches = self.pipeline.make_microbatches(tokens, 1, step, "train", 0)
+        self.pipeline.commit()
+        timer = ActionTimer(size.device)
+        self.executor = Executor(size.rank, self.pipeline.stages, transport, timer, self.memory)
+        seconds = []
+        for _ in range(num_steps + 1):
+            self.executor.timer = ActionTimer(size.device)
+            _synchronize()
+            started = time.perf_counter()
+            transport.start_step()
+            self.executor.run(plan, microbatches)
+            _synchronize()
+            seconds.append(time.perf_counter() - started)
+            self.model.zero_grad(set_to_none=False)
+        return median(seconds[1:])
+
+    def close(self) -> None:
+        """Give the kernels back that watch the model."""
+        self.pipeline.detach()
+
+    def measure_stages(self, speed: CopySpeed) -> dict[int, StageCosts]:
+        """Run microbatches one after the other; return what each stage of this rank costs."""
+        self.run(lower(self._one_by_one()), None, 1)
+        return dict(measure_costs(self.executor, speed).stages)
+
+    def _one_by_one(self) -> Schedule:
+        def actions(rank: int) -> Iterator[Action]:
+            own = [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+            for microbatch in range(CALIBRATION_MICROBATCHES):
+                yield from (Action(Kind.F, stage, microbatch) for stage in own)
+                for stage in reversed(own):
+                    yield Action(Kind.B, stage, microbatch)
+                    yield Action(Kind.W, stage, microbatch)
+
+        return Schedule.of(map(actions, range(self.size.num_ranks)), "one by one")
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
