@@ -43,12 +43,14 @@ class Ownership:
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
         self.foreign: list[ForeignParameter] = []
+        everyone = frozenset().union(*owners.values())
+        self._common = {name for name, stages in owners.items() if stages == everyone}
         glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
-        with_parameters = {id(slot.module) for slot in glue if slot.kind == "_parameters"}
-        self._glue = [slot for slot in glue if id(slot.module) in with_parameters]
+        with_hidden = {id(slot.module) for slot in glue if not self._is_common_buffer(slot)}
+        self._glue = [slot for slot in glue if id(slot.module) in with_hidden]
         self._blocks: dict[str, tuple[_View, _View]] = {}
         self._home = _make_view(self._glue, owners, _all)
-        self._hidden = _make_view(self._glue, owners, _none)
+        self._hidden = _make_view(self._glue, owners, self._is_common_buffer)
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
@@ -100,6 +102,9 @@ class Ownership:
         self.slots = [slot for slot in self.slots if self.is_local(slot.name)]
         self._blocks.clear()
 
+    def _is_common_buffer(self, slot: Slot) -> bool:
+        return slot.kind == "_buffers" and slot.name in self._common
+
     def _view_of(self, stage: int) -> _View:
         return _make_view(self._glue, self.owners, lambda slot: stage in self.owners[slot.name])
 
@@ -132,7 +137,17 @@ def _placeholder(slot: Slot, owners: frozenset[int]) -> ShapeOnly:
 
 def _exchange(view: _View) -> None:
     for place, kind, contents in view:
+        if kind == "_buffers":  # which a step may assign anew
+            contents.update(_real_in_both(place[kind], contents))
         place[kind] = contents
+
+
+def _real_in_both(found: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if not isinstance(tensor, ShapeOnly) and not isinstance(contents.get(name), ShapeOnly)
+    }
 
 
 def _forget(view: _View, slot: Slot) -> None:

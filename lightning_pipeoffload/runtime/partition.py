@@ -71,8 +71,10 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
     """Say for each parameter and buffer which segments have to have it.
 
     Those that use it; a block's are always its segment's too. What nothing uses goes to the first
-    segment if it was registered before the blocks, else to the last. Buffers go with the
-    parameters of their module; where it has none, as a table of positions, every segment has them.
+    segment if it was registered before the blocks, else to the last. Buffers are where they are
+    written, or with the parameters of their module. Every segment has those of modules without
+    parameters, as a table of positions, those of the modules around the blocks, and what the step
+    writes from values that every stage has.
     """
     found: dict[str, set[int]] = {}
     default = 0
@@ -84,9 +86,19 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
         if block is not None:
             uses.add(block)
         elif slot.kind == "_buffers":
-            uses = _uses_of_parameters(slot, found) or set(range(len(chain) + 1))
+            uses = uses or _uses_of_buffer(slot, chain, found, probe)
         found[slot.name] = uses or {default}
     return found
+
+
+def _uses_of_buffer(
+    buffer: Slot, chain: BlockChain, found: dict[str, set[int]], probe: Probe
+) -> set[int]:
+    path = buffer.name[: len(buffer.name) - len(buffer.attribute)]
+    is_around = any(chain.block_name(index).startswith(path) for index in range(len(chain)))
+    is_common = is_around or buffer.name in probe.written
+    uses = set() if is_common else _uses_of_parameters(buffer, found)
+    return uses or set(range(len(chain) + 1))
 
 
 def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:

@@ -36,6 +36,7 @@ from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import find_slots
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.whole_module import shown_whole
 from lightning_pipeoffload.schedule import Costs
 
@@ -98,9 +99,11 @@ class Pipeline:
         }
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
+        self._writes = StepWrites(module, self._chain, self.local_stages)
         self._probes: OrderedDict[Any, Probe] = OrderedDict()
         self._training_probe: Probe | None = None
         self._segments: dict[str, set[int]] = {}
+        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         for parameter in module.parameters():
@@ -248,6 +251,7 @@ class Pipeline:
         probe = self._probes[key] = probe_step(self.module, self._chain, call)
         if len(self._probes) > _MOST_PROBES:
             self._probes.popitem(last=False)
+        self._writes.expect(probe.written_in_place)
         if not self.committed:
             self._learn(probe)
         if self._training_probe is None and torch.is_grad_enabled():
@@ -263,23 +267,18 @@ class Pipeline:
         if not self._segments:
             self._cut(probe)
         found = find_segments(self.module, self._chain, probe)
-        self._check_written(probe, found)
-        if all(uses <= self._segments.get(name, set()) for name, uses in found.items()):
-            return
-        for name, uses in found.items():
-            self._segments.setdefault(name, set()).update(uses)
-        self._assign()
-
-    def _check_written(self, probe: Probe, segments: dict[str, set[int]]) -> None:
-        """Refuse what each of a rank's stages would write once more."""
-        ranks = self._settings.stage_ranks
-        everywhere = [name for name in probe.written if len(segments[name]) > len(self._chain)]
-        if everywhere and len(set(ranks)) < len(ranks):
-            raise ValueError(
-                f"the step writes the buffer {min(everywhere)} outside of the blocks, which would "
-                f"happen once for each of a rank's {len(self.local_stages)} stages; use a schedule "
-                f"with one stage on each rank, or write it in a block"
-            )
+        computed = {name for name in found if name not in self._trainable and probe.segments[name]}
+        for name in computed - self._computed:  # no stage but these has its value from now on
+            self._segments[name] = set()
+        self._computed |= computed
+        known = self._computed - computed
+        learned = {
+            name: self._segments.get(name, set()) | (set() if name in known else uses)
+            for name, uses in found.items()
+        }
+        if learned != self._segments:
+            self._segments = learned
+            self._assign()
 
     def _cut(self, probe: Probe) -> None:
         costs = estimate_costs(self.module, self._chain, probe)
@@ -300,8 +299,9 @@ class Pipeline:
         count = len(self.partition)
         for index in self.local_stages:
             self.stages[index] = StageRunner(
-                self.partition[index], count, self._chain, self.ownership, self._settings.recompute
-            )
+                self.partition[index], count, self._chain, self.ownership, self._writes,
+                self._settings.recompute,
+            )  # fmt: skip
 
     def _move(self) -> None:
         for tensor in self.ownership.local_tensors().values():

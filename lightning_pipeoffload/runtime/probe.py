@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     uncompiled,
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
-from lightning_pipeoffload.runtime.unchanged import unchanged
+from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
 from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
 
@@ -53,6 +53,7 @@ class Probe:
         forward_flops: of each segment, for one microbatch.
         weight_flops: the part of it that has a weight gradient of as many operations.
         written: names of buffers that the step writes from values that every stage has.
+        written_in_place: what else of the modules' attributes is, and these buffers.
         aliases: between whose segments the step cannot be cut.
         briefly_hooked: blocks with a hook that the step takes away again.
     """
@@ -62,6 +63,7 @@ class Probe:
     forward_flops: list[int]
     weight_flops: list[int]
     written: set[str] = field(default_factory=set)
+    written_in_place: set[Attribute] = field(default_factory=set)
     aliases: list[Alias] = field(default_factory=list)
     briefly_hooked: set[int] = field(default_factory=set)
 
@@ -80,7 +82,7 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
     probing = _ProbePass(chain)
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
-        stack.enter_context(unchanged(module))
+        written = stack.enter_context(unchanged(module))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(uncompiled())
         if not torch.is_grad_enabled():
@@ -96,6 +98,7 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
                 raise
         probing.compare_hooks()
     probing.check_complete()
+    probing.result.written_in_place |= written
     return probing.result
 
 
@@ -138,11 +141,17 @@ class _ProbePass:
                     stack.enter_context(context)
                 yield
         finally:
-            self.result.written = {
-                slot.name
+            written = [
+                slot
                 for slot, tensor in buffers
                 if slot.tensor is not tensor or tensor._version  # private: counts the writes
-            }
+            ]
+            for slot in written:
+                if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "birth"):
+                    self.result.segments[slot.name].add(slot.tensor.birth.segment)
+            common = [slot for slot in written if not self.result.segments.get(slot.name)]
+            self.result.written = {slot.name for slot in common}
+            self.result.written_in_place = {(slot.module, slot.attribute) for slot in common}
 
     def _strip(self, module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
         """Put shape-only tensors in the place of parameters, copies in that of buffers."""

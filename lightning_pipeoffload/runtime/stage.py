@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, StagePass
+from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import Part
 
@@ -44,6 +45,7 @@ class StageRunner:
         num_stages: of the whole model.
         chain: the blocks of the user's module.
         ownership: the rank's parameters.
+        writes: what the rank's steps write outside of the blocks.
         recompute: what is computed again in B: "none", "cheap" (norms, activations, dropout) or
             "full" (blocks).
     """
@@ -54,9 +56,10 @@ class StageRunner:
         num_stages: int,
         chain: BlockChain,
         ownership: Ownership,
+        writes: StepWrites,
         recompute: str = "none",
     ) -> None:
-        self._context = StageContext(stage, num_stages, chain, ownership, recompute)
+        self._context = StageContext(stage, num_stages, chain, ownership, writes, recompute)
         self.is_first = self._context.is_first
         self.is_last = self._context.is_last
         self.memory = SavedMemory()

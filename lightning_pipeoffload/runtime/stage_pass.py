@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     shape_only_leaves,
     uncompiled,
 )
+from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 
 
@@ -70,6 +71,7 @@ class StageContext:
         num_stages: of the whole model.
         chain: the blocks of the user's module.
         ownership: the rank's parameters.
+        writes: what the rank's steps write outside of the blocks.
         recompute: "none", "cheap" or "full".
     """
 
@@ -77,6 +79,7 @@ class StageContext:
     num_stages: int
     chain: BlockChain
     ownership: Ownership
+    writes: StepWrites
     recompute: str = "none"
 
     @property
@@ -130,8 +133,12 @@ class StagePass:
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last one its result."""
-        context = self._context
         seed_all(mix_seed(self._microbatch.seed, 0))
+        with self._context.writes.of_stage(self._context.stage.index):
+            return self._run_step()
+
+    def _run_step(self) -> Any:
+        context = self._context
         if context.is_first:
             context.ownership.show(context.stage.index)
         else:

@@ -1,10 +1,12 @@
-"""Runs something on a module and leaves the module as it was."""
+"""Runs something on a module, leaves the module as it was, and tells what was changed in place."""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -12,42 +14,106 @@ from torch import Tensor, nn
 
 _DEPTH = 3
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_CONTAINERS = (list, dict, set, deque)
 _LIBRARIES = {"builtins", "torch", "lightning", "functools"}
 
 
+Attribute = tuple[nn.Module, str]
+"""A module of the tree, and the name of one of its attributes."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """What can be changed in place, and what to give back to it."""
+
+    owner: nn.Module
+    attribute: str | None  # in whose value it is; None: it is the owner's attributes themselves
+    container: Any
+    contents: Any
+    copies: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy_tensors(self) -> None:
+        if isinstance(self.container, dict):
+            tensors = ((n, value) for n, value in self.contents.items() if type(value) is Tensor)
+            self.copies = {name: value.clone() for name, value in tensors}
+            self.container.update(self.copies)
+
+    def written(self) -> Iterator[Attribute]:
+        """Yield the attributes whose values were changed in place, not just replaced."""
+        # Private: the version counts the writes.
+        names = [name for name, copied in self.copies.items() if copied._version]
+        if self.attribute is None:
+            yield from ((self.owner, name) for name in names)
+        elif names or not self._has_same_parts():
+            yield self.owner, self.attribute
+
+    def _has_same_parts(self) -> bool:
+        before, now = _parts(self.contents), _parts(self.container)
+        copies = {id(copied) for copied in self.copies.values()}
+        return len(before) == len(now) and all(
+            new is old or id(new) in copies for old, new in zip(before, now, strict=True)
+        )
+
+
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     """Give every attribute and container of the module tree its contents back afterwards.
 
     Containers in containers and plain objects are looked into, three deep.
+
+    Yields:
+        The attributes whose values were changed in place; filled at the end.
     """
-    places = [child.__dict__ for child in module.modules()]
-    known = {id(place) for place in places}
-    for place in list(places):
-        for value in place.values():
-            places += _containers(value, known, _DEPTH)
-    saved = [(place, place.copy()) for place in places]
-    for place, contents in saved:
-        if isinstance(place, dict):
-            for name, value in contents.items():
-                if type(value) is Tensor:
-                    place[name] = value.clone()
+    places = list(_places(module))
+    for place in places:
+        place.copy_tensors()
+    written: set[Attribute] = set()
     try:
-        yield
+        yield written
     finally:
-        for place, contents in saved:
-            _refill(place, contents)
+        for place in places:
+            written.update(place.written())
+            _refill(place.container, place.contents)
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    spaces = [(child, child.__dict__) for child in module.modules()]
+    known = {id(space) for _, space in spaces}
+    for child, space in spaces:
+        yield _Place(child, None, space, space.copy())
+        for name, value in list(space.items()):
+            for container in _containers(value, known, _DEPTH):
+                yield _Place(child, name, container, container.copy())
+
+
+def _parts(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def private_copy(value: Any, depth: int = _DEPTH) -> Any:
+    """Copy what can be changed in place in a value, as deep as :func:`unchanged` looks."""
+    if type(value) is Tensor:
+        return value.detach().clone()
+    if depth == 0 or not (isinstance(value, _CONTAINERS) or _attributes(value)):
+        return value
+    found = copy.copy(value)
+    if isinstance(found, (list, deque)):
+        _refill(found, [private_copy(part, depth - 1) for part in value])
+    elif not isinstance(found, set):
+        inside = found if isinstance(found, dict) else found.__dict__
+        inside.update({name: private_copy(part, depth - 1) for name, part in inside.items()})
+    return found
 
 
 def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
     """Yield what can be changed in place: a container, an object's attributes, and those in it."""
-    place = value if isinstance(value, (list, dict, set, deque)) else _attributes(value)
+    place = value if isinstance(value, _CONTAINERS) else _attributes(value)
     if place is None or id(place) in known:
         return
     known.add(id(place))
     yield place
     if depth > 1:
-        for part in list(place.values() if isinstance(place, dict) else place):
+        for part in _parts(place):
             yield from _containers(part, known, depth - 1)
 
 

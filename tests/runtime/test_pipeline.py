@@ -242,9 +242,3 @@ class Growing(Regression):
 
 def test_every_rank_writes_a_buffer_of_all():
     assert_exact(Growing().double(), torch.randn(4, 4).double())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_buffer_that_each_stage_of_a_rank_would_write_is_refused(num_ranks):
-    with pytest.raises(ValueError, match="buffer scale outside of the blocks, .* rank's 2 stages"):
-        run_pipeline(Growing(), build("interleaved_1f1b", num_ranks, 2), torch.ones(2, 4), 1)

@@ -1,0 +1,103 @@
+"""What steps write outside of the blocks, once for each microbatch on a rank of several stages.
+
+Each stage of a rank runs the step's beginning on the one module that the rank has, and so would
+count every microbatch once more. So each stage has what it has written to itself, as if it were
+alone on a rank: the module's are those of the rank's last stage, which comes farthest in the step,
+and the others' stand in their place while those run. When all stages have run as many microbatches,
+the last one's are all that is left, so that what hooks write in between steps counts for every
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.unchanged import Attribute, private_copy
+
+_Values = dict[str, Any]
+
+_REGISTRIES = frozenset(nn.Module().__dict__)
+_GONE = object()
+
+
+class StepWrites:
+    """The attributes and buffers outside of the blocks, as each stage of a rank has written them.
+
+    Args:
+        module: the user's.
+        chain: its blocks.
+        stages: of the rank.
+    """
+
+    def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
+        inside = {id(child) for block in chain.blocks for child in block.modules()}
+        self._modules = [child for child in module.modules() if id(child) not in inside]
+        self._num_passes = dict.fromkeys(stages, 0)
+        self._own: dict[int, list[_Values]] = {}
+        self._in_place: set[Attribute] = set()
+
+    def expect(self, attributes: Iterable[Attribute]) -> None:
+        """Learn whose values the step changes in place, which are copied for each stage."""
+        self._in_place.update(attributes)
+
+    @contextmanager
+    def of_stage(self, stage: int) -> Iterator[None]:
+        """Let the module have what ``stage`` has written, while it runs one microbatch."""
+        if stage == max(self._num_passes):
+            yield
+        else:
+            with self._exchanged(stage):
+                yield
+        self._num_passes[stage] += 1
+        if len(set(self._num_passes.values())) == 1:
+            self._own.clear()
+
+    @contextmanager
+    def _exchanged(self, stage: int) -> Iterator[None]:
+        before = self._values()
+        for space, own in zip(self._spaces(), self._own.get(stage, ()), strict=False):
+            _put(space, own)
+        for child, name in self._in_place:
+            for space in (child.__dict__, child.__dict__["_buffers"]):
+                if name in space:
+                    space[name] = private_copy(space[name])
+        try:
+            yield
+        finally:
+            after = self._values()
+            self._own[stage] = [*map(_difference, before, after)]
+            for space, old, new in zip(self._spaces(), before, after, strict=True):
+                _put(space, _difference(new, old))
+
+    def _spaces(self) -> list[_Values]:
+        attributes = [child.__dict__ for child in self._modules]
+        return attributes + [space["_buffers"] for space in attributes]
+
+    def _values(self) -> list[_Values]:
+        """Copy the attributes, and of the buffers those that more than one stage writes."""
+        attributes, buffers = [], []
+        for child in self._modules:
+            space = child.__dict__
+            attributes.append({n: value for n, value in space.items() if n not in _REGISTRIES})
+            found = space["_buffers"].items()
+            buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
+        return attributes + buffers
+
+
+def _difference(before: _Values, after: _Values) -> _Values:
+    """Return what has to be put into ``before`` to make it ``after``."""
+    found = {name: after.get(name, _GONE) for name in before.keys() | after.keys()}
+    return {name: value for name, value in found.items() if value is not before.get(name, _GONE)}
+
+
+def _put(space: _Values, values: _Values) -> None:
+    for name, value in values.items():
+        if value is _GONE:
+            space.pop(name, None)
+        else:
+            space[name] = value
