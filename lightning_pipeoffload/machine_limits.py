@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeoffload.runtime.host_memory import HostBudget, allocated_bytes, readable
+from lightning_pipeoffload.runtime.host_memory import HostBudget, readable, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
 
 
@@ -19,7 +19,7 @@ class MachineLimits:
 
     Attributes:
         device: bytes that each device has left for a plan; None: no limit.
-        hosts: what each rank may take of its host's memory, None: anything; empty: all may.
+        hosts: what each rank may take of its host's memory; None, or no entry: anything.
     """
 
     device: float | None = None
@@ -43,10 +43,13 @@ class MachineLimits:
 
 
 def _in_pieces(costs: Costs, num_stages: int) -> Costs:
-    """Return the costs with the memory that the host's pool takes for each part of a stage."""
+    """Return the costs with the memory that the host's pool takes for each part of a stage.
+
+    Where stages are of different sizes the pool may take more: one does not fit another's pieces.
+    """
     names = ("activation", "weight_input", "weight_residue")
     parts = [
-        (allocated_bytes(kept - for_w), allocated_bytes(for_w), allocated_bytes(residue - for_w))
+        (slab_bytes(kept - for_w), slab_bytes(for_w), slab_bytes(residue - for_w))
         for kept, for_w, residue in zip(
             *(costs.per_stage(name, num_stages) for name in names), strict=True
         )

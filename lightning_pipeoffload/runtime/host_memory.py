@@ -164,7 +164,7 @@ def piece_sizes(num_bytes: int) -> list[int]:
     return sizes
 
 
-def allocated_bytes(num_bytes: float) -> int:
+def slab_bytes(num_bytes: float) -> int:
     """Return what a slab of ``num_bytes`` takes of the host's memory."""
     return sum(piece_sizes(ceil(num_bytes)))
 
