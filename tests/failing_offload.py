@@ -49,7 +49,7 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def make_failing_lanes(device: torch.device) -> CopyLanes:
+def make_failing_lanes(device: torch.device, count: int = 2) -> CopyLanes:
     return CopyLanes(FailingLane(3), InlineLane())
 
 

@@ -156,3 +156,8 @@ def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
         "parameters": [name for name, _ in module.named_parameters()],
         "report": trainer.strategy.report() if num_devices else None,
     }
+
+
+def outlive_failures(trainer: L.Trainer) -> None:
+    """Let no rank end with the run: the pool needs its processes for more."""
+    trainer.strategy.launcher._fail = lambda exception: None

@@ -71,7 +71,7 @@ def _refusal(module, options, precision=None):
             strategy=fits.strategy(2, **options),
             plugins=plugins,
         )
-        trainer.strategy.on_exception = lambda error: None  # the process is needed for more
+        fits.outlive_failures(trainer)
         trainer.fit(module(), fits.loader())
     except (ValueError, RuntimeError) as error:
         return str(error)
