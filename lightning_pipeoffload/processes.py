@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ from lightning_pipeoffload.failure_cause import (
 )
 from lightning_pipeoffload.launched import LaunchedProcesses, sign_as_launcher
 from lightning_pipeoffload.launcher import JointLauncher
+from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
 from lightning_pipeoffload.settings import PipelineSettings
 
 
@@ -198,7 +200,8 @@ class PipelineProcesses(ParallelStrategy):
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
-                f"or are not there yet; call it in a hook such as on_train_batch_end"
+                f"or are not there yet{_line_of_caller()}; call it in a hook such as "
+                f"on_train_batch_end"
             )
         if self.left_hook:
             raise RuntimeError(
@@ -247,3 +250,8 @@ class PipelineProcesses(ParallelStrategy):
             self.group.barrier()
             self._board.stop()
             self._board = None
+
+
+def _line_of_caller() -> str:
+    """Name the user's line that called a method of the strategy, which asks a third for this."""
+    return in_brackets(deepest_users_line(traceback.extract_stack()[:-3]))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import build
@@ -28,29 +32,131 @@ class TakesIterator(fits.Net):
         return self.loss(next(dataloader_iter)[0])
 
 
-class Gathers(fits.Net):
+class Waits(fits.Net):
     def training_step(self, batch, batch_idx):
         self.trainer.strategy.barrier()
         return self.loss(batch)
 
 
+class Gathers(fits.Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        assert self.all_gather(loss) is loss
+        return loss
+
+
+class NoChain(fits.Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential()
+
+
+class TwoChains(fits.Net):
+    def __init__(self):
+        super().__init__()
+        self.others = copy.deepcopy(self.blocks)
+
+
+class Shallow(fits.Net):
+    def __init__(self):
+        super().__init__(depth=1)
+
+
+def compiled():
+    return torch.compile(fits.Net(), backend="eager")
+
+
+WAITING_LINE = Waits.training_step.__code__.co_firstlineno + 1
+
 CASES = [
-    (Manual, {}, "manual optimization cannot be pipelined"),
-    (Averaged, {}, "WeightAveraging averages a copy of the whole module"),
-    (TakesIterator, {}, "training_step(self, dataloader_iter) cannot be pipelined"),
-    (Gathers, {}, "barrier() inside a step would wait for ever"),
-    (fits.Net, {"schedule": build("1f1b", 4, 8)}, "is for 4 ranks and 8 microbatches"),
-    (fits.Net, {"num_microbatches": 3}, "batch of 8 samples cannot be cut into 3"),
-    (fits.Net, {"blocks": "block"}, "it has blocks; did you mean 'blocks'?"),
-    (fits.Net, {"split": [3, 4]}, "add up to 8 blocks; its 2 entries add up to 7"),
-    (fits.Net, {"schedule": "interleaved_1f1b", "num_chunks": 5}, "has 8 blocks for 10 stages"),
+    (
+        Manual,
+        {},
+        "manual optimization cannot be pipelined: training_step runs once for every stage and "
+        "microbatch, an optimizer step inside it would run as often; use automatic optimization",
+    ),
+    (
+        Averaged,
+        {},
+        "WeightAveraging averages a copy of the whole module, of which each rank trains its own "
+        "part; average checkpoints after training instead",
+    ),
+    (
+        TakesIterator,
+        {},
+        "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut into "
+        "microbatches; use training_step(self, batch, batch_idx)",
+    ),
+    (
+        Waits,
+        {},
+        "barrier() inside a step would wait for ever: the other ranks have left the step, or are "
+        f"not there yet ({__file__}:{WAITING_LINE}: self.trainer.strategy.barrier()); call it in a "
+        "hook such as on_train_batch_end",
+    ),
+    (
+        compiled,  # Lightning's own message
+        {},
+        "Using a compiled model is incompatible with the current strategy: `PipeOffloadStrategy`. "
+        "Only SingleDeviceStrategy, DDPStrategy, FSDPStrategy support compilation. Either switch "
+        "to one of the supported strategies or avoid passing in compiled model.",
+    ),
+    (
+        NoChain,
+        {},
+        "found no ModuleList or Sequential of blocks with parameters in NoChain; a pipeline is cut "
+        "between its entries, so keep the model's layers in one and call them once each and in "
+        "order",
+    ),
+    (
+        TwoChains,
+        {},
+        'blocks and others could both be the chain of blocks; say which with blocks="blocks"',
+    ),
+    (
+        Shallow,
+        {},
+        "blocks has 1 blocks for 2 stages; use fewer devices or num_chunks, or a model of at least "
+        "2 blocks",
+    ),
+    (
+        fits.Net,
+        {"schedule": build("1f1b", 4, 8)},
+        "schedule 1f1b is for 4 ranks and 8 microbatches; this run has 2 and 4: set devices and "
+        "num_microbatches to fit, or make it anew",
+    ),
+    (
+        fits.Net,
+        {"num_microbatches": 3},
+        "a first batch of 8 samples cannot be cut into 3 equal microbatches; use a batch_size that "
+        "is a multiple of 3, or another num_microbatches",
+    ),
+    (
+        fits.Net,
+        {"blocks": "block"},
+        "blocks='block' is not a ModuleList or Sequential of the module; it has blocks; did you "
+        "mean 'blocks'?",
+    ),
+    (
+        fits.Net,
+        {"split": [3, 4]},
+        "split=[3, 4] must have 2 entries of at least 1 (one for each stage) that add up to 8 "
+        "blocks; its 2 entries add up to 7",
+    ),
+    (
+        fits.Net,
+        {"schedule": "interleaved_1f1b", "num_chunks": 5},
+        "blocks has 8 blocks for 10 stages; use fewer devices or num_chunks, or a model of at "
+        "least 10 blocks",
+    ),
+    (Gathers, {}, None),  # over the replicas, of which there is one
 ]
 
 
 @pytest.mark.parametrize(("module", "options", "message"), CASES)
 def test_it_is_refused(ranks, module, options, message):
     refusals = ranks(2).run(_refusal, module, options)
-    assert all(message in refusal for refusal in refusals)
+    assert refusals == [message] * 2
 
 
 def test_a_scaled_loss_is_refused_before_the_first_step(ranks):

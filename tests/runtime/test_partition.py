@@ -99,7 +99,11 @@ def test_a_split_that_does_not_add_up_is_refused(split, message):
 
 
 def test_fewer_blocks_than_stages_are_refused():
-    with pytest.raises(ValueError, match="blocks has 2 blocks for 4 stages; use fewer devices"):
+    with pytest.raises(
+        ValueError,
+        match="^blocks has 2 blocks for 4 stages; use fewer devices or "
+        "num_chunks, or a model of at least 4 blocks$",
+    ):
         cut(chain_of(2), costs_of(1, 1, 1), range(4))
 
 
