@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -11,7 +12,7 @@ def users_line(error: BaseException) -> str:
     return deepest_users_line(traceback.extract_tb(error.__traceback__))
 
 
-def deepest_users_line(frames: traceback.StackSummary) -> str:
+def deepest_users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Do the same for frames that are given from the outermost on."""
     ours = Path(__file__).parents[1] / "runtime"
     for frame in reversed(frames):
