@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -167,12 +168,10 @@ class FailureBoard:
     def _find_failure(self, suspicion: str) -> Failure:
         """Return what the rank at fault says, or else put ``suspicion`` on the board."""
         self._is_ending = False
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline:
+        for _ in _polls():
             failure = self._look()
             if failure is not None:
                 return failure
-            time.sleep(_POLL_SECONDS)
         try:
             return self._announce(Failure(suspicion))
         except dist.DistError:
@@ -184,9 +183,9 @@ class FailureBoard:
             self._store.set(f"{_SEEN}{self._global_rank}", "")
 
     def _wait_until_seen(self) -> None:
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and not self._is_seen():
-            time.sleep(_POLL_SECONDS)
+        for _ in _polls():
+            if self._is_seen():
+                return
 
     def _is_seen(self) -> bool:
         others = (r for r in range(self._world_size) if r != self._global_rank)
@@ -215,6 +214,16 @@ class FailureBoard:
             f"global rank {self._global_rank} still waits for all {self._world_size} ranks to "
             f"connect to {where}; are they all started?"
         )
+
+
+def _polls() -> Iterator[None]:
+    """Yield every now and then, for as long as ranks wait for each other's last words.
+
+    Counted, not timed: where a machine stands still for a while, all ranks get the same chances.
+    """
+    for _ in range(max(1, round(_GRACE_SECONDS / _POLL_SECONDS))):
+        yield
+        time.sleep(_POLL_SECONDS)
 
 
 def say(line: str) -> None:

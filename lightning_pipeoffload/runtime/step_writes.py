@@ -5,7 +5,7 @@ count every microbatch once more. So each stage has what it has written to itsel
 alone on a rank: the module's are those of the rank's last stage, which comes farthest in the step,
 and the others' stand in their place while those run. When all stages have run as many microbatches,
 the last one's are all that is left, so that what hooks write in between steps counts for every
-stage.
+stage. What the first pass makes for all later ones, a flag or a cache, is made once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.unchanged import Attribute, private_copy
@@ -23,6 +23,7 @@ _Values = dict[str, Any]
 
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _GONE = object()
+_COUNTS = (int, float, complex, Tensor)
 
 
 class StepWrites:
@@ -70,6 +71,8 @@ class StepWrites:
             yield
         finally:
             after = self._values()
+            for old, new in zip(before, after, strict=True):
+                old.update(_made_once(old, new))
             self._own[stage] = [*map(_difference, before, after)]
             for space, old, new in zip(self._spaces(), before, after, strict=True):
                 _put(space, _difference(new, old))
@@ -87,6 +90,15 @@ class StepWrites:
             found = space["_buffers"].items()
             buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
         return attributes + buffers
+
+
+def _made_once(before: _Values, after: _Values) -> _Values:
+    """Return what a first pass has made for all that follow: a flag that hooks are there, a cache.
+
+    Each stage would make it again, hooks too. A number or tensor that is new may be a count.
+    """
+    made = {name: value for name, value in after.items() if name not in before}
+    return {n: v for n, v in made.items() if isinstance(v, bool) or not isinstance(v, _COUNTS)}
 
 
 def _difference(before: _Values, after: _Values) -> _Values:
