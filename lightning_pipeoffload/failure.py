@@ -34,8 +34,11 @@ log = logging.getLogger(__name__)
 _FAILURE = "failure"
 _SEEN = "seen/"
 _POLL_SECONDS = 0.2
-# The cause of a broken connection has this long to show up; who reports waits as long to be heard.
-_GRACE_SECONDS = 5.0
+# The cause of a broken connection has this long to show up.
+_CAUSE_SECONDS = 5.0
+# Who has told waits so long to be heard: a rank's core may stand still for a while. Only a rank of
+# another machine that was killed without a word is waited for to the end of it.
+_HEARD_SECONDS = 30.0
 # So long the rank at fault may take to print its traceback and end.
 _END_SECONDS = 15.0
 # What all ranks refuse, each refuses by itself: then nobody stops because of another.
@@ -168,7 +171,7 @@ class FailureBoard:
     def _find_failure(self, suspicion: str) -> Failure:
         """Return what the rank at fault says, or else put ``suspicion`` on the board."""
         self._is_ending = False
-        for _ in _polls():
+        for _ in _polls(_CAUSE_SECONDS):
             failure = self._look()
             if failure is not None:
                 return failure
@@ -183,7 +186,7 @@ class FailureBoard:
             self._store.set(f"{_SEEN}{self._global_rank}", "")
 
     def _wait_until_seen(self) -> None:
-        for _ in _polls():
+        for _ in _polls(_HEARD_SECONDS):
             if self._is_seen():
                 return
 
@@ -216,12 +219,12 @@ class FailureBoard:
         )
 
 
-def _polls() -> Iterator[None]:
+def _polls(seconds: float) -> Iterator[None]:
     """Yield every now and then, for as long as ranks wait for each other's last words.
 
     Counted, not timed: where a machine stands still for a while, all ranks get the same chances.
     """
-    for _ in range(max(1, round(_GRACE_SECONDS / _POLL_SECONDS))):
+    for _ in range(max(1, round(seconds / _POLL_SECONDS))):
         yield
         time.sleep(_POLL_SECONDS)
 

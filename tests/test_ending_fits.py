@@ -1,4 +1,4 @@
-"""Checkpoints when a rank is killed within a save, cannot write, or has failed."""
+"""Checkpoints when a rank is killed within a save, or cannot write."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipeoffload.checkpoint_file import present
-from tests.ending_fits import Fail, FillDisk, Impatient, SaveAndDie, run
+from tests.ending_fits import FillDisk, Impatient, SaveAndDie, run
 from tests.test_checkpoint import consolidate
 
 NEVER = -1
@@ -62,13 +61,3 @@ def test_a_full_disk_stops_all_ranks_and_the_checkpoint_stays(tmp_path, form, ra
     assert "stops because of global rank" in "".join(logs)
     assert load(path)["global_step"] == 1
     assert not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_alone_says_that_it_cannot_save(tmp_path, rank):
-    callbacks = [ModelCheckpoint(str(tmp_path), "failed", save_on_exception=True), Fail([rank])]
-    ended, logs = run(str(tmp_path / "log"), False, [callbacks] * 2)
-    assert 0 not in ended
-    assert "nothing can be saved on an exception" in logs[rank]
-    assert f"stops because of global rank {rank}: KeyError: 'in a hook'" in logs[1 - rank]
-    assert not list(tmp_path.glob("*.ckpt"))
