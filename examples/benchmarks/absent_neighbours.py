@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.timing import DeviceClock, HostClock
 from lightning_pipeoffload.schedule import COMPUTE, Action, Costs, Kind, Schedule, simulate
-from lightning_pipeoffload.schedule.messages import send_of
+from lightning_pipeoffload.schedule.messages import RECVS, SENDS, send_of
 
 
 class AbsentNeighbours:
@@ -70,8 +70,8 @@ class AbsentNeighbours:
 def delays_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, tuple[Action | None, float]]:
     """Say how long after what each message for a rank comes, as the plan has it."""
     ends = {e.action: e.end for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
-    sends = [action for action in plan[rank] if action.kind in (Kind.SEND_F, Kind.SEND_B)]
-    receives = [action for action in plan[rank] if action.kind in (Kind.RECV_F, Kind.RECV_B)]
+    sends = [action for action in plan[rank] if action.kind in SENDS]
+    receives = [action for action in plan[rank] if action.kind in RECVS]
     delays: dict[Action, tuple[Action | None, float]] = {}
     for receive in receives:
         cause = _cause(receive, sends)

@@ -53,15 +53,14 @@ from torch.utils.data import DataLoader
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
-from lightning_pipeoffload.schedule import COMPUTE, Costs, Kind, Schedule, build, lower, simulate
-from lightning_pipeoffload.schedule.messages import recv_of
+from lightning_pipeoffload.schedule import COMPUTE, Costs, Schedule, build, lower, simulate
+from lightning_pipeoffload.schedule.messages import RECVS, recv_of, send_of
 
 FEATURES = 1024  # a message of 4 KiB
 NUM_WARM_UP_STEPS = 2
 PR_SET_TIMERSLACK = 29  # of linux/prctl.h
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # torch's own, by our names
-SENDERS = {Kind.RECV_F: -1, Kind.RECV_B: 1}  # from the receiving stage to the sending one
 
 Deferral = Callable[[Tensor, Callable[[], Tensor]], None]
 
@@ -254,13 +253,13 @@ class BareLoop:
         """Run the plan once."""
         message = [TensorSpec(torch.Size((1, FEATURES)), torch.float32, False)]
         for action in self._actions:
-            if action.kind in SENDERS:
-                sender = self._plan.rank_of(action.stage + SENDERS[action.kind])
+            if action.kind in RECVS:
+                sender = self._plan.rank_of(send_of(action).stage)
                 self._transport.post(action, sender, message)
         for action in self._actions:
             if action.kind in COMPUTE:
                 time.sleep(self._seconds)
-            elif action.kind in SENDERS:
+            elif action.kind in RECVS:
                 self._transport.wait(action)
             else:
                 peer = self._plan.rank_of(recv_of(action).stage)

@@ -18,10 +18,9 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule
 from lightning_pipeoffload.schedule.actions import COPIES, TRANSFERS
-from lightning_pipeoffload.schedule.messages import arrived_before, recv_of
+from lightning_pipeoffload.schedule.messages import RECVS, arrived_before, recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
-_RECEIVES = {Kind.RECV_F, Kind.RECV_B}
 
 
 class Executor:
@@ -156,7 +155,7 @@ class Executor:
     ) -> Iterator[Action]:
         self._results.clear()
         self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
-        self._to_receive = [a for a in actions if a.kind in _RECEIVES]
+        self._to_receive = [a for a in actions if a.kind in RECVS]
         for action in actions:
             yield action
             self.current = action

@@ -21,7 +21,8 @@ from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.schedule import Action, Kind, Schedule, lower
+from lightning_pipeoffload.schedule import Action, Schedule, lower
+from lightning_pipeoffload.schedule.messages import RECVS
 
 
 class InProcessPipeline:
@@ -127,9 +128,8 @@ def _advance(
     transport: InProcessTransport, actions: Iterator[Action], action: Action | None
 ) -> Action | None:
     """Run from ``action`` on; return the one that has to wait, None at the end."""
-    receives = {Kind.RECV_F, Kind.RECV_B}
     while action is not None:
-        if action.kind in receives and not transport.has_arrived(action):
+        if action.kind in RECVS and not transport.has_arrived(action):
             break
         action = next(actions, None)
     return action

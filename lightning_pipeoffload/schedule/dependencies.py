@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .actions import Action, Kind, ScheduleError
 from .grid import grid_around
-from .messages import recv_before, send_of
+from .messages import RECVS, recv_before, send_of
 from .schedule import Schedule
 
 __all__ = ["Dependencies", "Step", "replay"]
@@ -53,7 +53,7 @@ class Dependencies:
             return (
                 Action(Kind.F, stage, microbatch) if last else Action(Kind.B, stage + 1, microbatch)
             )
-        if kind in (Kind.RECV_F, Kind.RECV_B):
+        if kind in RECVS:
             return send_of(action)
         return Action(_OWN_STAGE[kind], stage, microbatch) if kind in _OWN_STAGE else None
 

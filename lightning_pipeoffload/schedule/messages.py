@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from .actions import Action, Kind
 from .schedule import Schedule
 
-__all__ = ["arrived_before", "recv_before", "recv_of", "send_after", "send_of"]
+__all__ = ["RECVS", "SENDS", "arrived_before", "recv_before", "recv_of", "send_after", "send_of"]
 
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:

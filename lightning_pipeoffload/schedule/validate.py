@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .actions import COMPUTE, COPIES, TRANSFERS, Action, Kind, ScheduleError
 from .dependencies import replay
 from .grid import grid_around
-from .messages import recv_of, send_after, send_of
+from .messages import RECVS, SENDS, recv_of, send_after, send_of
 from .schedule import Schedule
 
 __all__ = ["validate"]
@@ -182,11 +182,11 @@ def _check_edges(schedule: Schedule) -> None:
     """Check that messages do not overtake each other between two ranks."""
     sent: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, _, action in _places(schedule):
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+        if action.kind in SENDS:
             recv = recv_of(action)
             sent[rank, schedule.rank_of(recv.stage)].append(recv)
     for place in _places(schedule):
-        if place.action.kind in (Kind.RECV_F, Kind.RECV_B):
+        if place.action.kind in RECVS:
             sender = schedule.rank_of(send_of(place.action).stage)
             expected = sent[sender, place.rank].popleft()
             if place.action != expected:
