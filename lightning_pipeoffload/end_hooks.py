@@ -14,11 +14,11 @@ from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.outputs_elsewhere import ElsewhereError, OutputsElsewhere
+from lightning_pipeoffload.users_hooks import is_users_hook, owners_of_hooks
 from lightning_pipeoffload.written_attributes import WrittenAttributes, attributes_watched
 
 _KINDS = ("train", "validation", "test", "predict")
@@ -46,13 +46,13 @@ class EndHooks:
         self._module = trainer.lightning_module
         self._connector = connector
         self._is_root = trainer.is_global_zero
-        self._owners: list[Any] = [self._module, *trainer.callbacks]  # type: ignore[attr-defined]
+        self._owners = _owners_of_end_hooks(trainer)
         self._written = [
             WrittenAttributes(owner, _OF_LIGHTNING if owner is self._module else frozenset())
             for owner in self._owners
         ]
         self._metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[tuple[Any, str, dict[str, Any]]] = []
         self._known: set[str] = set()
         self.left = ""
         self._wrap_all()
@@ -64,17 +64,18 @@ class EndHooks:
 
     def remove(self) -> None:
         """Give the module and the callbacks their own hooks back."""
-        for owner, hook in self._wrapped:
+        for owner, hook, own in self._wrapped:
             del owner.__dict__[hook]
+            owner.__dict__.update(own)
         self._wrapped.clear()
 
     def _wrap_all(self) -> None:
         # Not overridden maybe, but after it callbacks decide on what other callbacks have logged.
-        self._wrap(0, "on_train_epoch_end")
+        hooks = {(0, "on_train_epoch_end")}
         for place, owner in enumerate(self._owners):
-            for hook in (*_BATCH_END, *_EPOCH_END):
-                if (owner, hook) not in self._wrapped and _is_users(owner, hook):
-                    self._wrap(place, hook)
+            hooks |= {(place, hook) for hook in _users_end_hooks(owner)}
+        for place, hook in hooks:
+            self._wrap(place, hook)
 
     def _wrap(self, place: int, hook: str) -> None:
         owner = self._owners[place]
@@ -88,8 +89,9 @@ class EndHooks:
             except ElsewhereError:
                 return None
 
+        own = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
+        self._wrapped.append((owner, hook, own))
         owner.__dict__[hook] = wrapped
-        self._wrapped.append((owner, hook))
 
     def _run_at_batch_end(
         self, place: int, hook: str, plain: Callable[..., Any], args: tuple[Any, ...]
@@ -166,6 +168,28 @@ def _leave(*args: Any) -> None:
     raise ElsewhereError
 
 
-def _is_users(owner: Any, hook: str) -> bool:
-    function = getattr(type(owner), hook)
-    return is_overridden(hook, owner) and not function.__module__.startswith("lightning.")
+def refuse_other_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that are not those of global rank 0; all ranks call it.
+
+    Raises:
+        ValueError: on the rank that has others.
+    """
+    mine = [type(owner).__qualname__ for owner in _owners_of_end_hooks(trainer)]
+    root: list[str] = trainer.strategy.broadcast(mine)
+    if mine != root:
+        raise ValueError(
+            f"the ranks of a pipeline run hooks together and need the same ones in the same order; "
+            f"those at the end of batches and epochs are of {', '.join(root)} on global rank 0, of "
+            f"{', '.join(mine)} on global rank {trainer.global_rank}; give every rank the same "
+            f"module and callbacks"
+        )
+
+
+def _owners_of_end_hooks(trainer: Trainer) -> list[Any]:
+    """Return the module, and the callbacks whose hooks have to be watched."""
+    module, *callbacks = owners_of_hooks(trainer)
+    return [module, *(callback for callback in callbacks if _users_end_hooks(callback))]
+
+
+def _users_end_hooks(owner: object) -> list[str]:
+    return [hook for hook in (*_BATCH_END, *_EPOCH_END) if is_users_hook(owner, hook)]

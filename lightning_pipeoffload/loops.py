@@ -24,15 +24,8 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeoffload.end_hooks import EndHooks
+from lightning_pipeoffload.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
-
-_BETWEEN_BATCHES = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_train_batch_end",
-)
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -56,22 +49,6 @@ class PipelineOptimization(_AutomaticOptimization):
         return None
 
 
-def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
-    """List the user's hooks that run between batches whose gradients add up.
-
-    They may look at gradients, or change parameters, that backwards still to come will use. What
-    Lightning ships with does not.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined] # set at run time
-    owners = [trainer.lightning_module, *callbacks]
-    return tuple(
-        f"{type(owner).__name__}.{name}"
-        for owner in owners
-        for name in _BETWEEN_BATCHES
-        if not getattr(getattr(owner, name), "__module__", "").startswith("lightning.")
-    )
-
-
 def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None:
     """Put the pipeline's pieces into the trainer's loops.
 
@@ -81,6 +58,9 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
 
     Returns:
         The hooks that may use what is on global rank 0 only; None with one rank.
+
+    Raises:
+        ValueError: this rank has other callbacks than global rank 0.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
@@ -105,7 +85,10 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
     connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store)
     trainer._logger_connector = connector
     keep_metrics_local(trainer)
-    return None if metrics_store is None else EndHooks(trainer, connector)
+    if metrics_store is None:
+        return None
+    refuse_other_callbacks(trainer)
+    return EndHooks(trainer, connector)
 
 
 def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:

@@ -46,7 +46,7 @@ from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.end_hooks import EndHooks
 from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
 from lightning_pipeoffload.log_capture import LogCapture
-from lightning_pipeoffload.loops import hooks_between_batches, join_loops, refuse_module
+from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
@@ -57,6 +57,7 @@ from lightning_pipeoffload.runtime.shape_only import ValueNeededError
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
+from lightning_pipeoffload.users_hooks import hooks_between_batches
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -325,11 +326,12 @@ class PipeOffloadStrategy(PipelineProcesses):
         return output
 
     def _accumulation(self) -> Accumulation:
+        num_batches = self._trainer.accumulate_grad_batches
         return Accumulation(
-            num_batches=self._trainer.accumulate_grad_batches,
+            num_batches,
             is_first=self.zero_grad is not None,
             is_last=not self._steps_later,
-            watched_by=hooks_between_batches(self._trainer),
+            watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
 
     @override

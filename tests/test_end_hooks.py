@@ -10,7 +10,7 @@ import torch
 from torchmetrics import SumMetric
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.end_hooks import EndHooks
+from lightning_pipeoffload.end_hooks import EndHooks, refuse_other_callbacks
 
 
 class Module(L.LightningModule):
@@ -52,13 +52,13 @@ class Keeps(L.Callback):
 
 @pytest.fixture
 def build():
-    def make(is_root, written=((), ())):
+    def make(is_root, written=((), ()), callback=None):
         """Return hooks on a rank; ``written`` on global rank 0 by module and callback."""
         connector = SimpleNamespace(
             tick=lambda: None, news=lambda wait=True: written, outputs=lambda: {"loss": 2.0}
         )
         trainer = SimpleNamespace(
-            lightning_module=Module(), callbacks=[Keeps()], is_global_zero=is_root
+            lightning_module=Module(), callbacks=[callback or Keeps()], is_global_zero=is_root
         )
         return EndHooks(trainer, connector), trainer.lightning_module, trainer.callbacks[0]
 
@@ -110,6 +110,32 @@ def test_the_objects_get_their_own_hooks_back(build):
     hooks.remove()
     assert not {"on_train_epoch_end", "on_test_epoch_end"} & vars(module).keys()
     assert vars(callback).keys() == {"kept"}
+
+
+def test_a_hook_of_the_instance_is_watched_and_given_back(build):
+    plain = Keeps()
+    own = plain.on_test_epoch_end = lambda trainer, module: torch.stack(plain.kept)
+    hooks, _, callback = build(is_root=False, written=([], ["kept"]), callback=plain)
+    assert callback.on_test_epoch_end(None, None) is None
+    hooks.remove()
+    assert callback.on_test_epoch_end is own
+
+
+@pytest.mark.parametrize("callbacks", [[], [Keeps(), Keeps()]])
+def test_callbacks_that_global_rank_0_does_not_have_are_refused(callbacks):
+    strategy = SimpleNamespace(broadcast=lambda mine: ["Module", "Keeps"])
+    trainer = SimpleNamespace(
+        lightning_module=Module(), callbacks=callbacks, strategy=strategy, global_rank=1
+    )
+    with pytest.raises(ValueError, match="Module, Keeps on global rank 0, of Module"):
+        refuse_other_callbacks(trainer)
+
+
+def test_callbacks_without_hooks_at_ends_may_differ():
+    strategy = SimpleNamespace(broadcast=lambda mine: ["Module"])
+    refuse_other_callbacks(
+        SimpleNamespace(lightning_module=Module(), callbacks=[L.Callback()], strategy=strategy)
+    )
 
 
 @pytest.mark.parametrize("name", ["barrier", "broadcast", "reduce_boolean_decision"])

@@ -1,0 +1,41 @@
+"""Which hooks of a module and of a trainer's callbacks are the user's own.
+
+What Lightning ships with is known to do on every rank what it does on one; a user's hook may look
+at gradients of which some are still to come, or at what is on another rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+_BETWEEN_BATCHES = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
+
+
+def owners_of_hooks(trainer: Trainer) -> list[Any]:
+    """Return the module and, after it, the callbacks."""
+    return [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined] # set at run time
+
+
+def is_users_hook(owner: object, hook: str) -> bool:
+    """Whether the user has written what ``owner`` does at a hook, in a class or on the instance."""
+    return not getattr(getattr(owner, hook), "__module__", "").startswith("lightning.")
+
+
+def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
+    """List the user's hooks that run between batches whose gradients add up.
+
+    They may look at gradients, or change parameters, that backwards still to come will use.
+    """
+    return tuple(
+        f"{type(owner).__name__}.{hook}"
+        for owner in owners_of_hooks(trainer)
+        for hook in _BETWEEN_BATCHES
+        if is_users_hook(owner, hook)
+    )
