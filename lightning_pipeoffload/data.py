@@ -20,6 +20,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload.runtime.instance_class import own_class, subclass_like
 from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
 
 
@@ -111,7 +112,7 @@ def _let_workers_agree(loader: DataLoader[Any]) -> None:
 
 
 def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
-    """Give the one instance a subclass, as Python looks ``__iter__`` up on the type."""
+    """Let each iteration over the loader be one of ``passes``; False where that cannot be."""
     plain: Any = type(loader)
     if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
         return False  # data themselves, of which Lightning takes a list for one of loaders
@@ -119,9 +120,8 @@ def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
     def iterate(self: Any) -> Iterator[Any]:
         return passes.start(lambda: plain.__iter__(self))
 
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     try:
-        loader.__class__ = type(plain.__name__, (plain, _Owned), {"__iter__": iterate, **names})
+        loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Owned)
     except TypeError:  # a builtin's instance, which has one class for life
         return False
     return True
@@ -135,7 +135,7 @@ class _Owned:
 
 def _give_back(loader: Any) -> None:
     while isinstance(loader, _Owned):
-        loader.__class__ = type(loader).__mro__[1]
+        loader.__class__ = own_class(loader)
 
 
 def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
@@ -156,8 +156,7 @@ def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
         self.__class__ = plain
         return _iterate_after(self, count_seen)
 
-    # iter() looks at the type only; the sampler and the batches are the user's own.
-    loader.__class__ = type(plain.__name__, (plain,), {"__iter__": iterate})
+    loader.__class__ = subclass_like(plain, {"__iter__": iterate})
     warnings.filterwarnings("ignore", ".*dataloader is not resumable", PossibleUserWarning)
 
 

@@ -16,6 +16,8 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeoffload.runtime.instance_class import subclass_like
+
 _Look = list[tuple[object, int]]
 
 _DEPTH = 2
@@ -98,8 +100,7 @@ def attributes_watched(
             on_use(name)
         return plain.__getattribute__(self, name)
 
-    about = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    owner.__class__ = type(plain.__name__, (plain,), {"__getattribute__": getattribute, **about})
+    owner.__class__ = subclass_like(plain, {"__getattribute__": getattribute})
     try:
         yield
     finally:

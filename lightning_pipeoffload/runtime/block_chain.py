@@ -1,8 +1,7 @@
 """The chain of blocks that is cut into stages, and the hook that sees each block's call.
 
 A block keeps its place, its name and its parameters: the one instance is given a subclass whose
-``__call__`` asks the pass under way what to do. (Python looks ``__call__`` up on the type, so an
-attribute of the instance would not do; a wrapper module would change the names in checkpoints.)
+``__call__`` asks the pass under way what to do.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from torch import nn
+
+from lightning_pipeoffload.runtime.instance_class import own_class, subclass_like
 
 
 class Pass(Protocol):
@@ -57,7 +58,7 @@ class BlockChain:
     def run_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Call a block as its own class does."""
         block = self.blocks[index]
-        return type(block).__mro__[1].__call__(block, *args, **kwargs)
+        return own_class(block).__call__(block, *args, **kwargs)
 
     @property
     def is_running(self) -> bool:
@@ -92,7 +93,7 @@ class BlockChain:
         """Give the blocks their own classes back."""
         if self._intercepting:
             for block in self.blocks:
-                block.__class__ = type(block).__mro__[1]
+                block.__class__ = own_class(block)
         self._intercepting = False
 
 
@@ -218,6 +219,4 @@ def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
         state = object.__reduce_ex__(self, 2)[2]
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    methods = {"__call__": call, "__reduce_ex__": reduce}
-    return type(plain.__name__, (plain,), {**methods, **names})
+    return subclass_like(plain, {"__call__": call, "__reduce_ex__": reduce})
