@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
 
 from .actions import RELOADS, Action, Kind
 from .costs import Costs
-from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, TOLERANCE, Event
+from .intervals import Interval, earliest
+from .timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, Event
 
 __all__ = ["CopyLanes"]
 
@@ -36,7 +37,7 @@ class CopyLanes:
         self._seconds = seconds
         self._free = [[0.0] * costs.copy_lanes for _ in range(num_ranks)]
         self._ranks_per_link = costs.ranks_per_link
-        self._links: defaultdict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)
+        self._links: defaultdict[tuple[int, bool], list[Interval]] = defaultdict(list)
         self._ended: dict[Action, float] = {}
 
     def wait(self, action: Action, start: float) -> float:
@@ -70,9 +71,6 @@ class CopyLanes:
         if self._ranks_per_link == 1:
             return start
         taken = self._links[rank // self._ranks_per_link, reload]
-        for other_start, other_end in taken[max(0, bisect_left(taken, (start,)) - 1) :]:
-            if start + seconds <= other_start + TOLERANCE:
-                break
-            start = max(start, other_end)
+        start = earliest(start, seconds, taken)
         insort(taken, (start, start + seconds))
         return start

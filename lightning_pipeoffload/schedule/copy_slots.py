@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from .actions import RELOADS, Action
 from .copy_routes import Kept, Leg, Route
+from .intervals import Interval, disjoint, earliest, latest
 from .timeline import TOLERANCE, Event
 
 __all__ = ["Copy", "RankTimes", "Routes", "Turns", "place_copies"]
@@ -27,9 +28,6 @@ class Copy(NamedTuple):
     start: float
     end: float
     action: Action
-
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -127,49 +125,18 @@ def _place(routes: Iterable[Route], num_lanes: int, turns: Turns, until: float) 
     taken = turns.of_others(reload=True, end=until)
     limit = float("inf")
     for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
-        limit = _latest(min(limit, leg.due - turns.slack), leg.seconds, taken)
+        limit = latest(min(limit, leg.due - turns.slack), leg.seconds, taken)
         copies[leg] = Copy(limit, limit + leg.seconds, leg.action)
     taken = turns.of_others(reload=False, end=until)
     if num_lanes == 1:
-        taken = _disjoint([*taken, *(copy[:2] for copy in copies.values())])
+        taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
     free = 0.0
     for leg, after in sorted(there, key=lambda pair: pair[0].ready):
-        start = _earliest(max(free, leg.ready), leg.seconds, taken)
+        start = earliest(max(free, leg.ready), leg.seconds, taken)
         copies[leg] = Copy(start, start + leg.seconds, leg.action)
         if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
             free = start + leg.seconds  # others do not wait for what is late
     return copies
-
-
-def _disjoint(taken: Iterable[Interval]) -> list[Interval]:
-    """Return the same in intervals that do not meet, by their start."""
-    intervals: list[Interval] = []
-    for start, end in sorted(taken):
-        if intervals and start <= intervals[-1][1] + TOLERANCE:
-            intervals[-1] = intervals[-1][0], max(end, intervals[-1][1])
-        else:
-            intervals.append((start, end))
-    return intervals
-
-
-def _earliest(start: float, seconds: float, taken: list[Interval]) -> float:
-    """Return the first time from ``start`` on at which there is no copy for so long."""
-    index = max(0, bisect_left(taken, (start,)) - 1)
-    for taken_from, taken_until in taken[index:]:
-        if start + seconds <= taken_from + TOLERANCE:
-            break
-        start = max(start, taken_until)
-    return start
-
-
-def _latest(end: float, seconds: float, taken: list[Interval]) -> float:
-    """Return the start of the last time before ``end`` at which there is no copy for so long."""
-    for index in range(bisect_left(taken, (end,)) - 1, -1, -1):
-        taken_from, taken_until = taken[index]
-        if end - seconds >= taken_until - TOLERANCE:
-            break
-        end = min(end, taken_from)
-    return end - seconds
 
 
 def _in_time(route: Route, copies: Mapping[Leg, Copy], times: RankTimes) -> bool:
