@@ -100,26 +100,25 @@ def _plan(
     if settings.offload != "auto":
         schedule = settings.make_schedule(*sizes)
         return offload_activations(schedule, costs, settings.offload, given)
-    found = list(_within(settings, sizes, costs, limits))
+    free = settings.make_schedule(*sizes, costs)
+    found = list(_within(settings, free, costs, limits))
     if found:
         return min(found, key=lambda plan: _seconds(plan, costs))
-    schedule = settings.make_schedule(*sizes, costs)
-    if schedule.has_copies:
+    if free.has_copies:
         return settings.make_schedule(*sizes, costs, given), None
     amount = "full" if given is None else "auto"
-    return _offload(schedule, costs, amount, given, limits)
+    return _offload(free, costs, amount, given, limits)
 
 
 def _within(
-    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limits: MachineLimits
+    settings: PipelineSettings, free: Schedule, costs: Costs, limits: MachineLimits
 ) -> Iterator[MemoryPlan]:
-    """Yield what keeps the limits: by its order alone, and by copies in the order without one."""
+    """Yield what keeps the limits: by its order alone, and by copies in the order free of one."""
     given = settings.limit_bytes
     limit = limits.device if given is None else given
-    free = settings.make_schedule(*sizes, costs)
     ordered = None
     try:
-        ordered = settings.make_schedule(*sizes, costs, limit)
+        ordered = settings.make_schedule(free.num_ranks, free.num_microbatches, costs, limit)
         yield ordered, None
     except ScheduleError:
         pass
