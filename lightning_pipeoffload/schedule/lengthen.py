@@ -45,10 +45,10 @@ def lengthen(schedule: Schedule, num_microbatches: int) -> Schedule | None:
 def _repeat_round(order: list[tuple[Kind, int]], extra: int) -> list[tuple[Kind, int]] | None:
     """Insert ``extra`` microbatches next to the middle, in the order of the round found there."""
     actions = set(order)
-    for size in ROUNDS:
+    for size in (size for size in ROUNDS if extra % size == 0):
         length = size * len(actions)
         start = _round_near(order, len(order) // 2 - length // 2, length)
-        if start is not None and extra % size == 0:
+        if start is not None:
             middle = order[start : start + length]
             return order[:start] + middle * (extra // size) + order[start:]
     return None
