@@ -9,6 +9,7 @@ from .actions import Kind
 from .fill_gaps import Wanted
 from .problem import Problem
 from .progress import Progress
+from .schedule import Schedule
 
 __all__ = ["FixedOrder"]
 
@@ -38,6 +39,12 @@ class FixedOrder:
         self._left = [deque(order) for order in ranks]
         self._overtaking = overtaking
         self._overtaken: Counter[int] = Counter()
+
+    @classmethod
+    def of(cls, problem: Problem, schedule: Schedule, overtaking: bool = True) -> FixedOrder:
+        """Keep the order of a schedule whose B and W are apart; W is left to fill gaps again."""
+        ranks = ([a[:2] for a in rank if a.kind is not Kind.W] for rank in schedule)
+        return cls(problem, tuple(ranks), overtaking)
 
     def next(self, progress: Progress, rank: int, now: float) -> Wanted | None:
         """Return what is first in the order of what is left."""

@@ -152,8 +152,8 @@ def _with_late_weight_gradients(
     """
     costs = replace(Costs.unit(), weight_residue=1)
     problem = Problem(placement, schedule.num_microbatches, costs, memory)
-    ranks = [[(a.kind, a.stage) for a in rank if a.kind is not Kind.W] for rank in schedule]
-    filled = fill_gaps(problem, FixedOrder(problem, ranks, overtaking=False), patience=0.0)
+    order = FixedOrder.of(problem, schedule, overtaking=False)
+    filled = fill_gaps(problem, order, patience=0.0)
     return filled.schedule or schedule
 
 

@@ -110,12 +110,8 @@ def _search(problem: Problem, search: Search) -> None:
     while search.best and search.best != previous:
         previous = search.best
         for patience, overtaking in product(PATIENCE, (False, True)):
-            order_again = FixedOrder(problem, _without_weights(previous), overtaking)
+            order_again = FixedOrder.of(problem, previous, overtaking)
             search.consider(order_again, patience * forward)
-
-
-def _without_weights(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
-    return [[a[:2] for a in rank if a.kind is not Kind.W] for rank in schedule]
 
 
 def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, int]]]:
