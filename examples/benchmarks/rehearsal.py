@@ -7,7 +7,7 @@ device has it). Blocks of the other ranks have shapes and no memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.measured_costs import StageCosts, measure_cos
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.streams import make_lanes
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, lower
+from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, one_at_a_time
 
 VOCABULARY = 256
 CALIBRATION_MICROBATCHES = 4
@@ -160,19 +160,10 @@ class Rehearsal:
 
     def measure_stages(self, speed: CopySpeed) -> dict[int, StageCosts]:
         """Run microbatches one after the other; return what each stage of this rank costs."""
-        self.run(lower(self._one_by_one()), None, 1)
+        size = self.size
+        schedule = build("uniform", size.num_ranks, CALIBRATION_MICROBATCHES, size.num_chunks)
+        self.run(lower(one_at_a_time(schedule)), None, 1)
         return dict(measure_costs(self.executor, speed).stages)
-
-    def _one_by_one(self) -> Schedule:
-        def actions(rank: int) -> Iterator[Action]:
-            own = [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
-            for microbatch in range(CALIBRATION_MICROBATCHES):
-                yield from (Action(Kind.F, stage, microbatch) for stage in own)
-                for stage in reversed(own):
-                    yield Action(Kind.B, stage, microbatch)
-                    yield Action(Kind.W, stage, microbatch)
-
-        return Schedule.of(map(actions, range(self.size.num_ranks)), "one by one")
 
 
 def _synchronize() -> None:
