@@ -62,8 +62,8 @@ def grouped(
     bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches.
     Otherwise the groups are unequal, W waits for idle slots, every rank may keep as many as the
     first, and the bubble is a few slots larger (with 2 to 4 chunks up to 3 for 8 ranks, 8 for 16,
-    in what was tried). With fewer
-    microbatches than ranks it is what one microbatch takes to go down the stages and back.
+    in what was tried). With fewer microbatches than ranks it is what one microbatch takes to go
+    down the stages and back.
 
     Args:
         num_ranks: Ranks of the pipeline.
