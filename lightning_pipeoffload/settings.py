@@ -247,9 +247,8 @@ def refuse_unbuilt(**arguments: Any) -> None:
     """
     for name, value in arguments.items():
         default = _NOT_BUILT[name]
-        allowed = default if isinstance(default, tuple) else (default,)
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not built yet; leave it at {allowed[0]!r}")
+        if value != default:
+            raise ValueError(f"{name}={value!r} is not built yet; leave it at {default!r}")
 
 
 def _is_none_or_names(blocks: Any) -> bool:
