@@ -113,7 +113,7 @@ def _plan(
 def _within(
     settings: PipelineSettings, free: Schedule, costs: Costs, limits: MachineLimits
 ) -> Iterator[MemoryPlan]:
-    """Yield what keeps the limits: by its order alone, and by copies in the order free of one."""
+    """Yield what keeps the limits: an order made for them; ``free``, which is not, with copies."""
     given = settings.limit_bytes
     limit = limits.device if given is None else given
     ordered = None
