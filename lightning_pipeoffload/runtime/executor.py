@@ -1,6 +1,6 @@
 """Runs one rank's part of a plan, action by action.
 
-What each kind does is one method in one table; where the plan came from makes no difference.
+What each kind does is one method, found in a table; where the plan came from makes no difference.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
-from lightning_pipeoffload.schedule import COMPUTE, Action, Kind, Schedule
-from lightning_pipeoffload.schedule.actions import COPIES, TRANSFERS
-from lightning_pipeoffload.schedule.messages import RECVS, arrived_before, recv_of
+from lightning_pipeoffload.schedule import Action, Kind, Schedule
+from lightning_pipeoffload.schedule.actions import COPIES
+from lightning_pipeoffload.schedule.messages import RECVS, SENDS, arrived_before, recv_of
 
 _BACKWARD = {Kind.B, Kind.BW}
 
@@ -51,17 +51,17 @@ class Executor:
         self._inbox: dict[Action, list[Tensor]] = {}
         self._outbox: dict[Action, list[Tensor]] = {}
         self._results: dict[int, Any] = {}
-        self._handlers: dict[Kind, Callable[[Action], None]] = {
+        self._computations: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.BW: self._backward,
             Kind.W: self._weight,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
-            **dict.fromkeys(COPIES, memory.move),
-            Kind.FREE: self._free,
+        }
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            **dict.fromkeys(self._computations, self._compute),
+            **dict.fromkeys(COPIES, self._move),
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECVS, self._receive),
         }
         self._plan = Schedule.of(())
 
@@ -91,9 +91,10 @@ class Executor:
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
         """
-        for _ in self.steps(plan, microbatches, before_backward):
-            pass
-        return self.results
+        self.begin(plan)
+        results = self.go_on(plan[self.rank], microbatches, before_backward)
+        self.end()
+        return results
 
     def steps(
         self,
@@ -162,17 +163,22 @@ class Executor:
             if before_backward is not None and action.kind in _BACKWARD:
                 before_backward()
                 before_backward = None
-            self.timer.start()
             self._handlers[action.kind](action)
-            self._account(action)
         self.current = None
 
-    def _account(self, action: Action) -> None:
-        """Keep what an action of training took."""
-        if self._keep and action.kind in COMPUTE:
+    def _compute(self, action: Action) -> None:
+        self.timer.start()
+        self._computations[action.kind](action)
+        if self._keep:
             self.timer.record(action)
-        if self._keep and action.kind not in TRANSFERS:
             self.memory.record(action)
+
+    def _move(self, action: Action) -> None:
+        if action.kind is Kind.FREE:
+            # What the next stage was sent may be what the host has now: it holds memory no longer.
+            self.transport.release(action._replace(kind=Kind.SEND_F))
+        self.memory.move(action)
+        self.memory.record(action)
 
     def _post(self, action: Action) -> None:
         microbatch = self._microbatches[action.microbatch]
@@ -188,7 +194,8 @@ class Executor:
         stage = self.stages[action.stage]
         microbatch = self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
-        receive = partial(self._take_input, action)
+        # Taken as late as the stage asks for it, which has prepared its F by then.
+        receive = partial(self._take, _input_of(action))
         output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
             self._results[action.microbatch] = output
@@ -215,13 +222,11 @@ class Executor:
         else:
             self._outbox[send] = tensors
 
-    def _take_input(self, forward: Action) -> list[Tensor]:
-        """Wait for what the previous stage sends; the stage has prepared its F by then."""
-        return self._take(_input_of(forward))
-
     def _take(self, receive: Action) -> list[Tensor]:
-        if receive in self._inbox:
-            return self._inbox.pop(receive)
+        """Return a message, once it is there."""
+        handed_over = self._inbox.pop(receive, None)
+        if handed_over is not None:
+            return handed_over
         self.timer.pause()
         tensors = self.transport.wait(receive)
         for send in self._arrived_before.get(receive, ()):
@@ -232,11 +237,6 @@ class Executor:
     def _send(self, action: Action) -> None:
         peer = self._plan.rank_of(recv_of(action).stage)
         self.transport.send(action, peer, self._outbox.pop(action))
-
-    def _free(self, action: Action) -> None:
-        """What the next stage was sent may be what the host has now: it holds memory no longer."""
-        self.transport.release(action._replace(kind=Kind.SEND_F))
-        self.memory.move(action)
 
     def _receive(self, action: Action) -> None:
         """See that the message can arrive; the F or B that needs it waits for it."""

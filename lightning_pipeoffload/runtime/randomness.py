@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +32,15 @@ def mix_seed(*parts: int) -> int:
 def seed_torch(seed: int) -> None:
     """Seed torch's generators of the CPU and of the accelerator in use."""
     torch.default_generator.manual_seed(seed)
-    if torch.accelerator.is_available():
-        torch.get_device_module().manual_seed(seed)
+    accelerator = _accelerator()
+    if accelerator:
+        accelerator.manual_seed(seed)
+
+
+@cache
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator in use; None on a machine that has none."""
+    return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
 def seed_all(seed: int) -> None:
@@ -84,16 +93,16 @@ class RandomnessReplay:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)  # half the time of the other form
         self._cpu = torch.get_rng_state()
-        self._device = torch.get_device_module() if torch.accelerator.is_available() else None
-        self._device_state = self._device.get_rng_state() if self._device else None
+        accelerator = _accelerator()
+        self._device_state = accelerator.get_rng_state() if accelerator else None
 
     def restore(self) -> None:
         """Let every generator go on from there."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        if self._device:
-            self._device.set_rng_state(self._device_state)
+        if self._device_state is not None:
+            _accelerator().set_rng_state(self._device_state)
 
 
 class RandomStream:

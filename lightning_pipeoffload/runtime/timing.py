@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -20,9 +20,7 @@ _NUM_KEPT_STEPS = 16
 class HostClock:
     """Moments on the host, for devices whose work is done when the call returns."""
 
-    def now(self) -> float:
-        """Mark a moment."""
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)
 
     def seconds(self, start: float, end: float) -> float:
         """Return the seconds between two moments."""
@@ -69,33 +67,34 @@ class ActionTimer:
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | DeviceClock
         self._clock = HostClock() if device.type == "cpu" else DeviceClock()
+        self._now: Callable[[], Any] = self._clock.now
         self._steps: deque[_Step] = deque(maxlen=_NUM_KEPT_STEPS)
 
     def start(self) -> None:
         """Mark the start of an action."""
         self._spans: list[tuple[Any, Any]] = []
-        self._since = self._clock.now()
+        self._since = self._now()
 
     def pause(self) -> None:
         """Leave out what follows, until :meth:`resume`: the wait for another rank."""
-        self._spans.append((self._since, self._clock.now()))
+        self._spans.append((self._since, self._now()))
 
     def resume(self) -> None:
         """Go on measuring the action."""
-        self._since = self._clock.now()
+        self._since = self._now()
 
     def record(self, action: Action) -> None:
         """Mark the end of ``action``, and keep its time."""
-        self.pause()
+        self._spans.append((self._since, self._now()))
         self._step.actions.append(((action.kind, action.stage), self._spans))
 
     def start_step(self) -> None:
         """Mark the start of a step."""
-        self._step = _Step(self._clock.now())
+        self._step = _Step(self._now())
 
     def end_step(self) -> None:
         """Mark its end."""
-        self._step.end = self._clock.now()
+        self._step.end = self._now()
         self._steps.append(self._step)
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:

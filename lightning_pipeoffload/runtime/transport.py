@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,14 @@ def blaming_peers(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch's signal handler raises this one wherever the main thread is.
-        if str(error).startswith("DataLoader worker"):
-            raise
-        reason = str(error).splitlines()[0]
-        raise PeerLostError(f"{what}: {reason}") from error
+        _blame_peer(what, error)
+
+
+def _blame_peer(what: str, error: RuntimeError) -> NoReturn:
+    # torch's signal handler raises this one wherever the main thread is.
+    if str(error).startswith("DataLoader worker"):
+        raise error
+    raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
 class Transport(Protocol):
@@ -119,37 +122,39 @@ class ProcessGroupTransport:
         edges: set[tuple[int, int]],
         device: torch.device,
     ) -> None:
-        self._global_ranks = global_ranks
-        self._rank = rank
         self._device = device
-        self._groups = self._make_groups(edges)
+        self._to: dict[int, _Link] = {}
+        self._from: dict[int, _Link] = {}
+        for (source, target), group in self._make_groups(global_ranks, edges).items():
+            if source == rank:
+                self._to[target] = _Link.to(global_ranks[target], group)
+            if target == rank:
+                self._from[source] = _Link.to(global_ranks[source], group)
         self._posted: dict[Action, _Message] = {}
         self._sent: dict[Action, _Message] = {}
         self._sent_before: dict[Action, _Message] = {}
 
-    def _make_groups(self, edges: set[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+    def _make_groups(
+        self, global_ranks: list[int], edges: set[tuple[int, int]]
+    ) -> dict[tuple[int, int], Any]:
         if self._device.type == "cpu":
-            group = dist.new_group(self._global_ranks, backend="gloo")
+            group = dist.new_group(global_ranks, backend="gloo")
             return dict.fromkeys(edges, group)
         return {
-            edge: dist.new_group([self._global_ranks[edge[0]], self._global_ranks[edge[1]]])
+            edge: dist.new_group([global_ranks[edge[0]], global_ranks[edge[1]]])
             for edge in sorted(edges)  # every rank makes them in this order
         }
 
-    def _peer_in_group(self, edge: tuple[int, int], peer: int) -> int:
-        return dist.get_group_rank(self._groups[edge], self._global_ranks[peer])
-
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         """Allocate the tensors and start receiving into them."""
-        edge = (peer, self._rank)
+        link, tag = self._from[peer], _first_tag(receive, len(specs))
         tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs]
-        source, group = self._peer_in_group(edge, peer), self._groups[edge]
         # The group's own method: dist.irecv costs 90 us more a message on gloo.
         works = [
-            group.recv([tensor], source, _tag(receive, place))
+            link.group.recv([tensor], link.place, tag + place)
             for place, tensor in enumerate(tensors)
         ]
-        self._posted[receive] = _Message(tensors, works, self._global_ranks[peer])
+        self._posted[receive] = _Message(tensors, works, link.global_rank)
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait for the tensors; on an accelerator its stream does, not the host."""
@@ -159,32 +164,40 @@ class ProcessGroupTransport:
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         """Start sending, and keep the tensors until they are gone."""
-        edge = (self._rank, peer)
+        link, tag = self._to[peer], _first_tag(recv_of(send), len(tensors))
         tensors = [tensor.contiguous() for tensor in tensors]
-        target, group = self._peer_in_group(edge, peer), self._groups[edge]
-        receive = recv_of(send)
         works = [
-            group.send([tensor], target, _tag(receive, place))
+            link.group.send([tensor], link.place, tag + place)
             for place, tensor in enumerate(tensors)
         ]
-        self._sent[send] = _Message(tensors, works, self._global_ranks[peer])
+        self._sent[send] = _Message(tensors, works, link.global_rank)
 
     def release(self, send: Action) -> None:
         """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
 
         Without a wait a gloo send never counts as completed.
         """
-        self._let_go(self._sent, send)
+        message = self._sent.pop(send, None)
+        if message is not None:
+            message.wait(send)
 
     def finish_step(self) -> None:
         """Let go of what was sent in the step before; wait for it if a peer is that far behind."""
-        for send in list(self._sent_before):
-            self._let_go(self._sent_before, send)
+        for send, message in self._sent_before.items():
+            message.wait(send)
         self._sent, self._sent_before = {}, self._sent
 
-    def _let_go(self, sent: dict[Action, _Message], send: Action) -> None:
-        if send in sent:
-            sent.pop(send).wait(send)
+
+class _Link(NamedTuple):
+    """One end of a directed edge: the group whose messages go over it, and who is at the other."""
+
+    group: Any
+    place: int  # of the peer in the group
+    global_rank: int
+
+    @classmethod
+    def to(cls, global_rank: int, group: Any) -> _Link:
+        return cls(group, dist.get_group_rank(group, global_rank), global_rank)
 
 
 class _Message(NamedTuple):
@@ -195,18 +208,20 @@ class _Message(NamedTuple):
     peer: int
 
     def wait(self, action: Action) -> None:
-        with blaming_peers(f"global rank {self.peer}, lost in {action}"):
+        try:
             for work in self.works:
                 work.wait()
+        except RuntimeError as error:
+            _blame_peer(f"global rank {self.peer}, lost in {action}", error)
 
 
-def _tag(receive: Action, place: int) -> int:
-    counted = {"stages": receive.stage, "microbatches": receive.microbatch, "tensors": place}
-    for (name, index), most in zip(
-        counted.items(), (_STAGES, _MICROBATCHES, _TENSORS), strict=True
-    ):
-        if index >= most:
-            raise ValueError(f"{receive}: gloo's tags tell at most {most} {name} apart")
+def _first_tag(receive: Action, num_tensors: int) -> int:
+    """Return the tag of a message's first tensor; those of the others follow."""
+    _, stage, microbatch = receive
+    if stage >= _STAGES or microbatch >= _MICROBATCHES or num_tensors > _TENSORS:
+        raise ValueError(
+            f"{receive} of {num_tensors} tensors: gloo's tags tell at most {_STAGES} stages, "
+            f"{_MICROBATCHES} microbatches and {_TENSORS} tensors apart"
+        )
     backward = receive.kind is Kind.RECV_B
-    number = (backward * _STAGES + receive.stage) * _MICROBATCHES + receive.microbatch
-    return number * _TENSORS + place
+    return ((backward * _STAGES + stage) * _MICROBATCHES + microbatch) * _TENSORS

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,15 @@ class WeightGradQueue:
         self.keeper = keeper
         self.flops = 0
         self._entries: list[Callable[[], None]] = []
+        self._outer: WeightGradQueue | None = None
+
+    def __enter__(self) -> None:
+        global _active
+        self._outer, _active = _active, self
+
+    def __exit__(self, *error: object) -> None:
+        global _active
+        _active, self._outer = self._outer, None
 
     def put(self, compute: Callable[[], None], flops: int = 0) -> None:
         """Keep ``compute`` for W."""
@@ -91,15 +100,9 @@ class WeightGradQueue:
             entries.pop()()
 
 
-@contextmanager
-def deferring(queue: WeightGradQueue) -> Iterator[None]:
+def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
     """Let marked weights' gradients go to ``queue``; for F too, whose graph decides it."""
-    global _active
-    outer, _active = _active, queue
-    try:
-        yield
-    finally:
-        _active = outer
+    return queue
 
 
 def mark(parameter: nn.Parameter) -> None:
@@ -119,9 +122,9 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
             no split is under way.
     """
 
-    @torch.no_grad()
     def add() -> None:
-        _accumulate(parameter, compute())
+        with torch.no_grad():
+            _accumulate(parameter, compute())
 
     if _active is None:
         add()
