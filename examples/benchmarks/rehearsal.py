@@ -6,7 +6,6 @@ device has it). Blocks of the other ranks have shapes and no memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.measured_costs import StageCosts, measure_costs
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.streams import make_lanes
-from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
 from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, one_at_a_time
 
 VOCABULARY = 256
@@ -145,12 +144,10 @@ class Rehearsal:
         seconds = []
         for _ in range(num_steps + 1):
             self.executor.timer = ActionTimer(size.device)
-            _synchronize()
-            started = time.perf_counter()
+            started = finished_at()
             transport.start_step()
             self.executor.run(plan, microbatches)
-            _synchronize()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(finished_at() - started)
             self.model.zero_grad(set_to_none=False)
         return median(seconds[1:])
 
@@ -164,8 +161,3 @@ class Rehearsal:
         schedule = build("uniform", size.num_ranks, CALIBRATION_MICROBATCHES, size.num_chunks)
         self.run(lower(one_at_a_time(schedule)), None, 1)
         return dict(measure_costs(self.executor, speed).stages)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
 
 import torch
 
-from lightning_pipeoffload.runtime.streams import CopyLanes, make_lanes
+from lightning_pipeoffload.runtime.streams import make_lanes
+from lightning_pipeoffload.runtime.timing import finished_at
 
 _BYTES = 32 << 20
 _REPETITIONS = 5
@@ -68,26 +68,18 @@ def measure_copy_speed(device: torch.device, num_bytes: int = _BYTES) -> CopySpe
         offload()
         reload()
 
-    seconds = [_median_seconds(copy, lanes) for copy in (offload, reload, both)]
+    seconds = [_median_seconds(copy) for copy in (offload, reload, both)]
     return CopySpeed(
         num_bytes / seconds[0], num_bytes / seconds[1], seconds[2] / (seconds[0] + seconds[1])
     )
 
 
-def _median_seconds(copy: Callable[[], None], lanes: CopyLanes) -> float:
+def _median_seconds(copy: Callable[[], None]) -> float:
     copy()  # touches the memory
-    return median(_seconds(copy, lanes) for _ in range(_REPETITIONS))
+    return median(_seconds(copy) for _ in range(_REPETITIONS))
 
 
-def _seconds(copy: Callable[[], None], lanes: CopyLanes) -> float:
-    _finish(lanes)
-    started = perf_counter()
+def _seconds(copy: Callable[[], None]) -> float:
+    started = finished_at()
     copy()
-    _finish(lanes)
-    return perf_counter() - started
-
-
-def _finish(lanes: CopyLanes) -> None:
-    """Wait on the host for what the lanes were given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    return finished_at() - started

@@ -7,13 +7,13 @@ that time is the hop. Edge after edge, so that no message shares its way with an
 from __future__ import annotations
 
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.timing import finished_at
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
 
@@ -57,10 +57,10 @@ def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor])
     for repetition in range(1 + _REPETITIONS):
         receive = Action(Kind.RECV_B, stage, repetition)
         transport.post(receive, peer, specs)
-        started = _now()
+        started = finished_at()
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
         transport.wait(receive)
-        seconds.append(_now() - started)
+        seconds.append(finished_at() - started)
     transport.finish_step()
     return median(seconds[1:]) / 2  # the first one waits until the peer has come here
 
@@ -80,10 +80,3 @@ def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSp
         tensors = transport.wait(receive)
         transport.send(Action(Kind.SEND_B, stage, repetition), peer, tensors)
     transport.finish_step()
-
-
-def _now() -> float:
-    """Return the time at which the device has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return perf_counter()

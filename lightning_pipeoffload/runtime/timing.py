@@ -17,6 +17,17 @@ from lightning_pipeoffload.schedule import Action, Kind
 _NUM_KEPT_STEPS = 16
 
 
+def finished_at() -> float:
+    """Wait until the accelerator, if there is one, has done all that it was given.
+
+    Returns:
+        The host's clock then, in seconds.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
 class HostClock:
     """Moments on the host, for devices whose work is done when the call returns."""
 
