@@ -197,6 +197,13 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly))
 
 
+def written_arguments(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the arguments that an operation writes in place."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield value
+
+
 def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, ShapeOnly):
         return leaf.meta
@@ -241,10 +248,9 @@ def _refuse_writes(
     func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
 ) -> None:
     """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        written = argument.alias_info is not None and argument.alias_info.is_write
+    for value in written_arguments(func, args):
         is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
-        if written and is_real and not any(drop(value) for drop in _drop_rules):
+        if is_real and not any(drop(value) for drop in _drop_rules):
             name = func.overloadpacket.__name__
             raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
 

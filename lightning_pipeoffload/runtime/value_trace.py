@@ -16,7 +16,11 @@ from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import CallCounter
 from lightning_pipeoffload.runtime.flow import Crossing, Flow, Port
 from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.shape_only import ShapeOnly, shape_only_leaves
+from lightning_pipeoffload.runtime.shape_only import (
+    ShapeOnly,
+    shape_only_leaves,
+    written_arguments,
+)
 from lightning_pipeoffload.runtime.users_code import deepest_users_line
 
 
@@ -97,9 +101,8 @@ class ValueTrace(CallCounter):
                 birth = _Birth(self.segment)
                 _bear(leaf, birth, self._block, tensors[0].lineage if is_view and tensors else ())
                 self._made.append(leaf)  # a custom function makes it require a gradient later
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and isinstance(value, ShapeOnly) and hasattr(value, "birth"):
+        for value in written_arguments(func, args):
+            if isinstance(value, ShapeOnly) and hasattr(value, "birth"):
                 self._written[_memory(value)].append((value, self.segment))
 
     def enter_block(self, index: int, arguments: Any) -> Any:
