@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime import deferred_node
 from lightning_pipeoffload.runtime.host_copies import HostCopies
 from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.saved_tensor import (
@@ -84,7 +84,7 @@ class ActivationStore:
         parameter = cast_parameter(tensor)
         if parameter is not None:
             return Cast(parameter, tensor)
-        for_weight = weight_grad.is_saving_weight_input()
+        for_weight = deferred_node.is_saving_weight_input()
         return self._keep(tensor, Part.FOR_W if for_weight else Part.FOR_B)
 
     def pack_for_weight(self, tensor: Tensor) -> Saved:
@@ -102,9 +102,9 @@ class ActivationStore:
         if (
             isinstance(saved, SavedTensor)
             and saved.is_weight_input
-            and weight_grad.is_reading_weight_input()
+            and deferred_node.is_reading_weight_input()
         ):
-            weight_grad.promise(self.fetch(saved))
+            deferred_node.promise(self.fetch(saved))
             return saved.stand_in()
         with self._named():
             return saved.unpack()

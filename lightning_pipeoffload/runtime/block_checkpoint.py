@@ -108,6 +108,6 @@ def _counts_no_versions(module: nn.Module) -> bool:
 def _is_checkpointed(block: nn.Module) -> bool:
     if getattr(block, "gradient_checkpointing", False) and block.training:
         return True  # a block of Hugging Face, which does it inside of its call
-    # Private: see weight_grad.
+    # Private: see deferred_node.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
@@ -107,7 +107,7 @@ class Pipeline:
         no_costs = SegmentCosts((), (), (), ())
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         for parameter in module.parameters():
-            weight_grad.mark(parameter)
+            weight_grad_kernels.mark(parameter)
         mark_slots(((slot, slot.tensor) for slot in slots), self._chain)
         self.attach()
 
@@ -230,12 +230,12 @@ class Pipeline:
         self._chain.intercept()
         if self.stages:
             self._move()
-        weight_grad.install_kernels(self.device.type)
+        weight_grad_kernels.install_kernels(self.device.type)
 
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self._chain.release()
-        weight_grad.remove_kernels()
+        weight_grad_kernels.remove_kernels()
 
     def _aliases(self, name: str) -> list[str]:
         return [other for other, i in self._identity.items() if i == self._identity[name]]

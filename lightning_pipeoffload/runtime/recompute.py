@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime import deferred_node
 from lightning_pipeoffload.runtime.call_recorder import CallRecorder
 from lightning_pipeoffload.runtime.cheap_calls import Source
 from lightning_pipeoffload.runtime.saved_tensor import cast_parameter, make_stand_in
@@ -139,17 +139,17 @@ class CheapRecompute:
         kept = self.pack(tensor)
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
         # What is kept for W alone may be elsewhere when B has to compute something from it.
-        if same and not weight_grad.is_saving_weight_input():
+        if same and not deferred_node.is_saving_weight_input():
             source.kept_as(kept, tensor.nbytes)
         return kept
 
     def _leave_out(self, source: Source, value_offset: int, tensor: Tensor) -> _Recipe:
         for_w = (
-            weight_grad.is_saving_weight_input()
+            deferred_node.is_saving_weight_input()
             and not source.is_needed_in_b
             and source.bytes_read <= tensor.nbytes
         )
-        with weight_grad.for_backward():  # W may compute what B has left on the device
+        with deferred_node.for_backward():  # W may compute what B has left on the device
             source.claim(self, for_w)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _Recipe(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
@@ -157,13 +157,13 @@ class CheapRecompute:
     def _unpack(self, packed: _Kept | _Recipe) -> Tensor:
         if isinstance(packed, _Kept):
             return self._store.unpack(packed)
-        if packed.for_w and weight_grad.is_reading_weight_input():
-            weight_grad.promise(lambda: self._value(packed))
+        if packed.for_w and deferred_node.is_reading_weight_input():
+            deferred_node.promise(lambda: self._value(packed))
             return make_stand_in(packed.size, packed.dtype, packed.device)
         return self._value(packed)
 
     def _value(self, packed: _Recipe) -> Tensor:
-        with weight_grad.for_backward():
+        with deferred_node.for_backward():
             value = packed.source.value(self, packed.for_w)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime import weight_grad
+from lightning_pipeoffload.runtime import weight_grad_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -14,4 +14,4 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    weight_grad.remove_kernels()
+    weight_grad_kernels.remove_kernels()

@@ -10,14 +10,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.weight_grad import (
-    WeightGradQueue,
-    _Linear,
-    deferring,
-    install_kernels,
-    mark,
-    remove_kernels,
-)
+from lightning_pipeoffload.runtime.deferred_calls import Linear
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.weight_grad_kernels import install_kernels, mark, remove_kernels
 
 
 class Product(nn.Module):
@@ -334,8 +329,8 @@ def test_checkpointed_blocks_recompute_in_b():
 
 def test_a_recomputation_stops_before_the_last_operation(monkeypatch):
     calls = []
-    compute = _Linear.forward
-    monkeypatch.setattr(_Linear, "forward", lambda *args: calls.append(args) or compute(*args))
+    compute = Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda *args: calls.append(args) or compute(*args))
     module = mark_all(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double())
     backward(module, make_input(), partial(checkpoint, module, use_reentrant=False))
     assert len(calls) == 3  # two in F, the first one again in B
@@ -411,7 +406,7 @@ def test_kernels_are_removed_again():
         ours = type(module(x).grad_fn).__name__
         remove_kernels()
         theirs = type(module(x).grad_fn).__name__
-    assert (ours, theirs) == ("_DeferredCallBackward", "AddmmBackward0")
+    assert (ours, theirs) == ("_DeferredBackward", "AddmmBackward0")
 
 
 def test_installing_twice_is_harmless():

@@ -1,0 +1,144 @@
+"""The autograd node of an operation whose weight gradient waits for W, and the input that it saves.
+
+That input is read by W; B needs its shape only. Hooks that put saved tensors elsewhere ask here
+whether what they are given is such an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_pipeoffload.runtime.deferred_calls import DeferredCall
+from lightning_pipeoffload.runtime.weight_grad import active_queue
+
+# Process-wide on purpose: see weight_grad.
+_saving = False
+_reading = False
+_promised: Callable[[], Tensor] | None = None
+
+
+def is_saving_weight_input() -> bool:
+    """Whether what autograd saves now is the input of a deferred operation: only W reads it."""
+    return _saving
+
+
+def is_reading_weight_input() -> bool:
+    """Whether that input is read back by the B of its operation, which hands it on to W."""
+    return _reading
+
+
+def promise(fetch: Callable[[], Tensor]) -> None:
+    """Say, from the hook that unpacks the input, how W gets it; B does with its shape."""
+    global _promised
+    _promised = fetch
+
+
+@contextmanager
+def for_backward() -> Iterator[None]:
+    """Let what a hook itself saves or reads inside be for B, whatever it does that for."""
+    global _saving, _reading
+    outer = _saving, _reading
+    _saving = _reading = False
+    try:
+        yield
+    finally:
+        _saving, _reading = outer
+
+
+def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
+    """Run an operation on x whose backward leaves the weight's gradient for W."""
+    # The first layer's input needs no gradient, but its weight does: something must ask for one.
+    if not x.requires_grad:
+        with _saving_input():
+            return _Deferred.apply(x, torch.empty(0, requires_grad=True), None, call)
+    if not _is_saving_hooked():
+        return _Deferred.apply(x, None, None, call)
+    # A Function saves after its forward has run; a checkpoint's recomputation, which stops at the
+    # last tensor saved, would so run the block's last operation in vain.
+    with _saving_input():
+        kept = _Keep.apply(x)
+    return _Deferred.apply(kept, None, kept.grad_fn, call)
+
+
+@contextmanager
+def _saving_input() -> Iterator[None]:
+    global _saving
+    _saving = True
+    try:
+        yield
+    finally:
+        _saving = False
+
+
+def _is_saving_hooked() -> bool:
+    """Whether what autograd saves goes through hooks, as inside a checkpoint."""
+    # Private: nothing public tells, and without hooks the second node would be paid for nothing.
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class _Keep(torch.autograd.Function):
+    """The identity; saves x before the operation that follows has run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Deferred(torch.autograd.Function):
+    """An operation whose only input to autograd is x; the weight is kept by reference.
+
+    ``keeper`` is the node that has saved x; None: this one does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, keeper: Any, call: DeferredCall
+    ) -> Tensor:
+        if keeper is None:
+            ctx.save_for_backward(x)
+        ctx.keeper = keeper
+        ctx.call = call
+        return call.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        call: DeferredCall = ctx.call
+        call.check_unchanged()
+        x, fetch = _read_input(ctx.keeper or ctx)
+        _queue_or_run(call, x, fetch, grad)
+        return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _read_input(node: Any) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    """Return what ``node`` saved, and how W gets it if this is a stand-in."""
+    global _reading, _promised
+    _reading, _promised = True, None
+    try:
+        (x,) = node.saved_tensors
+        return x.detach(), _promised
+    finally:
+        _reading, _promised = False, None
+
+
+def _queue_or_run(
+    call: DeferredCall, x: Tensor, fetch: Callable[[], Tensor] | None, grad: Tensor
+) -> None:
+    queue = active_queue()
+    if queue is None:
+        call.accumulate(fetch() if fetch else x, grad)
+        return
+    fetch_x = fetch or queue.keep(x)
+    fetch_grad = queue.keep(grad)
+    queue.put(lambda: call.accumulate(fetch_x(), fetch_grad()), call.flops(x, grad))

@@ -1,0 +1,157 @@
+"""Kernels at the dispatcher's autograd keys that leave the gradients of marked weights for W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.deferred_calls import (
+    BatchedProduct,
+    Convolution,
+    GroupedProduct,
+    Linear,
+    MatrixProduct,
+)
+from lightning_pipeoffload.runtime.deferred_node import apply_deferred
+from lightning_pipeoffload.runtime.weight_grad import active_queue
+
+_MARK = "_pipeoffload_deferred"
+# Views and casts save no tensors, so backward may pass them once per use.
+_TRANSPARENT = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ToCopyBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
+    "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0", "CloneBackward0",
+}  # fmt: skip
+
+_LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
+
+
+def mark(parameter: nn.Parameter) -> None:
+    """Say that the gradient of ``parameter`` may be left for W."""
+    setattr(parameter, _MARK, True)
+
+
+def _is_deferred(weight: Tensor | None) -> bool:
+    """Whether ``weight`` is a marked parameter, or a view or cast of one."""
+    if weight is None or not weight.requires_grad:
+        return False
+    if weight.is_leaf:
+        return getattr(weight, _MARK, False)
+    return _leads_to_mark(weight.grad_fn)
+
+
+def _leads_to_mark(node: Any) -> bool:
+    for _ in range(_LONGEST_VIEW):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return getattr(variable, _MARK, False)
+        if node.name() not in _TRANSPARENT:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
+    if active_queue() is None or not torch.is_grad_enabled() or not _is_deferred(weight):
+        return False
+    if torch.is_anomaly_enabled():  # which looks at what autograd itself computes
+        return False
+    return bias is None or not bias.requires_grad or _is_deferred(bias)
+
+
+def _linear(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _takes_part(weight, bias):
+            return apply_deferred(Linear(weight, bias), x)
+        return original.call_boxed(keys, x, weight, bias)
+
+    return kernel
+
+
+def _mm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if _takes_part(right, None):
+            return apply_deferred(MatrixProduct(right, None), left)
+        if _takes_part(left, None):
+            return apply_deferred(MatrixProduct(left.t(), None), right.t()).t()
+        return original.call_boxed(keys, left, right)
+
+    return kernel
+
+
+def _bmm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if _takes_part(right, None):
+            return apply_deferred(BatchedProduct(right, None), left)
+        if _takes_part(left, None):
+            call = BatchedProduct(left.transpose(1, 2), None)
+            return apply_deferred(call, right.transpose(1, 2)).transpose(1, 2)
+        return original.call_boxed(keys, left, right)
+
+    return kernel
+
+
+def _addmm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
+        unscaled = all(scale == 1 for scale in scales.values())
+        if unscaled and bias.dim() == 1 and _takes_part(right, bias):
+            return apply_deferred(MatrixProduct(right, bias), left)
+        return original.call_boxed(keys, bias, left, right, **scales)
+
+    return kernel
+
+
+def _grouped_mm(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
+        by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
+        if by_rows and _takes_part(right, None):
+            return apply_deferred(GroupedProduct(right, None, *options), left)
+        return original.call_boxed(keys, left, right, *options, **named)
+
+    return kernel
+
+
+def _convolution(original: Any) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        if _takes_part(weight, bias):
+            return apply_deferred(Convolution(weight, bias, *options), x)
+        return original.call_boxed(keys, x, weight, bias, *options)
+
+    return kernel
+
+
+_KERNELS = {
+    "linear": _linear,
+    "mm": _mm,
+    "bmm": _bmm,  # of einsum too
+    "addmm": _addmm,
+    "convolution": _convolution,
+    "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
+}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def install_kernels(device_type: str) -> None:
+    """Put the kernels in place for one type of device; again is harmless.
+
+    They cost 2 to 4 us a call while nothing is deferred, so :func:`remove_kernels` after training.
+    """
+    if device_type in _libraries:
+        return
+    key = f"Autograd{device_type.upper()}"
+    library = torch.library.Library("aten", "IMPL")
+    for name, make_kernel in _KERNELS.items():
+        original = torch.library.get_kernel(f"aten::{name}", key)
+        library.impl(name, make_kernel(original), key, with_keyset=True)
+    _libraries[device_type] = library
+
+
+def remove_kernels() -> None:
+    """Give the dispatcher its own kernels back."""
+    while _libraries:
+        # Private: a Library unregisters when it is collected, which is too late to rely on.
+        _libraries.popitem()[1]._destroy()
