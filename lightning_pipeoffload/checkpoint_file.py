@@ -129,7 +129,8 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def _new_part(path: Path) -> Path:
-    return Path(f"{path}.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
+    # Without the checkpoint's name, in which Lightning looks for hpc_ckpt_ and a number.
+    return path.with_name(f"being-written.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
 
 
 def _aside(path: Path) -> Path:

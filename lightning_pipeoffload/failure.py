@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -75,7 +75,12 @@ class FailureBoard:
         global_rank: of this process.
         world_size: of the run.
         launched: the other processes of this machine.
+
+    Attributes:
+        also_look: called with the store whenever this rank looks at it and nothing has failed.
     """
+
+    also_look: Callable[[Store], None] = staticmethod(lambda store: None)
 
     def __init__(self, global_rank: int, world_size: int, launched: LaunchedProcesses) -> None:
         self._store: Store | None = None
@@ -158,6 +163,8 @@ class FailureBoard:
             if lost != _RANK_ZERO_GONE and self._store.check([_FAILURE]):
                 return Failure.decode(self._store.get(_FAILURE))
             failure = lost or self._launched.find_ended_child(is_connecting=False)
+            if failure is None:
+                self.also_look(self._store)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
             return None if self._is_ending else _RANK_ZERO_GONE

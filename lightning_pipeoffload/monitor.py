@@ -38,9 +38,11 @@ class SharedMetricsConnector(_LoggerConnector):
 
     Attributes:
         describe: on global rank 0, returns what else to publish.
+        end_batch: called when the hooks of a batch's end have run.
     """
 
     describe: Callable[[], Any] = staticmethod(lambda: None)
+    end_batch: Callable[[], None] = staticmethod(lambda: None)
     _store: Store | None = None
     _publisher: Publisher | None = None
     _tick = 0
@@ -108,6 +110,7 @@ class SharedMetricsConnector(_LoggerConnector):
     def on_batch_end(self) -> None:
         super().on_batch_end()
         self.tick()
+        self.end_batch()
 
     @override
     def epoch_end_reached(self) -> None:

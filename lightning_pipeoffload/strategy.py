@@ -51,6 +51,7 @@ from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
+from lightning_pipeoffload.requeue import Requeue, join_requeue
 from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shape_only import ValueNeededError
@@ -166,6 +167,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._saves_folder = save_distributed_checkpoint
         self._run: PipelineRun | None = None
         self._end_hooks: EndHooks | None = None
+        self._requeue: Requeue | None = None
         self._group_names: list[list[list[str]]] = []
 
     # What is asked of the strategy
@@ -243,6 +245,9 @@ class PipeOffloadStrategy(PipelineProcesses):
         # The norm is of all stages.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self._end_hooks = join_loops(trainer, self._metrics_store)
+        self._requeue = join_requeue(
+            trainer, self.cluster_environment, self._connector, self._board
+        )
 
     def _attach(self) -> None:
         self._capture = LogCapture(self._module)
@@ -568,6 +573,8 @@ class PipeOffloadStrategy(PipelineProcesses):
     def on_train_end(self) -> None:
         self.finish_accumulating()  # where training has stopped in between
         self.run.end_training()
+        if self._requeue is not None:
+            self._requeue.end_training(self.group)
 
     @override
     def teardown(self) -> None:

@@ -72,6 +72,7 @@ USED = {
     "_logger_connector": TRAINER,
     "_signal_connector": TRAINER,
     "_sigterm_notifier_fn": TRAINER._signal_connector,
+    "_slurm_sigusr_handler_fn": TRAINER._signal_connector,
     "_callback_metrics": TRAINER._logger_connector,
     "_logged_metrics": TRAINER._logger_connector,
     "_progress_bar_metrics": TRAINER._logger_connector,
