@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -116,15 +116,17 @@ def run(
         callbacks: of each rank.
     """
     port = _free_port()
-    processes = [
-        FORKS.Process(target=run_rank, args=(rank, port, folder, callbacks[rank], log))
-        for rank in range(2)
-    ]
+    ended = run_both(run_rank, [(rank, port, folder, callbacks[rank], log) for rank in range(2)])
+    return ended, [Path(f"{log}{rank}").read_text() for rank in range(2)]
+
+
+def run_both(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Run a function in two processes, each with its arguments; return how they ended."""
+    processes = [FORKS.Process(target=target, args=mine) for mine in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
         process.kill()
         process.join()
-    logs = [Path(f"{log}{rank}").read_text() for rank in range(2)]
-    return [process.exitcode for process in processes], logs
+    return [process.exitcode for process in processes]
