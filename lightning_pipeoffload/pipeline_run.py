@@ -32,7 +32,12 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.hop_speed import measure_hops
 from lightning_pipeoffload.runtime.ledger import Ledger
 from lightning_pipeoffload.runtime.measured_costs import RankCosts, join_costs, measure_costs
-from lightning_pipeoffload.runtime.microbatch import batch_size, checksum, merge_outputs
+from lightning_pipeoffload.runtime.microbatch import (
+    batch_size,
+    checksum,
+    merge_outputs,
+    weigh_parts,
+)
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.streams import make_lanes
@@ -286,7 +291,7 @@ class PipelineRun:
         weigh = self._settings.microbatch_weight
         weights: list[float] = list(sizes)
         if callable(weigh):
-            weights = [float(weigh(microbatch.part)) for microbatch in microbatches]
+            weights = weigh_parts(weigh, [microbatch.part for microbatch in microbatches])
         shares = [weight / sum(weights) for weight in weights]
         for microbatch, share in zip(microbatches, shares, strict=True):
             microbatch.weight = share / accumulated

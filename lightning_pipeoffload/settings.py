@@ -1,4 +1,4 @@
-"""The strategy's arguments: checked before any work starts."""
+"""The strategy's arguments, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from lightning_pipeoffload.argument_checks import (
+    check_blocks,
+    check_count,
+    check_microbatch_weight,
+    check_offload,
+    check_schedule,
+    check_split,
+    is_name,
+)
 from lightning_pipeoffload.memory_limit import parse_bytes
 from lightning_pipeoffload.runtime.host_memory import HostBudget
 from lightning_pipeoffload.runtime.recompute import check_recompute
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
     Costs,
     Schedule,
     ScheduleError,
@@ -50,30 +58,17 @@ class PipelineSettings:
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
-            value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
-                raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
-        if not _is_none_or_names(self.blocks):
-            raise ValueError(
-                f"blocks must be the name of a ModuleList or Sequential, or a list of patterns of "
-                f"its blocks' names, not {self.blocks!r}"
-            )
-        if self.microbatch_weight != "samples" and not callable(self.microbatch_weight):
-            raise ValueError(
-                f'microbatch_weight must be "samples" or a callable of the microbatch, not '
-                f"{self.microbatch_weight!r}"
-            )
+            check_count(name, getattr(self, name))
+        check_blocks(self.blocks)
+        check_split(self.split)
+        check_microbatch_weight(self.microbatch_weight)
         check_recompute(self.recompute)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.host_memory_limit is not None:
             parse_bytes(self.host_memory_limit, "host_memory_limit")
-        _check_offload(self.offload)
-        if self._is_name() and self.schedule not in ("auto", *SCHEDULES):
-            raise ScheduleError(
-                f"schedule={self.schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "
-                f"path of a .csv file"
-            )
+        check_offload(self.offload)
+        check_schedule(self.schedule)
 
     def num_ranks(self, world_size: int) -> int:
         """Return the ranks of one pipeline.
@@ -200,13 +195,10 @@ class PipelineSettings:
             f"{num_ranks}"
         )
 
-    def _is_name(self) -> bool:
-        return isinstance(self.schedule, str) and not self.schedule.endswith(".csv")
-
     def _fixed_schedule(self) -> Schedule | None:
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        if callable(self.schedule) or self._is_name():
+        if callable(self.schedule) or is_name(self.schedule):
             return None
         return Schedule.from_csv(self.schedule)
 
@@ -217,7 +209,7 @@ class PipelineSettings:
         costs: Costs | None,
         memory_limit: float | None,
     ) -> Schedule:
-        if self._is_name():
+        if is_name(self.schedule):
             name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
             num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
             return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
@@ -225,18 +217,13 @@ class PipelineSettings:
         if given is None:
             assert callable(self.schedule)
             given = self.schedule(num_ranks, num_microbatches)
+            if not isinstance(given, Schedule):
+                raise ScheduleError(
+                    f"schedule={self.schedule!r} returned {given!r} for {num_ranks} ranks and "
+                    f"{num_microbatches} microbatches; it must return a Schedule"
+                )
         accept(given, costs, memory_limit)
         return given
-
-
-def _check_offload(offload: str | float) -> None:
-    named = offload in ("auto", "none", "half", "full")
-    share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
-    if not named and not (share and 0 <= float(offload) <= 1):
-        raise ValueError(
-            f"offload={offload!r} must be auto, none, half, full, or a share of the "
-            f"activations from 0 to 1"
-        )
 
 
 def refuse_unbuilt(**arguments: Any) -> None:
@@ -249,9 +236,3 @@ def refuse_unbuilt(**arguments: Any) -> None:
         default = _NOT_BUILT[name]
         if value != default:
             raise ValueError(f"{name}={value!r} is not built yet; leave it at {default!r}")
-
-
-def _is_none_or_names(blocks: Any) -> bool:
-    if blocks is None or isinstance(blocks, str):
-        return True
-    return isinstance(blocks, Sequence) and all(isinstance(name, str) for name in blocks)

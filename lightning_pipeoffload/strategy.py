@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.accumulation import Accumulation
+from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.checkpoint import (
     StateCollector,
     fill_groups,
@@ -147,6 +148,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             data_parallel_size=data_parallel_size,
             optimizer_sync=optimizer_sync,
         )
+        check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
+        check_backend(process_group_backend)
+        check_timeout(timeout)
         self.settings = PipelineSettings(
             pipeline_parallel_size,
             num_microbatches,

@@ -1,7 +1,10 @@
 """What the strategy's arguments choose, and the message of each that cannot be."""
 
+from datetime import timedelta
+
 import pytest
 
+from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import Schedule, ScheduleError, build
 from lightning_pipeoffload.settings import PipelineSettings, refuse_unbuilt
 
@@ -11,18 +14,46 @@ BAD_ARGUMENTS = {
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
     "schedule": ("1f2b", "schedule='1f2b' is unknown; use auto, gpipe, .* path of a .csv file"),
     "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
+    "split": ("evenly", 'split must be "auto", "even" or a list of block counts, not \'evenly\''),
     "offload": (1.5, "offload=1.5 must be auto, none, half, full, or a share"),
+    "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
     "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
     "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
+    "save_distributed_checkpoint": ("yes", "must be True or False, not 'yes'"),
+    "process_group_backend": ("glo", "'glo' is unknown to torch.distributed; .* or use .*gloo"),
+    "timeout": (60, "timeout must be a positive datetime.timedelta, .* not 60"),
 }
+ALSO_BAD = [
+    ("num_microbatches", True),
+    ("schedule", 3),
+    ("blocks", []),
+    ("blocks", ""),
+    ("split", [4.0, 4.0]),
+    ("split", ["4", "4"]),
+    ("split", 4),
+    ("process_group_backend", "cpu:gloo,cuda:ncc"),
+    ("timeout", timedelta(0)),
+]
 
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_a_bad_argument_is_refused(name):
     value, message = BAD_ARGUMENTS[name]
     with pytest.raises(ValueError, match=message):
-        PipelineSettings(**{name: value})
+        PipeOffloadStrategy(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), ALSO_BAD)
+def test_other_bad_arguments_are_refused_as_well(name, value):
+    with pytest.raises(ValueError, match=f"{name}( must|=)"):
+        PipeOffloadStrategy(**{name: value})
+
+
+def test_a_schedule_of_the_users_must_be_one():
+    settings = PipelineSettings(schedule=lambda num_ranks, num_microbatches: None)
+    with pytest.raises(ScheduleError, match="returned None for 2 ranks and 4 microb.* a Schedule"):
+        settings.make_schedule(2, 4)
 
 
 @pytest.mark.parametrize(("size", "world_size"), [("auto", 4), (4, 4), (1, 1)])

@@ -7,6 +7,7 @@ LightningModule's batch is one object of any shape, with strings beside.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,10 @@ def batch_size(batch: Any) -> int:
     """
     sizes = {size for size in _sizes(batch) if size != 1} or set(_sizes(batch))
     if not sizes:
-        raise ValueError("the batch holds no tensor with a dimension to cut into microbatches")
+        raise ValueError(
+            f"the batch, a {type(batch).__name__}, holds no tensor with a dimension to cut into "
+            f"microbatches; let collate_fn return tensors, in a dict, list, tuple or dataclass say"
+        )
     if len(sizes) > 1:
         raise ValueError(
             f"the tensors of the batch have different lengths {sorted(sizes)} along dimension 0, "
@@ -55,6 +59,29 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         return _map(leaf, batch)
 
     return [cut(start) for start in range(0, total, size)]
+
+
+def weigh_parts(weigh: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
+    """Return what each microbatch of a batch counts.
+
+    Args:
+        weigh: the user's.
+        parts: the microbatches.
+
+    Raises:
+        ValueError: what it returned are no numbers, or none that a mean can be weighed by.
+    """
+    returned = [weigh(part) for part in parts]
+    try:
+        weights = [float(weight) for weight in returned]
+    except (TypeError, ValueError):
+        weights = [math.nan]
+    if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        raise ValueError(
+            f"microbatch_weight returned {returned} for the microbatches of a batch; it must "
+            f"return numbers from 0 up, of which one is positive"
+        )
+    return weights
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:

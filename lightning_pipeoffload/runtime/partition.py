@@ -150,9 +150,7 @@ def _count_blocks(
         return _relieve_ranks(_balance(weights, num_stages), weights, stage_ranks)
     if split == "even":
         return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
-    if isinstance(split, str):
-        raise ValueError(f'split must be "auto", "even" or a list of block counts, not {split!r}')
-    counts = list(split)
+    counts = [int(count) for count in split]
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise ValueError(
             f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) "

@@ -10,6 +10,7 @@ from lightning_pipeoffload.runtime.microbatch import (
     checksum,
     merge_outputs,
     split_batch,
+    weigh_parts,
 )
 
 Pair = namedtuple("Pair", ["x", "names"])
@@ -72,6 +73,16 @@ def test_parts_are_views():
 def test_a_batch_without_samples_is_refused(batch):
     with pytest.raises(ValueError, match="holds no tensor with a dimension to cut"):
         batch_size(batch)
+
+
+@pytest.mark.parametrize("weight", [0, -1, None, "many", float("nan"), float("inf")])
+def test_weights_that_give_no_mean_are_refused(weight):
+    with pytest.raises(ValueError, match=r"microbatch_weight returned .*numbers from 0 up"):
+        weigh_parts(lambda part: weight, [1, 2])
+
+
+def test_a_microbatch_may_weigh_nothing():
+    assert weigh_parts(torch.tensor, [0, 3]) == [0.0, 3.0]
 
 
 def test_tensors_of_different_lengths_are_refused():

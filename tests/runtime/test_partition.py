@@ -88,7 +88,6 @@ BAD_SPLITS = {
     (3, 2): r"split=\[3, 2\] must have 2 entries .* add up to 4 blocks; its 2 entries add up to 5",
     (4,): r"split=\[4\] must have 2 entries .* its 1 entries add up to 4",
     (4, 0): r"split=\[4, 0\] must have 2 entries of at least 1",
-    "balanced": 'split must be "auto", "even" or a list of block counts, not \'balanced\'',
 }
 
 

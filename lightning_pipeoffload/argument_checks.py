@@ -1,0 +1,145 @@
+"""What each of the strategy's arguments may be; all else is refused before processes start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+
+from torch.distributed import Backend
+
+from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check a number of things that may be left to the strategy.
+
+    Raises:
+        ValueError: it is neither "auto" nor a positive int.
+    """
+    if value != "auto" and not (_is_int(value) and value >= 1):
+        raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
+
+
+def check_schedule(schedule: Any) -> None:
+    """Check the kind of the argument, and that a name is known.
+
+    Raises:
+        ValueError: it is none of the kinds that a schedule can be given as.
+        ScheduleError: there is no schedule of that name.
+    """
+    if not (isinstance(schedule, (str, PathLike, Schedule)) or callable(schedule)):
+        raise ValueError(
+            f"schedule must be a name, a Schedule, a callable (num_ranks, num_microbatches) -> "
+            f"Schedule, or the path of a .csv file, not {schedule!r}"
+        )
+    if is_name(schedule) and schedule not in ("auto", *SCHEDULES):
+        raise ScheduleError(
+            f"schedule={schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "
+            f"path of a .csv file"
+        )
+
+
+def is_name(schedule: Any) -> bool:
+    """Whether a schedule is given by its name."""
+    return isinstance(schedule, str) and not schedule.endswith(".csv")
+
+
+def check_blocks(blocks: Any) -> None:
+    """Check the kind of the argument.
+
+    Raises:
+        ValueError: it is neither a name nor several.
+    """
+    names = [blocks] if isinstance(blocks, str) else blocks
+    if blocks is not None and not _is_filled(names, lambda name: isinstance(name, str) and name):
+        raise ValueError(
+            f"blocks must be the name of a ModuleList or Sequential, or a list of patterns of "
+            f"its blocks' names, not {blocks!r}"
+        )
+
+
+def check_split(split: Any) -> None:
+    """Check the kind of the argument.
+
+    Raises:
+        ValueError: it is neither a known word nor a list of numbers.
+    """
+    if split not in ("auto", "even") and not _is_filled(split, _is_int):
+        raise ValueError(f'split must be "auto", "even" or a list of block counts, not {split!r}')
+
+
+def check_offload(offload: Any) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: it is neither a known word nor a share.
+    """
+    named = offload in ("auto", "none", "half", "full")
+    share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
+    if not named and not (share and 0 <= float(offload) <= 1):
+        raise ValueError(
+            f"offload={offload!r} must be auto, none, half, full, or a share of the "
+            f"activations from 0 to 1"
+        )
+
+
+def check_microbatch_weight(weight: Any) -> None:
+    """Check the kind of the argument.
+
+    Raises:
+        ValueError: it is neither "samples" nor a callable.
+    """
+    if weight != "samples" and not callable(weight):
+        raise ValueError(
+            f'microbatch_weight must be "samples" or a callable of the microbatch, not {weight!r}'
+        )
+
+
+def check_timeout(timeout: Any) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: it is no positive timedelta.
+    """
+    is_time = isinstance(timeout, timedelta) and timeout > timedelta()
+    if timeout is not None and not is_time:
+        raise ValueError(
+            f"timeout must be a positive datetime.timedelta, such as timedelta(minutes=30), not "
+            f"{timeout!r}"
+        )
+
+
+def check_backend(backend: Any) -> None:
+    """Check that torch knows the argument, or each of "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ValueError: it does not.
+    """
+    known = Backend.backend_list
+    parts = str(backend).lower().split(",")
+    if backend is not None and not all(part.split(":")[-1] in known for part in parts):
+        raise ValueError(
+            f"process_group_backend={backend!r} is unknown to torch.distributed; leave it at None, "
+            f"or use {', '.join(name for name in known if name != Backend.UNDEFINED)}"
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check that an argument is True or False.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_filled(values: Any, is_right: Any) -> bool:
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_list and len(values) > 0 and all(map(is_right, values))
