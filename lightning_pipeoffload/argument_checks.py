@@ -122,7 +122,7 @@ def check_backend(backend: Any) -> None:
     if backend is not None and not all(part.split(":")[-1] in known for part in parts):
         raise ValueError(
             f"process_group_backend={backend!r} is unknown to torch.distributed; leave it at None, "
-            f"or use {', '.join(name for name in known if name != Backend.UNDEFINED)}"
+            f"which is gloo on CPUs and nccl on GPUs"
         )
 
 

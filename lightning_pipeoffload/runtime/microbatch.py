@@ -28,7 +28,7 @@ def batch_size(batch: Any) -> int:
     sizes = {size for size in _sizes(batch) if size != 1} or set(_sizes(batch))
     if not sizes:
         raise ValueError(
-            f"the batch, a {type(batch).__name__}, holds no tensor with a dimension to cut into "
+            f"the batch ({type(batch).__name__}) holds no tensor with a dimension to cut into "
             f"microbatches; let collate_fn return tensors, in a dict, list, tuple or dataclass say"
         )
     if len(sizes) > 1:
