@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 from .actions import ScheduleError
@@ -161,7 +162,8 @@ def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
 
 
 def _check_limit(memory_limit: float | None) -> None:
-    if memory_limit is not None and not isinstance(memory_limit, (int, float)):
+    is_number = isinstance(memory_limit, (int, float)) and not isnan(memory_limit)
+    if memory_limit is not None and not is_number:
         raise ScheduleError(
             f"memory_limit ({memory_limit!r}) must be a number, in the unit of costs.activation"
         )

@@ -7,6 +7,7 @@ ICML 2025, formula 1).
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from .actions import ScheduleError
 from .costs import Costs
@@ -51,12 +52,12 @@ def estimated_copy_ratio(
         copy_rate: Bytes per second in one direction, when both directions take turns.
 
     Raises:
-        ScheduleError: One of them is not positive.
+        ScheduleError: One of them is no positive number.
     """
     sizes = {"hidden_size": hidden_size, "sequence_length": sequence_length}
     for name, value in {**sizes, "compute_rate": compute_rate, "copy_rate": copy_rate}.items():
-        if not value > 0:
-            raise ScheduleError(f"{name} ({value}) must be more than 0")
+        if not isinstance(value, (int, float)) or not 0 < value < inf:
+            raise ScheduleError(f"{name} ({value}) must be a number, and more than 0")
     compute_seconds = layer_flops(hidden_size, sequence_length) / compute_rate
     return 2 * layer_bytes(hidden_size, sequence_length) / copy_rate / compute_seconds
 
@@ -110,4 +111,4 @@ def _compute(costs: Costs, num_stages: int) -> list[float]:
 def _ratio(copies: float, compute: float) -> float:
     if compute:
         return copies / compute
-    return float("inf") if copies else 0.0
+    return inf if copies else 0.0

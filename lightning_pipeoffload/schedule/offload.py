@@ -91,10 +91,14 @@ def offload_activations(
         ScheduleError: The amount is none, the schedule has copies or transfers already, or the
             limit cannot be met.
     """
-    if schedule.has_transfers or schedule.has_copies:
+    if schedule.has_copies:
         raise ScheduleError(
-            f"schedule {schedule.name} has copies or transfers already; "
-            "offload before it is lowered, and once"
+            f"schedule {schedule.name} says itself what it offloads; ask for no offload, or use a "
+            f"schedule without copies, such as uniform"
+        )
+    if schedule.has_transfers:
+        raise ScheduleError(
+            f"schedule {schedule.name} has transfers already; offload before it is lowered"
         )
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit
@@ -113,7 +117,7 @@ def offload_activations(
 def _share(amount: str | float) -> float:
     named = {"none": 0.0, "half": 0.5, "full": 1.0}
     share = named.get(amount) if isinstance(amount, str) else amount
-    if share is None or not 0 <= share <= 1:
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ScheduleError(
             f"offload ({amount!r}) must be none, half, full, auto, or a share from 0 to 1"
         )

@@ -36,13 +36,18 @@ def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
     """Read the compute actions of every rank, and its copies; idle slots are left out.
 
     Raises:
-        ScheduleError: A cell is not an action of torch's compute-only format, with copies or not.
+        ScheduleError: It is no text, or a cell is not an action of torch's compute-only format,
+            with copies or not.
     """
-    with open(path, newline="") as file:
-        return [
-            [action for cell in row for text in _one_by_one(cell) for action in _read(text, path)]
-            for row in csv.reader(file)
-        ]
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} has no rows of text, one for each rank: {error}") from error
+    return [
+        [action for cell in row for text in _one_by_one(cell) for action in _read(text, path)]
+        for row in rows
+    ]
 
 
 def _cells(actions: Iterable[Action]) -> Iterator[str]:

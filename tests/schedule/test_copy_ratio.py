@@ -19,9 +19,10 @@ def test_formula_1_with_the_papers_rates(hidden_size, sequence_length, ratio):
     assert found == pytest.approx(ratio, abs=0.005)
 
 
-def test_rates_must_be_positive():
-    with pytest.raises(ScheduleError, match=r"copy_rate \(0\) must be more than 0"):
-        estimated_copy_ratio(4096, 4096, 1e12, 0)
+@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), float("nan"), "fast"])
+def test_rates_must_be_positive(rate):
+    with pytest.raises(ScheduleError, match=rf"copy_rate \({rate}\) must be a number, and more"):
+        estimated_copy_ratio(4096, 4096, 1e12, rate)
 
 
 def test_ratio_of_every_stage():

@@ -95,3 +95,9 @@ def test_csv_names_the_cell_that_is_wrong(tmp_path):
     (tmp_path / "s.csv").write_text("0F0,0SEND_F0\n")
     with pytest.raises(ScheduleError, match=r"'0SEND_F0' in .*s\.csv is no compute action"):
         Schedule.from_csv(tmp_path / "s.csv")
+
+
+def test_csv_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "s.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScheduleError, match=r"s\.csv has no rows of text, one for each rank"):
+        Schedule.from_csv(tmp_path / "s.csv")
