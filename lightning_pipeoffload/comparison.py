@@ -38,7 +38,8 @@ def compare(
     """Return the figures of each schedule, or under ``refused`` why it cannot be.
 
     Args:
-        names: Schedules by name, ``uniform+half`` with offload; the result has their order.
+        names: Schedules by name, ``uniform+half`` or ``uniform+0.3`` with offload; the
+            result has their order.
         costs: Of a rank that holds one stage. A schedule with v stages per rank has 1/v of each
             number in a stage, but for the communication; sequences stay as they are.
         memory_limit: The most memory of a rank.
@@ -68,10 +69,18 @@ def _row(
     try:
         schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
         if amount:
-            schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
+            schedule, _ = offload_activations(schedule, costs, _number(amount), memory_limit)
         return {**figures(schedule, simulate(schedule, costs)), "schedule": name}
     except ScheduleError as error:
         return {"schedule": name, "refused": str(error).partition("\n")[0]}
+
+
+def _number(amount: str) -> str | float:
+    """Return a share of the activations as a number, what has a name as it is."""
+    try:
+        return float(amount)
+    except ValueError:
+        return amount
 
 
 def _chunks(name: str, wanted: int | None) -> int:

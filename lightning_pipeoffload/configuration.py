@@ -77,7 +77,8 @@ def _refusals_of_one_line() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        _refuse(" ".join(str(error).split()))
+        message, *_ = str(error).partition("Config search path:")
+        _refuse(" ".join(message.split()))
     except ValueError as error:
         # What follows the first line is a drawing of the place.
         _refuse(str(error).partition("\n")[0])

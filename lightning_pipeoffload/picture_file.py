@@ -12,7 +12,23 @@ from lightning_pipeoffload.schedule.picture import picture
 from lightning_pipeoffload.schedule.svg import to_svg
 from lightning_pipeoffload.schedule.trace import to_trace
 
-__all__ = ["write_picture"]
+__all__ = ["check_picture", "write_picture"]
+
+
+def check_picture(path: str) -> None:
+    """Refuse what ``write_picture`` cannot write, before there is anything to draw.
+
+    Args:
+        path: Where a picture is to go.
+
+    Raises:
+        ScheduleError: There is no such ending or folder.
+    """
+    if Path(path).suffix not in WRITERS:
+        raise ScheduleError(f"picture ({path}) must end in one of {', '.join(WRITERS)}")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ScheduleError(f"picture ({path}) cannot be written: make the folder {folder} first")
 
 
 def write_picture(path: str, timeline: Timeline, costs: Costs, title: str) -> None:
@@ -25,13 +41,11 @@ def write_picture(path: str, timeline: Timeline, costs: Costs, title: str) -> No
         title: The line above a picture.
 
     Raises:
-        ScheduleError: There is no such ending or directory, or matplotlib is missing for a PNG.
+        ScheduleError: There is no such ending or folder, or matplotlib is missing for a PNG.
     """
-    write = WRITERS.get(Path(path).suffix)
-    if write is None:
-        raise ScheduleError(f"picture ({path}) must end in one of {', '.join(WRITERS)}")
+    check_picture(path)
     try:
-        write(Path(path), timeline, costs, title)
+        WRITERS[Path(path).suffix](Path(path), timeline, costs, title)
     except OSError as error:
         reason = error.strerror or error
         raise ScheduleError(f"picture ({path}) cannot be written: {reason}") from error

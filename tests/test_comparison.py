@@ -58,7 +58,8 @@ def test_the_table_has_a_row_for_each(capsys):
 
 def test_offload_variants_stand_beside_the_schedule():
     costs = Costs(2, 2, 2, activation=2, offload=2, reload=2)
-    alone, half = compare(["uniform", "uniform+half"], costs, **SIZES)
+    alone, half, share = compare(["uniform", "uniform+half", "uniform+0.5"], costs, **SIZES)
+    assert share == half | {"schedule": "uniform+0.5"}
     assert half["schedule"] == "uniform+half"
     assert max(half["peak_memory"]) < max(alone["peak_memory"])
     assert max(half["peak_host_memory"]) > max(alone["peak_host_memory"]) == 0

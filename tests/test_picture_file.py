@@ -26,12 +26,18 @@ def test_a_trace_is_json(tmp_path):
     ("name", "message"),
     [
         ("a.pdf", r"must end in one of \.svg, \.png, \.json"),
-        ("none/a.svg", "cannot be written: No"),
+        ("none/a.svg", "cannot be written: make the folder .*none first"),
     ],
 )
 def test_what_cannot_be_written_is_refused(name, message, tmp_path):
     with pytest.raises(ScheduleError, match=message):
         write_picture(str(tmp_path / name), TIMELINE, COSTS, "title")
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path):
+    (tmp_path / "a.svg").mkdir()
+    with pytest.raises(ScheduleError, match="cannot be written: Is a directory"):
+        write_picture(str(tmp_path / "a.svg"), TIMELINE, COSTS, "title")
 
 
 def test_a_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):

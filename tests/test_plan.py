@@ -10,6 +10,7 @@ from lightning_pipeoffload import configuration
 from lightning_pipeoffload.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+from lightning_pipeoffload.settings import DEFAULT_SCHEDULE
 
 
 def plan_config(*overrides):
@@ -74,6 +75,13 @@ def test_text_says_what_k_allows(capsys):
     assert "k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n" in printed
 
 
+def test_offload_is_told_where_copies_take_no_time(capsys):
+    plan(plan_config("schedule=uniform", "offload=half"))
+    printed = capsys.readouterr().out
+    assert "k 0: copies that take no time; costs.offload and" in printed
+    assert "rank 0: of 8 activations 8 leave" in printed
+
+
 def test_text_says_what_stays_and_why(capsys):
     plan(plan_config("schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
     printed = capsys.readouterr().out
@@ -116,11 +124,28 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("picture=plan.pdf", r"picture \(plan\.pdf\) must end in one of \.svg, \.png, \.json"),
         ("strategy.schedule=none.csv", r"strategy\.schedule \(none\.csv\) is no file"),
         ("compare=[fast]", "schedule 'fast' does not exist"),
+        ("compare=5", "schedule '5' does not exist"),
+        ("+costs.speed=3", r"costs\.speed is unknown; costs has forward, backward_input"),
+        ("+layer.width=3", r"layer\.width is unknown; layer has hidden_size, sequence_length"),
+        ("layer={hidden_size:many,sequence_length:8}", r"hidden_size \(many\) must be a number"),
+        ("+options.costs=3", r"options\.costs has a place of its own; set costs"),
+        ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
+        ("strategy.offload=[0.5]", r"offload \(\[0\.5\]\) must be none, half"),
     ],
 )
 def test_what_cannot_be_is_refused(override, message):
     with pytest.raises(ScheduleError, match=message):
         plan(plan_config(override))
+
+
+def test_a_schedule_that_offloads_is_not_offloaded_again():
+    with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
+        plan(plan_config("schedule=po_h", "offload=half"))
+
+
+def test_auto_is_what_a_run_takes(capsys):
+    plan(plan_config("schedule=auto", "format=json"))
+    assert json.loads(capsys.readouterr().out)["schedule"] == DEFAULT_SCHEDULE
 
 
 def test_a_schedule_is_read_from_a_file(capsys, tmp_path):
@@ -165,9 +190,17 @@ def test_one_name_is_compared_as_well(capsys):
     assert len(json.loads(capsys.readouterr().out)["compare"]) == 1
 
 
-def test_a_comparison_has_no_picture():
-    with pytest.raises(ScheduleError, match=r"picture \(a\.svg\) shows one schedule"):
-        plan(plan_config("compare=[1f1b,zb_h1]", "picture=a.svg"))
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("picture=a.svg", r"picture \(a\.svg\) shows one schedule"),
+        ("offload=half", r"offload \(half\) is for one schedule"),
+        ("+options.group_size=3", r"options \(\{'group_size': 3\}\) are for one schedule"),
+    ],
+)
+def test_what_a_comparison_has_no_place_for_is_refused(override, message):
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config("compare=[1f1b,grouped]", override))
 
 
 def test_the_command_leaves_nothing_behind(command, tmp_path):
@@ -194,6 +227,11 @@ def test_a_refusal_is_status_2_and_one_line(command, argument, words):
     assert words in err
     assert err.count("\n") == 1
     assert err.endswith("\n")
+
+
+def test_an_unknown_name_lists_the_known_ones_and_no_paths(command):
+    *_, err = command("offload=nonsense")
+    assert err.endswith("Available options in 'offload': auto full half none\n")
 
 
 def test_a_refusal_leaves_out_the_drawing_of_the_place(monkeypatch, capsys):

@@ -1,0 +1,93 @@
+"""What ``pipeoffload-plan`` prints of a schedule: tables and a drawing, or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pipeoffload.figures import figures
+from lightning_pipeoffload.schedule import Schedule, Timeline, draw
+
+__all__ = ["COUNTS", "REPORTS", "print_json", "print_text", "summary"]
+
+
+def print_json(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
+    """Print one JSON object with the figures, and nothing else."""
+    sys.stdout.write(json.dumps({**figures(schedule, timeline), **offload}) + "\n")
+
+
+def print_text(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
+    """Print a table of the ranks, the figures of all together and a drawing."""
+    console = Console()
+    console.print(rank_table(schedule, timeline))
+    console.out(
+        f"makespan {timeline.makespan:g}   bubble {timeline.bubble:.4f}   "
+        f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n",
+        highlight=False,
+    )
+    if offload["copy_ratio"] != 0 or "offloaded" in offload:
+        console.out(_about_copies(offload), highlight=False)
+    console.out(draw(timeline, console.width), highlight=False)
+
+
+def _about_copies(offload: dict[str, Any]) -> str:
+    ratio = offload["copy_ratio"]
+    lines = [f"k {'infinite' if ratio is None else f'{ratio:.3g}'}: {_what_k_allows(offload)}"]
+    if "offloaded" in offload:
+        ranks = zip(*(offload[name] for name in COUNTS), strict=True)
+        lines += [_of_rank(rank, *counts) for rank, counts in enumerate(ranks)]
+        slowdown = f"{offload['slowdown']:.4g}"
+        times = "" if slowdown == "1" else f"{slowdown} times "
+        lines += filter(
+            None, [f"the step takes {times}as long as without copies", offload["reason"]]
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _what_k_allows(offload: dict[str, Any]) -> str:
+    if offload["copy_ratio"] == 0:
+        return "copies that take no time; costs.offload and costs.reload say how long they take"
+    if offload["full_offload_is_free"]:
+        return "full offload is free"
+    return f"copies of at most {offload['free_share']:.0%} of the activations are hidden"
+
+
+COUNTS = ("wanted", "offloaded", "queued", "kept")
+"""What is told of each rank, by its name in ``OffloadReport``."""
+
+
+def _of_rank(rank: int, wanted: int, offloaded: int, queued: int, kept: int) -> str:
+    queue = f", {queued} from B to W" if queued else ""
+    stay = f", {kept} stay" if kept else ""
+    return f"rank {rank}: of {wanted} activations {offloaded} leave from F to B{queue}{stay}"
+
+
+REPORTS = {"text": print_text, "json": print_json}
+"""How to print, by the name of the format."""
+
+
+def summary(schedule: Schedule, timeline: Timeline) -> str:
+    """Return the line above a picture: what is planned, and its bubble."""
+    return f"{_sizes(schedule)}, bubble {timeline.bubble:.4f}"
+
+
+def _sizes(schedule: Schedule) -> str:
+    stages = "1 stage" if schedule.num_chunks == 1 else f"{schedule.num_chunks} stages"
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks of {stages}, "
+        f"{schedule.num_microbatches} microbatches"
+    )
+
+
+def rank_table(schedule: Schedule, timeline: Timeline) -> Table:
+    """Return a table with one row per rank: seconds at work and idle, and the peak memory."""
+    table = Table("rank", "stages", "busy", "idle", "peak memory", title=_sizes(schedule))
+    for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
+        stages = ", ".join(map(str, schedule.stages_of(rank)))
+        idle = timeline.makespan - busy
+        table.add_row(str(rank), stages, f"{busy:g}", f"{idle:g}", f"{peak:g}")
+    return table
