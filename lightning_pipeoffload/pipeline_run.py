@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_pipeoffload.accumulation import Accumulation, JoinedRun, join_batches
-from lightning_pipeoffload.checkpoint import prune_optimizer
 from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.machine_limits import MachineLimits
 from lightning_pipeoffload.memory_limit import device_limit
@@ -305,12 +303,12 @@ class PipelineRun:
             inputs.batch, size, inputs.call, inputs.kind, inputs.seed
         )
 
-    def commit(self, optimizers: list[Optimizer], accumulation: Accumulation) -> None:
-        """Keep what this rank owns, and agree where ranks share."""
-        self.pipeline.commit()
-        kept = {id(p) for p in self.pipeline.canonical_parameters().values()}
-        for optimizer in optimizers:
-            prune_optimizer(optimizer, kept)
+    def begin_training(self, accumulation: Accumulation) -> None:
+        """Agree on what several ranks own, and say what is going to run.
+
+        Args:
+            accumulation: of the first batch.
+        """
         self._group.share(self.pipeline)
         self._choose_plan(accumulation)
         if self._group.is_root:

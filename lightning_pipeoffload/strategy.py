@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
-from lightning_pipeoffload.checkpoint import (
-    StateCollector,
-    fill_groups,
-    forget_foreign,
-    load_module_state,
-    load_optimizer_state,
-    name_groups,
-    name_optimizer_state,
-    shapes_of,
-)
+from lightning_pipeoffload.checkpoint import SplitState
 from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, is_remote, present
 from lightning_pipeoffload.checkpoint_folder import (
     META_FILE,
@@ -45,23 +36,22 @@ from lightning_pipeoffload.checkpoint_folder import (
 )
 from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.end_hooks import EndHooks
-from lightning_pipeoffload.lbfgs import WholeGradient, give_history, join_lbfgs
-from lightning_pipeoffload.log_capture import LogCapture
+from lightning_pipeoffload.gradient_clipping import clip_by_norm_of_all
 from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.monitor import SharedMetricsConnector
+from lightning_pipeoffload.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizer_state import name_optimizer_state
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
-from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs, StepOutput
+from lightning_pipeoffload.pipeline_run import PipelineRun, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
 from lightning_pipeoffload.requeue import Requeue, join_requeue
 from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
-from lightning_pipeoffload.runtime.shape_only import ValueNeededError
-from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
+from lightning_pipeoffload.state_collector import shapes_of
 from lightning_pipeoffload.users_hooks import hooks_between_batches
-
-_KINDS = ("training_step", "validation_step", "test_step", "predict_step")
+from lightning_pipeoffload.users_steps import UsersSteps
 
 
 class PipeOffloadStrategy(PipelineProcesses):
@@ -172,7 +162,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._run: PipelineRun | None = None
         self._end_hooks: EndHooks | None = None
         self._requeue: Requeue | None = None
-        self._group_names: list[list[list[str]]] = []
 
     # What is asked of the strategy
 
@@ -246,59 +235,41 @@ class PipeOffloadStrategy(PipelineProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # The norm is of all stages.
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        clip_by_norm_of_all(self.precision_plugin, self.group)
         self._end_hooks = join_loops(trainer, self._metrics_store)
+        if self._end_hooks is not None:
+            self._steps.watching = self._end_hooks.watching_step
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
         )
 
     def _attach(self) -> None:
-        self._capture = LogCapture(self._module)
         if self._run is not None and self._run.pipeline.module is self._module:
             self._run.pipeline.attach()
-            return
-        self._run = PipelineRun(
-            self._module, self.group, self.settings, self.root_device, self.num_processes
-        )
+        else:
+            self._run = PipelineRun(
+                self._module, self.group, self.settings, self.root_device, self.num_processes
+            )
+            self._parameters = OptimizedParameters(
+                self._run.pipeline, self.group, lambda: self.optimizers
+            )
+            self._state = SplitState(self._run.pipeline, self.group, self._parameters)
+        self._steps = UsersSteps(self._module, self._run, self._seed)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         with self.shown_whole():
             super().setup_optimizers(trainer)
         if self._is_split:  # by a fit before this one
-            self._join_lbfgs()
+            self._parameters.join_lbfgs()
 
-    @contextmanager
-    def shown_whole(self) -> Iterator[None]:
-        """Let code that every rank runs freeze, unfreeze and group the parameters of all stages.
+    def shown_whole(self) -> AbstractContextManager[None]:
+        """Let code that every rank runs freeze, unfreeze and group the parameters of all stages."""
+        return self._parameters.shown_whole()
 
-        Raises:
-            RuntimeError: the code needs the value of a parameter that this rank does not own.
-        """
-        pipeline = self.run.pipeline
-        try:
-            with pipeline.shown_whole():
-                if self._is_split:
-                    fill_groups(self.optimizers, self._module, self._group_names)
-                yield
-                self._group_names = name_groups(self.optimizers, self._module)
-        except ValueNeededError as error:
-            raise RuntimeError(
-                f"{error}{in_brackets(users_line(error))}, which is on another rank; where "
-                f"parameters are frozen or grouped, only names and shapes of all are known"
-            ) from None
-        if self._is_split:
-            forget_foreign(self.optimizers)
-
-    def _join_lbfgs(self) -> None:
-        """Let every LBFGS go the whole model's way, whatever this rank has of it."""
-        pipeline = self.run.pipeline
-        for optimizer, (names, *_) in zip(self.optimizers, self._group_names, strict=True):
-            if isinstance(optimizer, LBFGS):
-                specs = {name: pipeline.specs[name] for name in names}
-                own = pipeline.canonical_parameters()
-                join_lbfgs(optimizer, WholeGradient(specs, own, self.group))
+    @property
+    def _is_split(self) -> bool:
+        return self._run is not None and self._run.pipeline.committed
 
     @override
     def model_to_device(self) -> None:
@@ -321,10 +292,12 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), forked_randomness():
-            inputs = self._inputs("training_step", args, kwargs)
+            inputs = self._steps.inputs("training_step", args, kwargs)
             microbatches = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
-            self._commit(accumulation)
+            if not self._is_split:
+                self._parameters.keep_own()
+                self.run.begin_training(accumulation)
             for microbatch in microbatches:
                 microbatch.differentiate = self._differentiate
             with sharing_casts(self.root_device):
@@ -357,13 +330,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         """Run the backwards that are left of batches whose optimizer step is still to come."""
         with self.precision_plugin.train_step_context(), forked_randomness():
             self.run.finish_plan()
-
-    def _commit(self, accumulation: Accumulation) -> None:
-        """Before the first training step: keep what this rank owns."""
-        if not self._is_split:
-            self._group_names = name_groups(self.optimizers, self._module)
-            self._join_lbfgs()
-            self.run.commit(self.optimizers, accumulation)
 
     def _before_backward(self) -> None:
         """Do what Lightning does between a training step and its backward."""
@@ -404,29 +370,12 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with forked_randomness():
-            done = self.run.evaluate(self._inputs(kind, args, kwargs))
+            done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
             self._log(done)
         return done.value
 
-    def _inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
-        batch, *rest = args
-        step = getattr(self._module, kind)
-
-        def call(part: Any) -> Any:
-            is_probe = self.run.executor.current is None
-            capturing = self._capture.capturing(self.run.is_on_last_stage, is_probe)
-            with capturing, nullcontext() if is_probe else self._watching_step():
-                return step(part, *rest, **kwargs)
-
-        loop = self._trainer.fit_loop.epoch_loop
-        position = self._trainer.current_epoch, loop.batch_idx, *rest
-        return StepInputs(kind, batch, call, mix_seed(self._seed, _KINDS.index(kind), *position))
-
-    def _watching_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._end_hooks is None else self._end_hooks.watching_step()
-
     def _log(self, done: StepOutput) -> None:
-        self._capture.replay(done.sizes)
+        self._steps.log(done.sizes)
         self._connector.tick(outputs=numbers_in(done.value))
 
     @property
@@ -452,52 +401,36 @@ class PipeOffloadStrategy(PipelineProcesses):
 
         return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages, tied weights counted once."""
-        parameters = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        counted = [p.grad for p in parameters if self.group.counts(p) and p.grad is not None]
-        total = self.group.global_norm(counted)
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
-
     # Checkpoints
-
-    @property
-    def _is_split(self) -> bool:
-        return self._run is not None and self._run.pipeline.committed
-
-    @property
-    def _states(self) -> StateCollector:
-        return StateCollector(self.run.pipeline, self.group)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
         if self._is_split:
-            return self._states.module_state(whole=not self._saves_folder)
+            return self._state.of_module(whole=not self._saves_folder)
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()
         return state if self.is_global_zero else shapes_of(state, global_rank=0)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._is_split:
+        if self._is_split:
+            self._state.load_module(checkpoint["state_dict"], strict)
+        else:
             super().load_model_state_dict(checkpoint, strict)
-            return
-        load_module_state(self._module, checkpoint["state_dict"], self.run.pipeline.names, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        names = self._group_names[[id(known) for known in self.optimizers].index(id(optimizer))]
         if self._is_split:
-            states = self._states
-            collect = states.optimizer_part if self._saves_folder else states.optimizer_state
-            return collect(optimizer, names)
+            return self._state.of_optimizer(optimizer, whole=not self._saves_folder)
         if not self.is_global_zero:
             return {}
         state = super().optimizer_state(optimizer)
-        return name_optimizer_state(state, names) if self._saves_folder else state
+        if not self._saves_folder:
+            return state
+        return name_optimizer_state(state, self._parameters.names_in(optimizer))
 
     @property
     @override
@@ -539,37 +472,21 @@ class PipeOffloadStrategy(PipelineProcesses):
         if not is_checkpoint_folder(folder):
             return super().load_checkpoint(checkpoint_path, weights_only)
         rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-        return read_checkpoint_folder(folder, rest, self.group, weights_only, self._own_places())
+        return read_checkpoint_folder(folder, rest, self.group, weights_only, self._used_places())
 
-    def _own_places(self) -> Callable[[Sequence[Any]], bool]:
+    def _used_places(self) -> Callable[[Sequence[Any]], bool]:
         """Return a function that says which entries of a checkpoint folder this rank uses."""
         fits = self._trainer.state.fn == TrainerFn.FITTING
-        if not self._is_split:
-            return lambda place: fits or place[0] == "model"
-        keys = self._module.state_dict().keys()
-        # LBFGS keeps all that it knows with its first parameter, for every rank.
-        stateful = {names[0][0] for names in self._group_names if names[0]}
-        stateful |= self.run.pipeline.canonical_parameters().keys()
-
-        def is_own(place: Sequence[Any]) -> bool:
-            kind, *inside = place
-            if kind == "model":
-                return inside[0] in keys
-            return fits and (inside[0] != "state" or inside[1] in stateful)
-
-        return is_own
+        if self._is_split:
+            return self._state.own_places(fits)
+        return lambda place: fits or place[0] == "model"
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._is_split:
+        if self._is_split:
+            self._state.load_optimizers(checkpoint["optimizer_states"])
+        else:
             super().load_optimizer_state_dict(checkpoint)
-            return
-        parameters = self.run.pipeline.canonical_parameters()
-        states = checkpoint["optimizer_states"]
-        for optimizer, state, names in zip(self.optimizers, states, self._group_names, strict=True):
-            if isinstance(optimizer, LBFGS):
-                state = give_history(state, names[0], parameters)
-            load_optimizer_state(optimizer, state, names, parameters)
 
     # The end
 

@@ -1,0 +1,25 @@
+"""Clipping by the gradient's norm, which is of all stages together."""
+
+from __future__ import annotations
+
+from lightning.pytorch.plugins.precision import Precision
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.collectives import PipelineGroup
+
+
+def clip_by_norm_of_all(precision: Precision, group: PipelineGroup) -> None:
+    """Let a precision plugin clip by the norm over all ranks, tied weights counted once.
+
+    Args:
+        precision: is asked by Lightning to clip.
+        group: the pipeline's processes.
+    """
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        parameters = [p for p in precision.main_params(optimizer) if p.grad is not None]
+        counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
+        clip_grads_with_norm_(parameters, clip_val, group.global_norm(counted))
+
+    precision.clip_grad_by_norm = clip  # type: ignore[method-assign]
