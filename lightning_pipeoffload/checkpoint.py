@@ -59,7 +59,7 @@ class SplitState:
         Raises:
             RuntimeError: as ``Module.load_state_dict``.
         """
-        module, names = self._pipeline.module, self._pipeline.names
+        module, names = self._pipeline.module, self._pipeline.tensors.names
         missing, unexpected = set(names) - set(state), set(state) - set(names)
         if strict and (missing or unexpected):
             raise RuntimeError(
@@ -75,7 +75,7 @@ class SplitState:
         Raises:
             ValueError: the states are of other groups.
         """
-        own = self._pipeline.canonical_parameters()
+        own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             if isinstance(optimizer, LBFGS):
                 state = give_history(state, names[0], own)
@@ -90,7 +90,7 @@ class SplitState:
         keys = self._pipeline.module.state_dict().keys()
         # LBFGS keeps all that it knows with its first parameter, for every rank.
         stateful = {names[0][0] for names in self._parameters.names if names[0]}
-        stateful |= self._pipeline.canonical_parameters().keys()
+        stateful |= self._pipeline.tensors.canonical_parameters().keys()
 
         def is_own(place: Sequence[Any]) -> bool:
             kind, *inside = place

@@ -128,14 +128,14 @@ class PipelineGroup:
         """Agree on what several ranks own: their first one's value counts."""
         groups = {
             ranks: dist.new_group(sorted(self.global_ranks[rank] for rank in ranks))
-            for ranks in pipeline.ranks_sharing()
+            for ranks in pipeline.tensors.ranks_sharing()
         }
         self._shared = []
-        for _, parameter, ranks in pipeline.shared_parameters():
+        for _, parameter, ranks in pipeline.tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
             dist.broadcast(parameter.data, source, group=groups[ranks])
             self._shared.append((parameter, groups[ranks], self.rank == ranks[0]))
-        for buffer in pipeline.common_buffers():
+        for buffer in pipeline.tensors.common_buffers():
             dist.broadcast(buffer, self.root)
 
     def sum_shared_gradients(self) -> None:

@@ -81,7 +81,7 @@ class OptimizedParameters:
         self.names = name_groups(self._optimizers(), self._pipeline.module)
         self.join_lbfgs()
         self._pipeline.commit()
-        kept = {id(p) for p in self._pipeline.canonical_parameters().values()}
+        kept = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             prune_optimizer(optimizer, kept)
 
@@ -89,6 +89,6 @@ class OptimizedParameters:
         """Let every LBFGS go the whole model's way, whatever this rank has of it."""
         for optimizer, (names, *_) in self.named():
             if isinstance(optimizer, LBFGS):
-                specs = {name: self._pipeline.specs[name] for name in names}
-                own = self._pipeline.canonical_parameters()
+                specs = {name: self._pipeline.tensors.specs[name] for name in names}
+                own = self._pipeline.tensors.canonical_parameters()
                 join_lbfgs(optimizer, WholeGradient(specs, own, self._group))

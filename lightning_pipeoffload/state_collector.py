@@ -52,7 +52,7 @@ class StateCollector:
     def _part(self) -> dict[str, Any]:
         """Return the entries that this rank can write: its own, and what belongs to no stage."""
         state = self._pipeline.module.state_dict()
-        owners = {name: self._pipeline.owner_of(name) for name in state}
+        owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
         return {
             name: value
             for name, value in state.items()
@@ -68,7 +68,7 @@ class StateCollector:
             for rank, part in by_rank
             for name, value in shapes_of(part, rank).items()
         }
-        place = {name: place for place, name in enumerate(self._pipeline.names)}
+        place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
         return {name: found[name] for name in sorted(found, key=lambda n: place.get(n, len(place)))}
 
     def _bring(self, value: Any, owner: int) -> Any:
@@ -118,7 +118,7 @@ class StateCollector:
         return part
 
     def _named_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        parameters = self._pipeline.canonical_parameters()
+        parameters = self._pipeline.tensors.canonical_parameters()
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         return {name_of[id(p)]: _on_cpu(state) for p, state in optimizer.state.items()}
 

@@ -96,7 +96,7 @@ class InProcessPipeline:
         }
 
     def _sum_shared_gradients(self) -> None:
-        shared = [pipeline.shared_parameters() for pipeline in self.ranks]
+        shared = [pipeline.tensors.shared_parameters() for pipeline in self.ranks]
         keys = sorted({(key, tuple(ranks)) for entries in shared for key, _, ranks in entries})
         for key, _ in keys:
             parameters = [p for entries in shared for k, p, _ in entries if k == key]

@@ -8,20 +8,20 @@ parameter elsewhere.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
-from lightning_pipeoffload.runtime.microbatch import shape_signature, split_batch
+from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.runtime.named_tensors import NamedTensors
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import (
     SegmentCosts,
@@ -30,17 +30,15 @@ from lightning_pipeoffload.runtime.partition import (
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.probe import Probe, probe_step
+from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import find_slots
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step_probes import StepProbes
 from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.whole_module import shown_whole
 from lightning_pipeoffload.schedule import Costs
-
-_MOST_PROBES = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,10 @@ class Pipeline:
         settings: how to cut.
         device: where the stages compute.
 
+    Attributes:
+        tensors: parameters and buffers by name.
+        probes: of the steps.
+
     Raises:
         ValueError: the module has no chain of blocks, or not enough of them.
     """
@@ -81,40 +83,29 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
-        state = module.state_dict(keep_vars=True)
-        self.names = list(state)
-        self.specs = {
-            key: TensorSpec(t.shape, t.dtype, False)
-            for key, t in state.items()
-            if isinstance(t, Tensor)
-        }
-        slots = find_slots(module)
-        by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
-        self._order = {slot.name: place for place, slot in enumerate(slots)}
-        self._identity = {slot.name: id(slot.tensor) for slot in slots}
-        self._trainable = {slot.name for slot in slots if slot.kind == "_parameters"}
-        self._slot_of = {
-            key: key if key in self._order else by_id.get(id(tensor))
-            for key, tensor in state.items()
-        }
+        self.tensors = NamedTensors(module, settings.stage_ranks)
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
         self._writes = StepWrites(module, self._chain, self.local_stages)
-        self._probes: OrderedDict[Any, Probe] = OrderedDict()
-        self._training_probe: Probe | None = None
+        self.probes = StepProbes(module, self._chain)
         self._segments: dict[str, set[int]] = {}
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         for parameter in module.parameters():
             weight_grad_kernels.mark(parameter)
-        mark_slots(((slot, slot.tensor) for slot in slots), self._chain)
+        mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self._chain)
         self.attach()
 
     @property
     def is_in_step(self) -> bool:
         """Whether the user's step is being run, or looked at."""
         return self._chain.is_running
+
+    @property
+    def ownership(self) -> Ownership:
+        """What this rank owns; there once the module is cut."""
+        return self.tensors.ownership
 
     @property
     def local_stages(self) -> list[int]:
@@ -139,7 +130,7 @@ class Pipeline:
         microbatches = []
         for index, part in enumerate(split_batch(batch, size)):
             call = _bind(run, part)
-            probe = self._probe(kind, part, call)
+            probe = self.probes.find(kind, part, call, self._take_in)
             microbatches.append(
                 Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
             )
@@ -156,74 +147,22 @@ class Pipeline:
 
         Every rank has to run the same code inside.
         """
-        foreign, owned = self.ownership.foreign if self.committed else [], {}
-        if foreign:
-            owned = {self._identity[n]: t for n, t in self.ownership.local_tensors().items()}
-        with shown_whole(foreign, owned, self._identity):
+        foreign = self.ownership.foreign if self.committed else []
+        owned = self.tensors.local_by_identity() if foreign else {}
+        with shown_whole(foreign, owned, self.tensors.identity):
             before = self._trainable_now()
             yield
             if self._trainable_now() != before:
-                self._probes.clear()  # what blocks hand on may need a gradient now, or none
-                self._training_probe = None
+                self.probes.forget()
 
     def _trainable_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.module.parameters()]
 
-    def shared_parameters(self) -> list[tuple[str, Tensor, tuple[int, ...]]]:
-        """List (name, parameter, ranks) of this rank's parameters that other ranks own too.
-
-        A tied weight is one parameter with several names, each on another stage, maybe; its first
-        name stands for it. In the same order on every rank.
-        """
-        shared = {
-            name: (name, tensor, self._ranks_of(name))
-            for name, tensor in self.canonical_parameters().items()
-        }
-        return [entry for _, entry in sorted(shared.items()) if len(entry[2]) > 1]
-
-    def ranks_sharing(self) -> list[tuple[int, ...]]:
-        """List every set of ranks that share a parameter, in the same order on every rank."""
-        found = {self._ranks_of(name) for name in self.ownership.owners if name in self._trainable}
-        return sorted(ranks for ranks in found if len(ranks) > 1)
-
-    def _ranks_of(self, name: str) -> tuple[int, ...]:
-        stages = set().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
-        return tuple(sorted({self._settings.stage_ranks[stage] for stage in stages}))
-
-    def common_buffers(self) -> list[Tensor]:
-        """List the buffers that every stage has, in the same order on every rank."""
-        count = len(self._settings.stage_ranks)
-        return [
-            tensor
-            for name, tensor in self.ownership.local_tensors().items()
-            if name not in self._trainable and len(self.ownership.owners[name]) == count
-        ]
-
-    def owner_of(self, key: str) -> int | None:
-        """Return the rank that saves an entry of the state dict: the one with its last stage.
-
-        None for what is no parameter or buffer: what ``get_extra_state`` or a hook has added.
-        """
-        slot = self._slot_of.get(key)
-        return (
-            None if slot is None else self._settings.stage_ranks[max(self.ownership.owners[slot])]
-        )
-
-    def canonical_parameters(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by their first name in the whole module."""
-        parameters = {
-            min(self._aliases(name), key=self._order.__getitem__): tensor
-            for name, tensor in self.ownership.local_tensors().items()
-        }
-        return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
-
     @property
     def weight_flops(self) -> int:
         """Operations of all weight gradients of this rank, for the first training microbatch."""
-        if self._training_probe is None:
-            return 0
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
-        return sum(self._training_probe.weight_flops[segment] for segment in segments)
+        return self.probes.weight_flops(segments)
 
     def attach(self) -> None:
         """Take charge of the blocks' calls and of their weight gradients."""
@@ -237,29 +176,17 @@ class Pipeline:
         self._chain.release()
         weight_grad_kernels.remove_kernels()
 
-    def _aliases(self, name: str) -> list[str]:
-        return [other for other, i in self._identity.items() if i == self._identity[name]]
-
     def _split_to_check(self) -> str | Sequence[int]:
         return "even" if self._settings.split == "auto" else self._settings.split
 
-    def _probe(self, kind: str, part: Any, call: Callable[[], Any]) -> Probe:
-        key = kind, self.module.training, shape_signature(part)
-        if key in self._probes:
-            self._probes.move_to_end(key)
-            return self._probes[key]
-        probe = self._probes[key] = probe_step(self.module, self._chain, call)
-        if len(self._probes) > _MOST_PROBES:
-            self._probes.popitem(last=False)
+    def _take_in(self, probe: Probe) -> None:
+        """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
         self._writes.expect(probe.written_in_place)
         if not self.committed:
             self._learn(probe)
-        if self._training_probe is None and torch.is_grad_enabled():
-            self._training_probe = probe
         if len(self.partition) > 1:
             check_hooks(probe, self._chain)
             check_crossings(probe, self._chain, self.partition)
-        return probe
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
@@ -267,7 +194,9 @@ class Pipeline:
         if not self._segments:
             self._cut(probe)
         found = find_segments(self.module, self._chain, probe)
-        computed = {name for name in found if name not in self._trainable and probe.segments[name]}
+        computed = {
+            name for name in found if name not in self.tensors.trainable and probe.segments[name]
+        }
         for name in computed - self._computed:  # no stage but these has its value from now on
             self._segments[name] = set()
         self._computed |= computed
@@ -294,7 +223,7 @@ class Pipeline:
             name: frozenset(s.index for s in self.partition if s.segments & segments)
             for name, segments in self._segments.items()
         }
-        self.ownership = Ownership(self.module, self._chain, owners, self.local_stages)
+        self.tensors.ownership = Ownership(self.module, self._chain, owners, self.local_stages)
         self._move()
         count = len(self.partition)
         for index in self.local_stages:

@@ -70,15 +70,15 @@ def test_memory_of_other_ranks_parameters_goes():
 
 def test_tied_weights_are_shared_by_first_and_last():
     ranks = after_a_step(DemoGPT(tie_weights=True), 4, tokens(2)).ranks
-    shared = [[(name, who) for name, _, who in rank.shared_parameters()] for rank in ranks]
+    shared = [[(name, who) for name, _, who in rank.tensors.shared_parameters()] for rank in ranks]
     tied = [("gpt.token_embedding.weight", (0, 3))]
     assert shared == [tied, [], [], tied]
-    assert [rank.ranks_sharing() for rank in ranks] == [[(0, 3)]] * 4
+    assert [rank.tensors.ranks_sharing() for rank in ranks] == [[(0, 3)]] * 4
 
 
 def test_untied_weights_are_not_shared():
     ranks = after_a_step(DemoGPT(), 2, tokens(2)).ranks
-    assert [rank.shared_parameters() for rank in ranks] == [[], []]
+    assert [rank.tensors.shared_parameters() for rank in ranks] == [[], []]
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "cnn", "llama_tied"])
@@ -87,9 +87,9 @@ def test_each_entry_of_the_state_dict_is_saved_by_one_rank_that_has_it(name):
     module = case.make().double()
     ranks = after_a_step(module, 2, case.batch(2)).ranks
     for key in module.state_dict():
-        owner = ranks[ranks[0].owner_of(key)]
+        owner = ranks[ranks[0].tensors.owner_of(key)]
         assert key in owner.module.state_dict()
-        assert ranks[1].owner_of(key) == ranks[0].owner_of(key)
+        assert ranks[1].tensors.owner_of(key) == ranks[0].tensors.owner_of(key)
 
 
 def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
@@ -123,7 +123,7 @@ def test_tables_without_parameters_are_everywhere():
             return super().forward(x + self.positions.table) + self.positions.table.sum()
 
     ranks = after_a_step(WithTable()).ranks
-    assert [len(rank.common_buffers()) for rank in ranks] == [1, 1]
+    assert [len(rank.tensors.common_buffers()) for rank in ranks] == [1, 1]
 
 
 def test_a_detached_module_is_plain_again():

@@ -118,7 +118,7 @@ class Averaging(Regression):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_buffer_of_what_a_stage_computes_is_saved_from_that_stage(place, assigns, schedule):
     pipeline, plain = run_both(Averaging(place, assigns), schedule, 2)
-    saver = pipeline.ranks[pipeline.ranks[0].owner_of("mean")].module
+    saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of("mean")].module
     torch.testing.assert_close(saver.state_dict()["mean"], plain.mean)
     last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.partition) - 1)
     assert last.module.count == plain.count
