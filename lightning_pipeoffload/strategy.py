@@ -19,13 +19,13 @@ from lightning.pytorch.plugins.io.wrapper import (
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
+from lightning_pipeoffload.batch_backward import BatchBackward
 from lightning_pipeoffload.checkpoint import SplitState
 from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, is_remote, present
 from lightning_pipeoffload.checkpoint_folder import (
@@ -154,7 +154,6 @@ class PipeOffloadStrategy(PipelineProcesses):
             memory_limit,
             host_memory_limit,
         )
-        self.zero_grad: Callable[[], None] | None = None
         self._steps_later = False
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -255,6 +254,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = UsersSteps(self._module, self._run, self._seed)
+        self.backward_of_batch = BatchBackward(self._module, self.precision_plugin, self._run)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -299,19 +299,18 @@ class PipeOffloadStrategy(PipelineProcesses):
                 self._parameters.keep_own()
                 self.run.begin_training(accumulation)
             for microbatch in microbatches:
-                microbatch.differentiate = self._differentiate
+                microbatch.differentiate = self.backward_of_batch.differentiate
             with sharing_casts(self.root_device):
-                done = self.run.train(inputs, microbatches, accumulation, self._before_backward)
+                start = self.backward_of_batch.start
+                done = self.run.train(inputs, microbatches, accumulation, start)
             self._log(done)
-        output = self._no_loss() if done.value is None else done.value
-        self.precision_plugin.post_backward(self._loss_of(output), self._module)
-        return output
+        return self.backward_of_batch.end(done.value)
 
     def _accumulation(self) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
         return Accumulation(
             num_batches,
-            is_first=self.zero_grad is not None,
+            is_first=self.backward_of_batch.zero_grad is not None,
             is_last=not self._steps_later,
             watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
@@ -330,26 +329,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         """Run the backwards that are left of batches whose optimizer step is still to come."""
         with self.precision_plugin.train_step_context(), forked_randomness():
             self.run.finish_plan()
-
-    def _before_backward(self) -> None:
-        """Do what Lightning does between a training step and its backward."""
-        if self.zero_grad is not None:
-            self.zero_grad()
-        results = self.run.executor.results
-        self.precision_plugin.pre_backward(
-            self._loss_of(results[-1] if results else None), self._module
-        )
-
-    def _differentiate(self, loss: Tensor) -> None:
-        self.precision_plugin.backward(loss, self._module, None)
-
-    def _loss_of(self, output: Any) -> Tensor:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if isinstance(loss, Tensor) else self._no_loss()
-
-    def _no_loss(self) -> Tensor:
-        """Stand for the loss on ranks that do not have it."""
-        return torch.zeros((), device=self.root_device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
