@@ -40,12 +40,13 @@ def _about_copies(offload: dict[str, Any]) -> str:
     if "offloaded" in offload:
         ranks = zip(*(offload[name] for name in COUNTS), strict=True)
         lines += [_of_rank(rank, *counts) for rank, counts in enumerate(ranks)]
-        slowdown = f"{offload['slowdown']:.4g}"
-        times = "" if slowdown == "1" else f"{slowdown} times "
-        lines += filter(
-            None, [f"the step takes {times}as long as without copies", offload["reason"]]
-        )
+        lines += filter(None, [_what_copies_cost(offload["slowdown"]), offload["reason"]])
     return "\n".join(lines) + "\n"
+
+
+def _what_copies_cost(slowdown: float) -> str:
+    times = "" if f"{slowdown:.4g}" == "1" else f"{slowdown:.4g} times "
+    return f"the step takes {times}as long as without copies"
 
 
 def _what_k_allows(offload: dict[str, Any]) -> str:
