@@ -12,12 +12,14 @@ from enum import Enum, IntFlag
 from typing import NamedTuple
 
 __all__ = [
+    "ACTIVATION",
     "COMPUTE",
     "COPIES",
     "HOST_EFFECTS",
     "MEMORY_EFFECTS",
     "RELOADS",
     "TRANSFERS",
+    "WAITING",
     "Action",
     "Kind",
     "MemoryEffect",
@@ -128,27 +130,30 @@ class MemoryEffect(NamedTuple):
     drops: Part = Part(0)
 
 
-_ACTIVATION = Part.FOR_B | Part.FOR_W
-_QUEUE = Part.FOR_W | Part.GRADIENT
+ACTIVATION = Part.FOR_B | Part.FOR_W
+"""What F saves."""
+
+WAITING = Part.FOR_W | Part.GRADIENT
+"""What waits for W, from the end of B on."""
 
 MEMORY_EFFECTS = {
-    Kind.F: MemoryEffect(puts=_ACTIVATION),
+    Kind.F: MemoryEffect(puts=ACTIVATION),
     Kind.B: MemoryEffect(puts=Part.GRADIENT, drops=Part.FOR_B),
-    Kind.W: MemoryEffect(drops=_QUEUE),
-    Kind.BW: MemoryEffect(drops=_ACTIVATION),
-    Kind.FREE: MemoryEffect(drops=_ACTIVATION),
-    Kind.RELOAD: MemoryEffect(puts=_ACTIVATION),
+    Kind.W: MemoryEffect(drops=WAITING),
+    Kind.BW: MemoryEffect(drops=ACTIVATION),
+    Kind.FREE: MemoryEffect(drops=ACTIVATION),
+    Kind.RELOAD: MemoryEffect(puts=ACTIVATION),
     Kind.RELOAD_B: MemoryEffect(puts=Part.FOR_B),
-    Kind.RELOAD_W: MemoryEffect(puts=_QUEUE),
-    Kind.FREE_W: MemoryEffect(drops=_QUEUE),
+    Kind.RELOAD_W: MemoryEffect(puts=WAITING),
+    Kind.FREE_W: MemoryEffect(drops=WAITING),
 }
 """What each kind does to the memory of the device; the others do nothing."""
 
 HOST_EFFECTS = {
-    Kind.OFFLOAD: MemoryEffect(puts=_ACTIVATION),
-    Kind.OFFLOAD_W: MemoryEffect(puts=_QUEUE),
+    Kind.OFFLOAD: MemoryEffect(puts=ACTIVATION),
+    Kind.OFFLOAD_W: MemoryEffect(puts=WAITING),
     Kind.B: MemoryEffect(drops=Part.FOR_B),
-    Kind.W: MemoryEffect(drops=_QUEUE),
-    Kind.BW: MemoryEffect(drops=_ACTIVATION),
+    Kind.W: MemoryEffect(drops=WAITING),
+    Kind.BW: MemoryEffect(drops=ACTIVATION),
 }
 """The same for the host, whose copy stays until the action that needs it has run."""

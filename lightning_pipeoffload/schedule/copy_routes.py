@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .actions import Action, Kind, Part
+from .actions import ACTIVATION, WAITING, Action, Kind, Part
 from .costs import Costs
 from .memory import PartSizes, part_sizes
 from .timeline import TOLERANCE, Event
@@ -99,15 +99,15 @@ class _Copies:
 
     def routes(self, saved: float, backward: Event, weight: float) -> Iterator[Route]:
         """Yield every route, what spares most memory first."""
-        away = self._leg(Kind.OFFLOAD, self.offload, _ACTIVATION, saved, backward.start)
-        whole = self._leg(Kind.RELOAD, self.reload, _ACTIVATION, saved, backward.start)
+        away = self._leg(Kind.OFFLOAD, self.offload, ACTIVATION, saved, backward.start)
+        whole = self._leg(Kind.RELOAD, self.reload, ACTIVATION, saved, backward.start)
         if backward.action.kind is Kind.B:
             between = backward.end, weight
             first = self._leg(Kind.RELOAD_B, self.reload, Part.FOR_B, saved, backward.start)
             rest = self._leg(Kind.RELOAD_W, self.reload, Part.FOR_W, *between)
-            queue = self._leg(Kind.RELOAD_W, self.reload, _QUEUE, *between)
+            queue = self._leg(Kind.RELOAD_W, self.reload, WAITING, *between)
             gradient = self._leg(Kind.OFFLOAD_W, self.offload, Part.GRADIENT, *between)
-            waiting = self._leg(Kind.OFFLOAD_W, self.offload, _QUEUE, *between)
+            waiting = self._leg(Kind.OFFLOAD_W, self.offload, WAITING, *between)
             yield away, first, gradient, queue
             if self.sizes[Part.FOR_W]:
                 yield away, first, rest
@@ -116,13 +116,9 @@ class _Copies:
             yield waiting, queue
 
     def _leg(self, kind: Kind, seconds: float, parts: Part, ready: float, due: float) -> Leg:
-        activation = self.sizes[_ACTIVATION]
+        activation = self.sizes[ACTIVATION]
         share = self.sizes[parts] / activation if activation else 1.0
         return Leg(self.action._replace(kind=kind), seconds * share, ready, due)
-
-
-_ACTIVATION = Part.FOR_B | Part.FOR_W
-_QUEUE = Part.FOR_W | Part.GRADIENT
 
 
 def _is_in_time(route: Route) -> bool:
