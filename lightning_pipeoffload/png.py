@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from os import PathLike
+from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.drawing import Drawing
+from lightning_pipeoffload.schedule.drawing import Area, Box, Drawing, Words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["write_png"]
 
@@ -30,30 +34,43 @@ def write_png(drawing: Drawing, path: str | PathLike[str], sharpness: float = 1.
         raise ScheduleError(
             "a .png needs matplotlib; pip install lightning-pipeoffload[plot], or write a .svg"
         )
-    from matplotlib.collections import PolyCollection  # noqa: PLC0415 - see the docstring
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - see the docstring
 
     size = (drawing.width / PIXELS_PER_INCH, drawing.height / PIXELS_PER_INCH)
     axes = (figure := Figure(figsize=size)).add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
+    _add_boxes(axes, drawing.boxes)
+    _add_areas(axes, drawing.areas)
+    _add_words(axes, drawing.words)
+    figure.savefig(path, dpi=sharpness * PIXELS_PER_INCH)
+
+
+def _add_boxes(axes: Axes, boxes: list[Box]) -> None:
+    from matplotlib.collections import PolyCollection  # noqa: PLC0415 - see the docstring
+
     corners = [
         [(b.x, b.y), (b.x + b.width, b.y), (b.x + b.width, b.y + b.height), (b.x, b.y + b.height)]
-        for b in drawing.boxes
+        for b in boxes
     ]
-    axes.add_collection(PolyCollection(corners, facecolors=[box.color for box in drawing.boxes]))
-    for area in drawing.areas:
+    axes.add_collection(PolyCollection(corners, facecolors=[box.color for box in boxes]))
+
+
+def _add_areas(axes: Axes, areas: list[Area]) -> None:
+    for area in areas:
         x, y = zip(*area.points, strict=True)
         axes.fill(x, y, color=area.color, linewidth=0)
         axes.plot(x, y, color=area.outline, linewidth=POINTS_PER_PIXEL)
-    for words in drawing.words:
+
+
+def _add_words(axes: Axes, lines: list[Words]) -> None:
+    for line in lines:
         axes.text(
-            words.x,
-            words.y,
-            words.text,
-            fontsize=words.size * POINTS_PER_PIXEL,
-            color=words.color,
-            horizontalalignment=ALIGNMENT[words.anchor],
+            line.x,
+            line.y,
+            line.text,
+            fontsize=line.size * POINTS_PER_PIXEL,
+            color=line.color,
+            horizontalalignment=ALIGNMENT[line.anchor],
             verticalalignment="center_baseline",
         )
-    figure.savefig(path, dpi=sharpness * PIXELS_PER_INCH)
