@@ -7,7 +7,7 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any
 
-from torch.distributed import Backend
+import torch.distributed as dist
 
 from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError
 
@@ -112,17 +112,16 @@ def check_timeout(timeout: Any) -> None:
 
 
 def check_backend(backend: Any) -> None:
-    """Check that torch knows the argument, or each of "cpu:gloo,cuda:nccl".
+    """Check that torch has the argument, or each of "cpu:gloo,cuda:nccl".
 
     Raises:
         ValueError: it does not.
     """
-    known = Backend.backend_list
-    parts = str(backend).lower().split(",")
-    if backend is not None and not all(part.split(":")[-1] in known for part in parts):
+    names = [part.split(":")[-1] for part in str(backend).split(",")]
+    if backend is not None and not all(map(dist.is_backend_available, names)):
         raise ValueError(
-            f"process_group_backend={backend!r} is unknown to torch.distributed; leave it at None, "
-            f"which is gloo on CPUs and nccl on GPUs"
+            f"process_group_backend={backend!r} is not there in this torch.distributed; leave it "
+            f"at None, which is gloo on CPUs and nccl on GPUs"
         )
 
 

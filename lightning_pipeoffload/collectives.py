@@ -7,6 +7,7 @@ clipped, and the batch's checksum, for which nobody waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,9 +38,17 @@ class PipelineGroup:
         schedule: tells which rank holds which stage.
         global_rank: of this process.
         device: where it computes.
+        timeout: how long a rank waits for another; None: as torch does, whatever the default
+            group's is.
     """
 
-    def __init__(self, schedule: Schedule, global_rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        global_rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.global_ranks = global_ranks_of(schedule)
         self.rank = self.global_ranks.index(global_rank)
         self.num_ranks = schedule.num_ranks
@@ -47,8 +56,11 @@ class PipelineGroup:
         self._global_rank = global_rank
         self.device = device
         self.root = min(self.global_ranks)
-        self.host_group: Any = dist.new_group(self.global_ranks, backend="gloo")
-        self.transport = ProcessGroupTransport(self.global_ranks, self.rank, self._edges(), device)
+        self._timeout = timeout
+        self.host_group: Any = dist.new_group(self.global_ranks, timeout, backend="gloo")
+        self.transport = ProcessGroupTransport(
+            self.global_ranks, self.rank, self._edges(), device, timeout
+        )
         self._shared: list[tuple[Tensor, Any, bool]] = []
         self._comparing: tuple[Any, Tensor] | None = None
 
@@ -127,7 +139,7 @@ class PipelineGroup:
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
         groups = {
-            ranks: dist.new_group(sorted(self.global_ranks[rank] for rank in ranks))
+            ranks: dist.new_group(sorted(self.global_ranks[rank] for rank in ranks), self._timeout)
             for ranks in pipeline.tensors.ranks_sharing()
         }
         self._shared = []

@@ -135,7 +135,7 @@ class PipelineProcesses(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
-            self._group = PipelineGroup(schedule, self.global_rank, self.root_device)
+            self._group = PipelineGroup(schedule, self.global_rank, self.root_device, self._timeout)
         if self.world_size > 1:
             self._connect(self._group)
 

@@ -1,12 +1,18 @@
 """Starting the ranks: what is said when some of them cannot come."""
 
+from datetime import timedelta
 from queue import Queue
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_pipeoffload import PipeOffloadStrategy, failure
+from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.launched import LaunchedProcesses
+from lightning_pipeoffload.schedule import build
 
 NODE = {"MASTER_ADDR": "node1", "MASTER_PORT": "12910", "NODE_RANK": "0"}
 
@@ -24,6 +30,20 @@ def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, m
     monkeypatch.delenv(missing)
     with pytest.raises(ValueError, match=rf"num_nodes=2, but .* with {missing} set"):
         make_trainer()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_group_waits_longer_than_the_timeout(monkeypatch, device):
+    timeouts = []
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, timeout=None, backend=None: timeouts.append(timeout)
+    )
+    seconds = timedelta(seconds=9)
+    group = PipelineGroup(build("1f1b", 2, 4), 0, torch.device(device), seconds)
+    tensors = Mock(ranks_sharing=lambda: [(0, 1)], shared_parameters=list, common_buffers=list)
+    group.share(Mock(tensors=tensors))
+    assert timeouts == [seconds] * {"cpu": 3, "cuda": 4}[device]
 
 
 def test_a_long_wait_for_other_ranks_is_told(monkeypatch):

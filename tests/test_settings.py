@@ -21,7 +21,7 @@ BAD_ARGUMENTS = {
     "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
     "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
     "save_distributed_checkpoint": ("yes", "must be True or False, not 'yes'"),
-    "process_group_backend": ("glo", "'glo' is unknown to torch.distributed; leave it at None"),
+    "process_group_backend": ("glo", "'glo' is not there in this torch.distributed; leave"),
     "timeout": (60, "timeout must be a positive datetime.timedelta, .* not 60"),
 }
 ALSO_BAD = [

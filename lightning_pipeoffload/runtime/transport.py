@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -113,6 +114,7 @@ class ProcessGroupTransport:
         rank: of this process in the pipeline.
         edges: directed pairs of pipeline ranks that exchange messages.
         device: where the tensors are.
+        timeout: how long a rank waits for another; None: as torch does.
     """
 
     def __init__(
@@ -121,8 +123,10 @@ class ProcessGroupTransport:
         rank: int,
         edges: set[tuple[int, int]],
         device: torch.device,
+        timeout: timedelta | None = None,
     ) -> None:
         self._device = device
+        self._timeout = timeout
         self._to: dict[int, _Link] = {}
         self._from: dict[int, _Link] = {}
         for (source, target), group in self._make_groups(global_ranks, edges).items():
@@ -138,10 +142,10 @@ class ProcessGroupTransport:
         self, global_ranks: list[int], edges: set[tuple[int, int]]
     ) -> dict[tuple[int, int], Any]:
         if self._device.type == "cpu":
-            group = dist.new_group(global_ranks, backend="gloo")
+            group = dist.new_group(global_ranks, self._timeout, backend="gloo")
             return dict.fromkeys(edges, group)
         return {
-            edge: dist.new_group([global_ranks[edge[0]], global_ranks[edge[1]]])
+            edge: dist.new_group([global_ranks[edge[0]], global_ranks[edge[1]]], self._timeout)
             for edge in sorted(edges)  # every rank makes them in this order
         }
 
