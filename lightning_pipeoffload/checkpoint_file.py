@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import (
+    _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
+)
 from typing_extensions import override
 
 _PART = ".part"
@@ -52,6 +55,12 @@ class MovingCheckpointIO(TorchCheckpointIO):
             part = _new_part(Path(path))
             os.rename(path, part)  # a folder goes file by file, and half of one is no checkpoint
             delete(part)
+
+
+def let_move(io: CheckpointIO) -> None:
+    """Let a plugin around another one write by :class:`MovingCheckpointIO`, if it has none yet."""
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = MovingCheckpointIO()
 
 
 @contextmanager

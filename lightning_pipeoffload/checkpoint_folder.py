@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoint_file import replacing
+from lightning_pipeoffload.checkpoint_file import is_remote, replacing
 from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
@@ -41,6 +42,31 @@ META_FILE = "meta.pt"
 def is_checkpoint_folder(path: str | Path) -> bool:
     """Whether there is a checkpoint in FSDPStrategy's layout."""
     return (Path(path) / META_FILE).is_file()
+
+
+def refuse_file_io(io: CheckpointIO) -> NoReturn:
+    """Refuse a plugin that writes files.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each rank "
+        f"writes its part of a folder by itself; leave one of them out"
+    )
+
+
+def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
+    """Refuse a place that is no local folder.
+
+    Raises:
+        ValueError: says what was given.
+    """
+    if storage_options is not None or is_remote(path):
+        raise ValueError(
+            f"a checkpoint folder is written to a mounted disk, without storage_options; got "
+            f"{path} and {storage_options!r}; set save_distributed_checkpoint=False"
+        )
 
 
 def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:

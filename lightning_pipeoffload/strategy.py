@@ -13,9 +13,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io.wrapper import (
-    _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
-)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,11 +24,13 @@ from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.batch_backward import BatchBackward
 from lightning_pipeoffload.checkpoint import SplitState
-from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, is_remote, present
+from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, let_move, present
 from lightning_pipeoffload.checkpoint_folder import (
     META_FILE,
     is_checkpoint_folder,
     read_checkpoint_folder,
+    refuse_file_io,
+    refuse_remote_folder,
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
@@ -421,12 +420,8 @@ class PipeOffloadStrategy(PipelineProcesses):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self._saves_folder:
-            raise ValueError(
-                f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each "
-                f"rank writes its part of a folder by itself; leave one of them out"
-            )
-        if isinstance(io, _WrappingCheckpointIO):
-            io.checkpoint_io = MovingCheckpointIO()  # unless it has one to wrap
+            refuse_file_io(io)
+        let_move(io)
         self._checkpoint_io = io
 
     @override
@@ -436,11 +431,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None or is_remote(filepath):
-            raise ValueError(
-                f"a checkpoint folder is written to a mounted disk, without storage_options; got "
-                f"{filepath} and {storage_options!r}; set save_distributed_checkpoint=False"
-            )
+        refuse_remote_folder(filepath, storage_options)
         write_checkpoint_folder(checkpoint, Path(self.broadcast(filepath)), self.group)
 
     @override
