@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "plan"]
 
+_COSTS = tuple(field.name for field in fields(Costs))
+_LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
+
 
 def plan(config: DictConfig) -> None:
     """Build and time the schedule that ``config`` names, or those to compare; print the figures.
@@ -51,6 +54,7 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in REPORTS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
+    _refuse_what_a_run_measures(config)
     costs = _costs(config)
     if config.compare:
         _compare(config, costs)
@@ -64,9 +68,24 @@ def plan(config: DictConfig) -> None:
     REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload})
 
 
+def _refuse_what_a_run_measures(config: DictConfig) -> None:
+    """Refuse arguments of the strategy that mean nothing for costs that are given."""
+    limit, recompute = config.strategy.memory_limit, config.strategy.recompute
+    if limit is not None:
+        raise ScheduleError(
+            f"strategy.memory_limit ({limit}) is in bytes, of a run; here set memory_limit, in the "
+            f"unit of costs.activation"
+        )
+    if recompute != "none":
+        raise ScheduleError(
+            f"strategy.recompute ({recompute}) is of a run; here it is in the costs that are "
+            f"given: a smaller costs.activation, a larger costs.backward_input"
+        )
+
+
 def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
-    costs = Costs(**_mapping(config, "costs", [field.name for field in fields(Costs)]))
+    costs = Costs(**_mapping(config, "costs", _COSTS))
     layer = _mapping(config, "layer", _LAYER)
     given = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
     if not given:
@@ -77,9 +96,6 @@ def _costs(config: DictConfig) -> Costs:
             "costs.reload; give these, or those"
         )
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
-
-
-_LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 
 
 def _offloaded(config: DictConfig, costs: Costs) -> tuple[Schedule, dict[str, Any]]:
@@ -106,32 +122,25 @@ def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
 def _schedule(config: DictConfig, costs: Costs, memory_limit: float | None) -> Schedule:
     """Build the schedule, or read it from a .csv, whose sizes are its own."""
     name = str(config.strategy.schedule)
-    if not name.endswith(".csv"):
-        name = DEFAULT_SCHEDULE if name == "auto" else name
-        given = {size: config[size] for size in ("num_ranks", "num_microbatches", "num_chunks")}
-        given |= {"costs": costs, "memory_limit": memory_limit}
-        options = _mapping(config, "options")
-        for option in options:
-            if option in given:
-                raise ScheduleError(f"options.{option} has a place of its own; set {option}")
-        return build(name, **given, **options)
-    if not Path(name).is_file():
-        raise ScheduleError(f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one")
-    schedule = Schedule.from_csv(name)
-    accept(schedule, costs, memory_limit)
-    return schedule
+    if name.endswith(".csv"):
+        if not Path(name).is_file():
+            raise ScheduleError(
+                f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one"
+            )
+        schedule = Schedule.from_csv(name)
+        accept(schedule, costs, memory_limit)
+        return schedule
+    sizes = {size: config[size] for size in ("num_ranks", "num_microbatches", "num_chunks")}
+    given = {**sizes, "costs": costs, "memory_limit": memory_limit}
+    options = _mapping(config, "options")
+    for option in options:
+        if option in given:
+            raise ScheduleError(f"options.{option} has a place of its own; set {option}")
+    return build(DEFAULT_SCHEDULE if name == "auto" else name, **given, **options)
 
 
 def _compare(config: DictConfig, costs: Costs) -> None:
-    if config.picture:
-        raise ScheduleError(f"picture ({config.picture}) shows one schedule; leave out compare")
-    if config.strategy.offload != "none":
-        raise ScheduleError(
-            f"offload ({config.strategy.offload}) is for one schedule; in compare write it behind "
-            f"a name, as in compare=[uniform,uniform+half]"
-        )
-    if config.options:
-        raise ScheduleError(f"options ({config.options}) are for one schedule; leave out compare")
+    _refuse_beside_compare(config)
     named = config.compare
     is_list = isinstance(named, Sequence) and not isinstance(named, str)
     names = map(str, named if is_list else [named])
@@ -146,6 +155,19 @@ def _compare(config: DictConfig, costs: Costs) -> None:
     for row in rows:
         if "refused" in row:
             console.out(f"{row['schedule']}: {row['refused']}", highlight=False)
+
+
+def _refuse_beside_compare(config: DictConfig) -> None:
+    """Refuse what is for one schedule."""
+    if config.picture:
+        raise ScheduleError(f"picture ({config.picture}) shows one schedule; leave out compare")
+    if config.strategy.offload != "none":
+        raise ScheduleError(
+            f"offload ({config.strategy.offload}) is for one schedule; in compare write it behind "
+            f"a name, as in compare=[uniform,uniform+half]"
+        )
+    if config.options:
+        raise ScheduleError(f"options ({config.options}) are for one schedule; leave out compare")
 
 
 def _mapping(

@@ -130,6 +130,8 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("layer={hidden_size:many,sequence_length:8}", r"hidden_size \(many\) must be a number"),
         ("+options.costs=3", r"options\.costs has a place of its own; set costs"),
         ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
+        ("strategy.memory_limit=4GiB", r"memory_limit \(4GiB\) is in bytes, of a run; here set"),
+        ("strategy.recompute=cheap", r"recompute \(cheap\) is of a run; here it is in the costs"),
         ("strategy.offload=[0.5]", r"offload \(\[0\.5\]\) must be none, half"),
     ],
 )

@@ -4,7 +4,7 @@
 
 One rank of a longer pipeline whose blocks sleep in F, B and W, and whose copies take as long as a
 link of a given speed would: a thread runs them, both directions in turn. The neighbours answer as
-the plan says (see offload_gpu.py). So all that is left of a step is what waits for what, which is
+the plan says (absent_neighbours.py). So all that is left of a step is what waits for what, which is
 the runtime's own code. "over none" is the step over that without offload in the same run; sleeping
 and waking up are in both.
 """

@@ -51,8 +51,8 @@ def validate(schedule: Schedule) -> None:
 
     Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
     every stage does only F. What is offloaded is freed and reloaded, in this order, before what
-    needs it. What is sent is received, in the same order on every directed edge. The
-    ranks never wait for each other in a circle.
+    needs it. What is sent is received, in the same order on every directed edge. The ranks never
+    wait for each other in a circle.
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
