@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _ChildProcessObserver,  # private: it kills this process, without a word, when a child has ended
@@ -20,9 +21,17 @@ from lightning_pipeoffload.failure_cause import Failure, cause_of_end
 _LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
 
 
-def sign_as_launcher() -> None:
-    """Let the processes that this one is going to start know who started them."""
+@contextmanager
+def signing_as_launcher() -> Iterator[None]:
+    """Let the ranks that this process starts meanwhile know who started them.
+
+    Not those that it starts at another time, by other means: they have another parent.
+    """
     os.environ[_LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(_LAUNCHER, None)
 
 
 class LaunchedProcesses:

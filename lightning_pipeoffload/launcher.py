@@ -6,6 +6,7 @@ That is either when each is done, or when one has failed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -16,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import (
     _TunerExitException,  # private: how a learning rate finder ends a fit that has not failed
 )
 from typing_extensions import override
+
+from lightning_pipeoffload.launched import signing_as_launcher
 
 
 class JointLauncher(_SubprocessScriptLauncher):
@@ -47,7 +50,8 @@ class JointLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            result = super().launch(function, *args, **kwargs)
+            with self._signing():
+                result = super().launch(function, *args, **kwargs)
             self._leave()
         except _TunerExitException:
             self._leave()
@@ -56,3 +60,8 @@ class JointLauncher(_SubprocessScriptLauncher):
             self._fail(exception)
             raise
         return result
+
+    def _signing(self) -> AbstractContextManager[None]:
+        if self.num_processes == 1 or self.cluster_environment.creates_processes_externally:
+            return nullcontext()
+        return signing_as_launcher()

@@ -36,7 +36,7 @@ from lightning_pipeoffload.failure_cause import (
     is_of_another_rank,
     status_after,
 )
-from lightning_pipeoffload.launched import LaunchedProcesses, sign_as_launcher
+from lightning_pipeoffload.launched import LaunchedProcesses
 from lightning_pipeoffload.launcher import JointLauncher
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
 from lightning_pipeoffload.settings import PipelineSettings
@@ -98,8 +98,6 @@ class PipelineProcesses(ParallelStrategy):
         self.settings.provisional_schedule(num_ranks)  # refuses here, before processes start
         if not self.cluster_environment.creates_processes_externally:
             self._refuse_unnamed_node()
-            if self.num_processes > 1:
-                sign_as_launcher()
         self._launcher = JointLauncher(
             self.cluster_environment,
             self.num_processes,

@@ -1,5 +1,6 @@
 """Starting the ranks: what is said when some of them cannot come."""
 
+import os
 from datetime import timedelta
 from queue import Queue
 from unittest.mock import Mock
@@ -46,11 +47,17 @@ def test_no_group_waits_longer_than_the_timeout(monkeypatch, device):
     assert timeouts == [seconds] * {"cpu": 3, "cuda": 4}[device]
 
 
+def test_a_trainer_that_has_started_no_ranks_claims_none():
+    before = dict(os.environ)
+    L.Trainer(accelerator="cpu", devices=2, logger=False, strategy=PipeOffloadStrategy())
+    assert os.environ == before
+
+
 def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
     monkeypatch.setattr(failure, "_PATIENCE_SECONDS", 0.0)
     said = Queue()
     monkeypatch.setattr(failure, "say", said.put)
     board = failure.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
-    line = said.get(timeout=200)
+    line = said.get(timeout=1000)
     board.stop()
     assert "global rank 0 still waits for all 4 ranks to connect" in line
