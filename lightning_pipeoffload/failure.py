@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 _FAILURE = "failure"
 _SEEN = "seen/"
 _POLL_SECONDS = 0.2
-# The cause of a broken connection has this long to show up.
-_CAUSE_SECONDS = 5.0
-# Who has told waits so long to be heard: a rank's core may stand still for a while. Only a rank of
-# another machine that was killed without a word is waited for to the end of it.
+# The cause of a broken connection has this long to show up: a core may stand still for a while.
+_CAUSE_SECONDS = 15.0
+# Who has told waits so long to be heard. Only a rank of another machine that was killed without a
+# word is waited for to the end of it.
 _HEARD_SECONDS = 30.0
 # So long the rank at fault may take to print its traceback and end.
 _END_SECONDS = 15.0
@@ -227,7 +227,7 @@ class FailureBoard:
 
 
 def _polls(seconds: float) -> Iterator[None]:
-    """Yield every now and then, for as long as ranks wait for each other's last words.
+    """Yield every now and then, for as long as ranks wait for each other's last words, or an end.
 
     Counted, not timed: where a machine stands still for a while, all ranks get the same chances.
     """
@@ -245,13 +245,13 @@ def say(line: str) -> None:
 def _exit_soon(exception: BaseException, status: int) -> None:
     """End this process even if something holds up its regular end."""
 
-    def exit_now() -> None:
+    def exit_in_the_end() -> None:
+        for _ in _polls(_END_SECONDS):
+            pass
         # Python keeps here what it has printed at the end of a script.
         if getattr(sys, "last_value", None) is not exception:
             traceback.print_exception(exception)
             sys.stderr.flush()
         os._exit(status)
 
-    timer = threading.Timer(_END_SECONDS, exit_now)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()
