@@ -8,20 +8,18 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_pipeoffload import failure
 from tests import fits
-from tests.rank_pool import _free_port
+from tests.forks import fork
+from tests.free_port import free_port
 
-# Processes that are forked from one which has imported everything: they start at once.
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+# A machine that runs tests may stand still for minutes.
+_PATIENCE_SECONDS = 500.0
 
 
 class SaveAndDie(L.Callback):
@@ -92,7 +90,6 @@ def run_rank(rank: int, port: int, folder: bool, callbacks: list[L.Callback], lo
     )
     for standard in (1, 2):
         os.dup2(os.open(f"{log}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-    torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     trainer = L.Trainer(
         **fits.SILENT,
@@ -115,18 +112,20 @@ def run(
         folder: whether checkpoints are folders.
         callbacks: of each rank.
     """
-    port = _free_port()
+    port = free_port()
     ended = run_both(run_rank, [(rank, port, folder, callbacks[rank], log) for rank in range(2)])
     return ended, [Path(f"{log}{rank}").read_text() for rank in range(2)]
 
 
 def run_both(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int]:
     """Run a function in two processes, each with its arguments; return how they ended."""
-    processes = [FORKS.Process(target=target, args=mine) for mine in arguments]
+    processes = [fork(target, *mine) for mine in arguments]
     for process in processes:
-        process.start()
+        process.join(_PATIENCE_SECONDS)
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
-        process.join(120)
         process.kill()
         process.join()
+    if hanging:
+        raise TimeoutError(f"global ranks {hanging} do not end")
     return [process.exitcode for process in processes]

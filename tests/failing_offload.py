@@ -1,14 +1,8 @@
-"""A run whose offload fails as it is told to; started as a user's script is.
-
-python tests/failing_offload.py CAUSE RANK
-"""
+"""A run whose offload fails as its arguments say: the cause, and the global rank."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
 import torch
@@ -66,7 +60,3 @@ def main() -> None:
         activation_memory.make_lanes = make_failing_lanes
     torch.manual_seed(0)
     trainer.fit(Net(cause), DataLoader(TensorDataset(torch.randn(128, 64)), 128))
-
-
-if __name__ == "__main__":
-    main()

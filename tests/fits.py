@@ -160,4 +160,9 @@ def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
 
 def outlive_failures(trainer: L.Trainer) -> None:
     """Let no rank end with the run: the pool needs its processes for more."""
-    trainer.strategy.launcher._fail = lambda exception: None
+
+    def leave(exception: BaseException) -> None:
+        if trainer.strategy._board is not None:
+            trainer.strategy._board.stop()
+
+    trainer.strategy.launcher._fail = leave

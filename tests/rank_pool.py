@@ -2,80 +2,94 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context, set_start_method
+from multiprocessing.connection import wait
 from typing import Any
+
+import torch.distributed as dist
+
+from tests.forks import FORKS, fork
+from tests.free_port import free_port
+
+# A machine that runs tests may stand still for minutes; who never answers is a defect all the same.
+_PATIENCE_SECONDS = 1000.0
 
 
 class RankPool:
-    """``size`` processes of one process group; a call runs on all of them."""
+    """``size`` processes; a call runs on all of them, in a process group of its own."""
 
     def __init__(self, size: int) -> None:
-        context = get_context("spawn")
-        port = _free_port()
         self.is_broken = False
         self._pipes = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            # No daemon: those must not have workers that load data.
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=False)
-            process.start()
+            ours, theirs = FORKS.Pipe()
             self._pipes.append(ours)
-            self._processes.append(process)
+            self._processes.append(fork(_serve, theirs, rank, size))
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 280) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function`` in every process; return the results by global rank.
 
         After a failure the processes may be anywhere, so the pool is of no more use.
         """
         self.is_broken = True
+        port = free_port()
         for pipe in self._pipes:
-            pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"global rank {rank} does not answer")
-            results.append(pipe.recv())
-        for rank, (error, _) in enumerate(results):
-            if error is not None:
-                raise AssertionError(f"global rank {rank} failed:\n{error}")
+            pipe.send((port, function, args))
+        running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results = {}
+        while running:
+            for pipe in _wait_for_any(running):
+                rank = running.pop(pipe)
+                results[rank] = _receive(pipe, rank)
         self.is_broken = False
-        return [value for _, value in results]
+        return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _wait_for_any(running: dict[Any, int]) -> list[Any]:
+    ready = wait(list(running), _PATIENCE_SECONDS)
+    if not ready:
+        raise TimeoutError(f"global ranks {sorted(running.values())} do not answer")
+    return ready
 
 
-def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+def _receive(pipe: Any, rank: int) -> Any:
+    try:
+        error, result = pipe.recv()
+    except EOFError:
+        error = "its process has ended"
+    if error is not None:
+        raise AssertionError(f"global rank {rank} failed:\n{error}")
+    return result
+
+
+def _serve(pipe: Any, rank: int, size: int) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(size),
-        OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size)
     )
-    import torch
-
-    torch.set_num_threads(1)
-    set_start_method(None, force=True)  # workers that load data: as the platform's users have them
+    gc.freeze()
     while True:
         try:
-            function, args = pipe.recv()
+            port, function, args = pipe.recv()
         except EOFError:  # whoever had the pool has gone
             return
+        os.environ["MASTER_PORT"] = str(port)
+        _end_groups()
         try:
             pipe.send((None, function(*args)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+
+
+def _end_groups() -> None:
+    """Let go of the process groups of the call before: their threads take time all the while."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()

@@ -50,7 +50,7 @@ def checkpoint_in(folder):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_trains_over_two_ranks(ranks, name, tmp_path):
-    ranks(2).run(run, name, tmp_path, timeout=240)
+    ranks(2).run(run, name, tmp_path)
     assert checkpoint_in(tmp_path)["global_step"] == 2
 
 
@@ -75,7 +75,7 @@ def test_a_configuration_of_the_users_own(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     assert checkpoint_in(folder)["state_dict"].keys() >= {"enter.weight", "blocks.1.norm.bias"}

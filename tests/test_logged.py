@@ -15,7 +15,7 @@ TOLERANCE["metric objects"] = 1e-6  # torchmetrics counts in float32
 @pytest.fixture(scope="module")
 def job(ranks):
     """Run a row with both schedules in one go."""
-    return lambda row: ranks(2).run(_fit_both, row, timeout=120)
+    return lambda row: ranks(2).run(_fit_both, row)
 
 
 def _fit_both(row):

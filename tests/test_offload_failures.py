@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "failing_offload.py"
+from tests import failing_offload
+from tests.forked_runs import run_forked
+
 FAILURES = {
     "host": (
         "OFFLOAD of microbatch 0",
@@ -27,18 +25,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("cause", FAILURES)
 def test_the_place_and_the_tensor_are_named(cause):
-    # Ends when the last process has closed its standard error.
-    done = subprocess.run(
-        [sys.executable, SCRIPT, cause, "0"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
     place, message = FAILURES[cause]
-    assert done.returncode == 1
-    assert re.search(rf"\[pipeoffload\] global rank \d failed in stage \d, {place}", done.stderr)
-    assert re.search(message, done.stderr)
+    run = run_forked(failing_offload.main, cause, "0")
+    assert run.status == 1
+    assert re.search(rf"\[pipeoffload\] global rank \d failed in stage \d, {place}", run.errors)
+    assert re.search(message, run.errors)

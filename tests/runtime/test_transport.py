@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -29,7 +28,9 @@ from lightning_pipeoffload.runtime.transport import (
     blaming_peers,
 )
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
-from tests.rank_pool import RankPool, _free_port
+from tests.forks import FORKS, fork
+from tests.free_port import free_port
+from tests.rank_pool import RankPool
 from tests.runtime.models import Outcome, Regression, assert_same, run_plain
 
 CPU = torch.device("cpu")
@@ -230,13 +231,9 @@ def wait_for_the_dead(pipe, rank, port):
 
 
 def test_a_dead_peer_is_noticed():
-    context = get_context("spawn")
-    (ours, theirs), port = context.Pipe(), _free_port()
-    processes = [
-        context.Process(target=wait_for_the_dead, args=(theirs, r, port)) for r in range(2)
-    ]
-    for process in processes:
-        process.start()
+    (ours, theirs), port = FORKS.Pipe(), free_port()
+    processes = [fork(wait_for_the_dead, theirs, rank, port) for rank in range(2)]
+    theirs.close()
     message = ours.recv()
     for process in processes:
         process.join()
