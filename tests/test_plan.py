@@ -1,5 +1,5 @@
 import json
-import subprocess
+import runpy
 import sys
 from importlib.util import find_spec
 
@@ -268,7 +268,8 @@ def test_the_configuration_of_a_wheel_is_inside_the_package(monkeypatch, tmp_pat
     assert configuration_directory() == tmp_path / "package" / "conf"
 
 
-def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "lightning_pipeoffload.plan", "format=json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert json.loads(done.stdout)["makespan"] == 27
+def test_it_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "format=json"])
+    monkeypatch.delitem(sys.modules, "lightning_pipeoffload.plan")
+    runpy.run_module("lightning_pipeoffload.plan", run_name="__main__", alter_sys=True)
+    assert json.loads(capsys.readouterr().out)["makespan"] == 27

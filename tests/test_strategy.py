@@ -19,12 +19,12 @@ def plain(tmp_path_factory):
     return fits.fit(0, str(folder), module={"dropout": 0.0}) | {"folder": folder}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_training_equals_one_device(ranks, plain, tmp_path, schedule, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"),
+    [(1, "zb_h1"), *((2, name) for name in SCHEDULES), (4, "zb_h1"), (4, "interleaved_1f1b")],
+)
+def test_training_equals_one_device(ranks, plain, tmp_path, num_ranks, schedule):
     options = {"module": {"dropout": 0.0}, "schedule": schedule}
-    if schedule == "interleaved_1f1b" and num_ranks == 1:
-        options["num_chunks"] = 2
     results = ranks(num_ranks).run(_fit, num_ranks, str(tmp_path), options)
     for result in results:
         assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
@@ -59,7 +59,7 @@ def test_tied_weights_train_as_on_one_device(ranks, tmp_path):
 def test_dropout_and_data_do_not_depend_on_the_number_of_ranks(ranks, tmp_path, data):
     options = {"data": {"kind": data}, "trainer": {"gradient_clip_val": None}}
     (expected,) = ranks(1).run(_fit, 1, str(tmp_path), options)
-    for num_ranks, schedule in ((2, "zb_h1"), (2, "interleaved_1f1b"), (4, "1f1b")):
+    for num_ranks, schedule in ((2, "interleaved_1f1b"), (4, "1f1b")):
         results = ranks(num_ranks).run(
             _fit, num_ranks, str(tmp_path), {**options, "schedule": schedule}
         )
