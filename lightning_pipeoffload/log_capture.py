@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from numbers import Number
@@ -53,24 +53,28 @@ class LogCapture:
         self._num_passes = 0
         self._metrics = WholeBatchValues(module)
 
-    @contextmanager
-    def capturing(self, keep: bool, probing: bool = False) -> Iterator[None]:
+    def capturing(self, keep: bool, probing: bool = False) -> AbstractContextManager[None]:
         """Take the calls of one microbatch.
 
         Args:
             keep: the step comes to its end, with all that it logs.
             probing: it has no values; shows only what is logged where.
         """
+        if keep or probing:
+            return self._capturing(keep, probing)
+        return _Unheard(self._module)
+
+    @contextmanager
+    def _capturing(self, keep: bool, probing: bool) -> Iterator[None]:
         repeats: Counter[str] = Counter()
         microbatch = self._num_passes
         calls: list[_Call] = []
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             call = _Call(microbatch, _detach(value), args, kwargs)
-            if keep or probing:
-                calls.append(call)
-                self._calls.setdefault((name, repeats[name]), []).append(call)
-                repeats[name] += 1
+            calls.append(call)
+            self._calls.setdefault((name, repeats[name]), []).append(call)
+            repeats[name] += 1
 
         self._module.__dict__["log"] = log
         self._num_passes += keep
@@ -112,6 +116,23 @@ class LogCapture:
     def _is_on_step(self, options: dict[str, Any]) -> bool:
         on_step = options.get("on_step")
         return self._module.trainer.training if on_step is None else bool(on_step)
+
+
+class _Unheard:
+    """What a stage logs that the step leaves before its end."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._attributes = module.__dict__
+
+    def __enter__(self) -> None:
+        self._attributes["log"] = _ignore
+
+    def __exit__(self, *error: object) -> None:
+        del self._attributes["log"]
+
+
+def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Take a call of ``self.log``."""
 
 
 def _detach(value: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,8 @@ _Look = list[tuple[object, int]]
 
 _DEPTH = 2
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+# Looked at in every microbatch: to ask whether they are a Mapping or a Metric takes longest.
+_WITHOUT_PARTS = {int, float, bool, str, type(None), FunctionType, MethodType}
 _FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
 
 
@@ -41,22 +44,34 @@ class WrittenAttributes:
         self._ignored = ignored
         self.names: set[str] = set()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Note the attributes that are written inside."""
-        before = {name: _look(value) for name, value in self._values()}
-        try:
-            yield
-        finally:
-            for name, value in self._values():
-                if not _is_same(before.get(name, []), _look(value)):
-                    self.names.add(name)
+        return _Watch(self)
 
-    def _values(self) -> list[tuple[str, Any]]:
+    def look(self) -> dict[str, _Look]:
+        """Look at all attributes that may be written for the first time."""
         attributes = vars(self._owner)
-        found = {**attributes, **attributes.get("_buffers", {})}
-        known = self._ignored | self.names
-        return [(name, value) for name, value in found.items() if name not in known]
+        return {
+            name: _look(value)
+            for space in (attributes, attributes.get("_buffers", {}))
+            for name, value in space.items()
+            if name not in self._ignored and name not in self.names
+        }
+
+
+class _Watch:
+    """A class, not a generator: a step that leaves through here would be thrown into it."""
+
+    def __init__(self, written: WrittenAttributes) -> None:
+        self._written = written
+
+    def __enter__(self) -> None:
+        self._before = self._written.look()
+
+    def __exit__(self, *error: object) -> None:
+        for name, after in self._written.look().items():
+            if not _is_same(self._before.get(name, []), after):
+                self._written.names.add(name)
 
 
 def _look(value: Any, depth: int = _DEPTH) -> _Look:
@@ -72,7 +87,9 @@ def _look(value: Any, depth: int = _DEPTH) -> _Look:
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
+    if type(value) in _WITHOUT_PARTS:
+        return ()
+    if isinstance(value, (dict, Mapping)):
         return list(value.values())
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)

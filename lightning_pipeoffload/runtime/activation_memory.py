@@ -113,8 +113,9 @@ class ActivationMemory:
 
     def _measured(self, action: Action) -> int:
         memory = self._stages[action.stage].memory
-        left = {Kind.F: memory.activation_bytes, Kind.B: memory.residue_bytes}
-        return left.get(action.kind) or 0
+        if action.kind is Kind.F:
+            return memory.activation_bytes or 0
+        return (memory.residue_bytes or 0) if action.kind is Kind.B else 0
 
 
 def _address(tensor: Tensor) -> int:

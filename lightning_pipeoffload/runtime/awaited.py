@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see shape_only
 
+from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
@@ -69,7 +70,8 @@ class Awaited(ShapeOnly):
 
 def give_values(tree: Any) -> Any:
     """Put values in the place of what stands for them."""
-    return tree_map(_value_of, tree)
+    stands_in = any(isinstance(leaf, Awaited) for leaf in leaves_of(tree))
+    return tree_map(_value_of, tree) if stands_in else tree
 
 
 def _value_of(leaf: Any) -> Any:

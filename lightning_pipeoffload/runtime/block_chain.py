@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copyreg
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -71,14 +71,9 @@ class BlockChain:
             return call()
         return self._pass.call_block(self._place[id(block)], call, arguments)
 
-    @contextmanager
-    def running(self, step_pass: Pass) -> Iterator[None]:
+    def running(self, step_pass: Pass) -> AbstractContextManager[None]:
         """Let ``step_pass`` decide about the blocks' calls."""
-        self._pass = step_pass
-        try:
-            yield
-        finally:
-            self._pass = None
+        return _Running(self, step_pass)
 
     def intercept(self) -> None:
         """See the blocks' calls from now on; again is harmless."""
@@ -95,6 +90,18 @@ class BlockChain:
             for block in self.blocks:
                 block.__class__ = own_class(block)
         self._intercepting = False
+
+
+class _Running:
+    def __init__(self, chain: BlockChain, step_pass: Pass) -> None:
+        self._chain = chain
+        self._step_pass = step_pass
+
+    def __enter__(self) -> None:
+        self._chain._pass = self._step_pass
+
+    def __exit__(self, *error: object) -> None:
+        self._chain._pass = None
 
 
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:

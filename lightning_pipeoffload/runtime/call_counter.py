@@ -11,9 +11,9 @@ from torch.overrides import (  # private: to let a block run without the mode ar
     TorchFunctionMode,
     _get_current_function_mode,
 )
-from torch.utils._pytree import tree_iter  # private: see shape_only
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.slots import Slot
 
@@ -108,8 +108,8 @@ class CallCounter(TorchFunctionMode):
 
 
 def _makes_the_models(result: Any, arguments: Any) -> bool:
-    made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-    if not made or not any(_is_the_models(leaf) for leaf in tree_iter(arguments)):
+    made = tensors_in(result)
+    if not made or not any(_is_the_models(leaf) for leaf in leaves_of(arguments)):
         return False
     for leaf in made:
         mark_as_the_models(leaf)

@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see shape_only
 
 from lightning_pipeoffload.runtime.awaited import Awaited
 from lightning_pipeoffload.runtime.call_counter import CallCounter, mark_as_the_models
 from lightning_pipeoffload.runtime.flow import Flow, Port
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
@@ -67,9 +68,8 @@ class Luggage(CallCounter):
         """Note a block's output; the next segment starts."""
         self.start(index + 1)
         if self._is_counting:
-            for leaf in tree_iter(output):
-                if isinstance(leaf, Tensor):
-                    mark_as_the_models(leaf)
+            for leaf in tensors_in(output):
+                mark_as_the_models(leaf)
         places = self._wanted.get((index + 1, 0))
         return self._note(0, places, output) if places else output
 

@@ -41,36 +41,64 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """Counts one rank's saved bytes.
-
-    Attributes:
-        entries: of the last step, one for each action that can change them.
-        peak_device_bytes: the most on the device, of all steps.
-        peak_host_bytes: the most on the host, of all steps.
-        offloaded_bytes: copied to the host in the last step.
-    """
+    """Counts one rank's saved bytes."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.peak_device_bytes = 0
-        self.peak_host_bytes = 0
-        self.offloaded_bytes = 0
+        self._entries: list[Entry] = []
+        self._peak_device_bytes = 0
+        self._peak_host_bytes = 0
+        self._offloaded_bytes = 0
+        self._not_counted: list[tuple[float, Action, Held]] = []
         self._held: dict[tuple[int, int], Held] = {}
         self._total = Held()
 
     def start_step(self) -> None:
         """Begin a new account; what the steps before left is gone."""
-        self.entries = []
-        self.offloaded_bytes = 0
+        self._count()
+        self._entries = []
+        self._offloaded_bytes = 0
         self._held = {}
         self._total = Held()
         self._started = time.perf_counter()
 
     def record(self, action: Action, held: Held) -> None:
         """Write down what the stage and microbatch of ``action`` holds after it."""
+        # Counted later: between two actions each line of code is a cold one.
+        self._not_counted.append((time.perf_counter() - self._started, action, held))
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The last step, one entry for each action that can change what is held."""
+        self._count()
+        return self._entries
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most on the device, of all steps."""
+        self._count()
+        return self._peak_device_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most on the host, of all steps."""
+        self._count()
+        return self._peak_host_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes copied to the host in the last step."""
+        self._count()
+        return self._offloaded_bytes
+
+    def _count(self) -> None:
+        for record in self._not_counted:
+            self._count_one(*record)
+        self._not_counted.clear()
+
+    def _count_one(self, seconds: float, action: Action, held: Held) -> None:
         key = action.stage, action.microbatch
         before = self._held.get(key, _NOTHING)
-        self.offloaded_bytes += max(held.host - before.host, 0)
+        self._offloaded_bytes += max(held.host - before.host, 0)
         self._held[key] = held
         total = self._total
         self._total = Held(
@@ -78,9 +106,9 @@ class Ledger:
             total.host + held.host - before.host,
             total.moving + held.moving - before.moving,
         )
-        self.peak_device_bytes = max(self.peak_device_bytes, self._total.device)
-        self.peak_host_bytes = max(self.peak_host_bytes, self._total.host)
-        self.entries.append(Entry(time.perf_counter() - self._started, action, self._total))
+        self._peak_device_bytes = max(self._peak_device_bytes, self._total.device)
+        self._peak_host_bytes = max(self._peak_host_bytes, self._total.host)
+        self._entries.append(Entry(seconds, action, self._total))
 
 
 _NOTHING = Held()

@@ -23,6 +23,15 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Describe ``tensor``."""
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+    def has_shape_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is as described, but for its gradient."""
+        return self.shape == tensor.shape and self.dtype == tensor.dtype
+
 
 @dataclass(frozen=True)
 class BlockOutput:
@@ -66,9 +75,7 @@ class BlockOutput:
 
 
 def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad)
-    return leaf
+    return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    tree_iter,
-    tree_map,
-)  # private: torch's own containers, HF outputs too
+from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
 
+from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.meta_kernels import remember_on_meta, run_on_meta
 
 aten = torch.ops.aten
@@ -137,7 +135,7 @@ class ShapeOnly(Tensor):
     ) -> Any:
         """Run ``func`` on meta tensors and unite the origins of its arguments."""
         kwargs = kwargs or {}
-        shape_only = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, ShapeOnly)]
+        shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in _FACTORIES:
             return _call_factory(func, device, args, kwargs)
@@ -194,7 +192,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
     """Yield the shape-only tensors in a pytree."""
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly))
+    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
 
 
 def written_arguments(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, S
 from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import Part
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -106,7 +108,11 @@ class StageRunner:
         """
         alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
-        with self._recording(alive) if keep else nullcontext():
+        with (
+            deferring(alive.queue) if keep else _NOTHING,
+            store.recording() if store else _NOTHING,
+            self._saving() if keep else _NOTHING,
+        ):
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
@@ -115,7 +121,7 @@ class StageRunner:
             if not keep:
                 return output
             alive.loss = _loss_of(output)
-            return tree_map(_detach, output)
+            return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
         self._check_payload(output, self.payload_out(microbatch))
         # The edge, not the tensor: the output's memory may go as soon as it is sent.
         alive.sent = [get_gradient_edge(leaf) for leaf in output if leaf.requires_grad]
@@ -157,32 +163,28 @@ class StageRunner:
         alive = self._alive.pop(microbatch.index)
         if alive.store:
             alive.store.arrive(Part.FOR_W | Part.GRADIENT)
-        with outside_autocast(microbatch.device):
-            alive.queue.run()
-
-    @contextmanager
-    def _recording(self, alive: _Alive) -> Iterator[None]:
-        keeping = alive.store.recording() if alive.store else nullcontext()
-        with deferring(alive.queue), keeping, self._saving():
-            yield
+        if alive.queue.is_waiting:
+            with outside_autocast(microbatch.device):
+                alive.queue.run()
 
     def _saving(self) -> AbstractContextManager[None]:
         is_cheap = self._context.recompute == "cheap"
-        return CheapRecompute().saving() if is_cheap else nullcontext()
+        return CheapRecompute().saving() if is_cheap else _NOTHING
 
     def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
-        found = [TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]
-        if found != specs and (torch.is_grad_enabled() or not _same_shapes(found, specs)):
-            name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
-            if _same_shapes(found, specs):
-                raise RuntimeError(
-                    f"whether the output of {name} requires a gradient has changed without the "
-                    f"other ranks knowing; freeze or unfreeze parameters in on_train_epoch_start, "
-                    f"as Lightning's BaseFinetuning does, or before fit"
-                )
+        name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
+        if len(leaves) != len(specs) or not all(map(TensorSpec.has_shape_of, specs, leaves)):
             raise RuntimeError(
-                f"{name} returned {found} where {specs} was expected from the shapes of the batch; "
-                f"what a block returns must not depend on the values of its input"
+                f"{name} returned {[*map(TensorSpec.of, leaves)]} where {specs} was expected from "
+                f"the shapes of the batch; what a block returns must not depend on the values of "
+                f"its input"
+            )
+        trains = [leaf.requires_grad for leaf in leaves]
+        if torch.is_grad_enabled() and trains != [spec.requires_grad for spec in specs]:
+            raise RuntimeError(
+                f"whether the output of {name} requires a gradient has changed without the other "
+                f"ranks knowing; freeze or unfreeze parameters in on_train_epoch_start, as "
+                f"Lightning's BaseFinetuning does, or before fit"
             )
 
 
@@ -203,10 +205,6 @@ def _loss_of(result: Any) -> Tensor:
             f"skip a batch, whose backward the other stages wait for: return a loss times 0"
         )
     return loss
-
-
-def _same_shapes(found: list[TensorSpec], specs: list[TensorSpec]) -> bool:
-    return [(s.shape, s.dtype) for s in found] == [(s.shape, s.dtype) for s in specs]
 
 
 def _detach(leaf: Any) -> Any:

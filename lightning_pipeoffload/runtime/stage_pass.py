@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter  # private: see shape_only
 
 from lightning_pipeoffload.runtime.awaited import give_values
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.carry import Luggage
 from lightning_pipeoffload.runtime.flow import Flow
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -182,8 +182,7 @@ class StagePass:
         output = self._luggage.leave_block(index, output)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
-            tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
-            raise StageExit([*tensors, *self._luggage.to_hand_on()])
+            raise StageExit([*tensors_in(output), *self._luggage.to_hand_on()])
         return output
 
     def _is_open(self, index: int) -> bool:

@@ -11,7 +11,7 @@ stage. What the first pass makes for all later ones, a flag or a cache, is made 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,9 +46,12 @@ class StepWrites:
         """Learn whose values the step changes in place, which are copied for each stage."""
         self._in_place.update(attributes)
 
-    @contextmanager
-    def of_stage(self, stage: int) -> Iterator[None]:
+    def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
+        return nullcontext() if len(self._num_passes) == 1 else self._taking_turns(stage)
+
+    @contextmanager
+    def _taking_turns(self, stage: int) -> Iterator[None]:
         if stage == max(self._num_passes):
             yield
         else:

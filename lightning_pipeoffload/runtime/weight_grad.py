@@ -73,6 +73,11 @@ class WeightGradQueue:
             return lambda: tensor
         return self.keeper.fetch(self.keeper.pack_for_weight(tensor))
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is anything for W."""
+        return bool(self._entries)
+
     @torch.no_grad()
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
