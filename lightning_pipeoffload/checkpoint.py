@@ -89,7 +89,7 @@ class SplitState:
         """
         keys = self._pipeline.module.state_dict().keys()
         # LBFGS keeps all that it knows with its first parameter, for every rank.
-        stateful = {names[0][0] for names in self._parameters.names if names[0]}
+        stateful = {groups[0][0] for groups in self._parameters.names if groups and groups[0]}
         stateful |= self._pipeline.tensors.canonical_parameters().keys()
 
         def is_own(place: Sequence[Any]) -> bool:

@@ -87,8 +87,8 @@ class OptimizedParameters:
 
     def join_lbfgs(self) -> None:
         """Let every LBFGS go the whole model's way, whatever this rank has of it."""
-        for optimizer, (names, *_) in self.named():
+        for optimizer, groups in self.named():
             if isinstance(optimizer, LBFGS):
-                specs = {name: self._pipeline.tensors.specs[name] for name in names}
+                specs = {name: self._pipeline.tensors.specs[name] for name in groups[0]}
                 own = self._pipeline.tensors.canonical_parameters()
                 join_lbfgs(optimizer, WholeGradient(specs, own, self._group))

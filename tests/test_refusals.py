@@ -45,6 +45,11 @@ class Gathers(fits.Net):
         return loss
 
 
+class NoOptimizer(fits.Net):
+    def configure_optimizers(self):
+        return None
+
+
 class NoChain(fits.Net):
     def __init__(self):
         super().__init__()
@@ -150,6 +155,7 @@ CASES = [
         "least 10 blocks",
     ),
     (Gathers, {}, None),  # over the replicas, of which there is one
+    (NoOptimizer, {}, None),  # Lightning warns, and nothing trains
 ]
 
 
