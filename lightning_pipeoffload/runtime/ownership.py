@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
@@ -30,6 +31,7 @@ class Ownership:
         chain: its blocks.
         owners: name of a parameter or buffer to the stages that own it.
         local_stages: the stages of this rank.
+        device: where they compute; what is not there says that it is there.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Ownership:
         chain: BlockChain,
         owners: Mapping[str, frozenset[int]],
         local_stages: Iterable[int],
+        device: torch.device,
     ) -> None:
         self.owners = owners
+        self._device = device
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
         self.foreign: list[ForeignParameter] = []
@@ -49,8 +53,8 @@ class Ownership:
         with_hidden = {id(slot.module) for slot in glue if not self._is_common_buffer(slot)}
         self._glue = [slot for slot in glue if id(slot.module) in with_hidden]
         self._blocks: dict[str, tuple[_View, _View]] = {}
-        self._home = _make_view(self._glue, owners, _all)
-        self._hidden = _make_view(self._glue, owners, self._is_common_buffer)
+        self._home = self._make_view(self._glue, _all)
+        self._hidden = self._make_view(self._glue, self._is_common_buffer)
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
@@ -70,7 +74,7 @@ class Ownership:
         """Let a block that another stage runs have nothing but shapes, whoever owns it."""
         if block not in self._blocks:
             slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
-            views = (_make_view(slots, self.owners, visible) for visible in (_all, _none))
+            views = (self._make_view(slots, visible) for visible in (_all, _none))
             self._blocks[block] = next(views), next(views)
         home, hidden = self._blocks[block]
         _exchange(hidden)
@@ -91,7 +95,7 @@ class Ownership:
         """Take what other ranks own out of the module."""
         siblings = {id(slot.module): tuple(slot.module._parameters) for slot in self.slots}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
-            placeholder = _placeholder(slot, self.owners[slot.name])
+            placeholder = self._placeholder(slot)
             placeholder.requires_grad_(slot.tensor.requires_grad)  # as later probes have to see it
             if slot.kind == "_parameters":
                 self.foreign.append(ForeignParameter(slot, placeholder, siblings[id(slot.module)]))
@@ -106,7 +110,23 @@ class Ownership:
         return slot.kind == "_buffers" and slot.name in self._common
 
     def _view_of(self, stage: int) -> _View:
-        return _make_view(self._glue, self.owners, lambda slot: stage in self.owners[slot.name])
+        return self._make_view(self._glue, lambda slot: stage in self.owners[slot.name])
+
+    def _make_view(self, slots: Iterable[Slot], is_visible: Callable[[Slot], bool]) -> _View:
+        view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
+        for slot in slots:
+            place = slot.module.__dict__
+            key = id(slot.module), slot.kind
+            _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
+            if not is_visible(slot):
+                contents[slot.attribute] = self._placeholder(slot)
+        return list(view.values())
+
+    def _placeholder(self, slot: Slot) -> ShapeOnly:
+        stages = " and ".join(str(stage) for stage in sorted(self.owners[slot.name]))
+        # The module may be on the host still, whose step makes masks, say, where its weights are.
+        origin = f"{slot.name} (of stage {stages})"
+        return ShapeOnly.like(slot.tensor, origin, device=self._device)
 
 
 def _all(slot: Slot) -> bool:
@@ -115,24 +135,6 @@ def _all(slot: Slot) -> bool:
 
 def _none(slot: Slot) -> bool:
     return False
-
-
-def _make_view(
-    slots: Iterable[Slot], owners: Mapping[str, frozenset[int]], is_visible: Callable[[Slot], bool]
-) -> _View:
-    view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
-    for slot in slots:
-        place = slot.module.__dict__
-        key = id(slot.module), slot.kind
-        _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
-        if not is_visible(slot):
-            contents[slot.attribute] = _placeholder(slot, owners[slot.name])
-    return list(view.values())
-
-
-def _placeholder(slot: Slot, owners: frozenset[int]) -> ShapeOnly:
-    stages = " and ".join(str(stage) for stage in sorted(owners))
-    return ShapeOnly.like(slot.tensor, f"{slot.name} (of stage {stages})")
 
 
 def _exchange(view: _View) -> None:

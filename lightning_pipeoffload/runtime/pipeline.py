@@ -87,7 +87,7 @@ class Pipeline:
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
         self._writes = StepWrites(module, self._chain, self.local_stages)
-        self.probes = StepProbes(module, self._chain)
+        self.probes = StepProbes(module, self._chain, device)
         self._segments: dict[str, set[int]] = {}
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
@@ -223,7 +223,9 @@ class Pipeline:
             name: frozenset(s.index for s in self.partition if s.segments & segments)
             for name, segments in self._segments.items()
         }
-        self.tensors.ownership = Ownership(self.module, self._chain, owners, self.local_stages)
+        self.tensors.ownership = Ownership(
+            self.module, self._chain, owners, self.local_stages, self.device
+        )
         self._move()
         count = len(self.partition)
         for index in self.local_stages:

@@ -68,18 +68,21 @@ class Probe:
     briefly_hooked: set[int] = field(default_factory=set)
 
 
-def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> Probe:
+def probe_step(
+    module: nn.Module, chain: BlockChain, run: Callable[[], Any], device: torch.device
+) -> Probe:
     """Run the user's step once without values.
 
     Args:
         module: the user's module; it is left as it was.
         chain: its blocks.
         run: calls the step on one microbatch.
+        device: of that microbatch, on which the module seems to be, wherever it is.
 
     Raises:
         ValueError: the step cannot be cut at its blocks; says what it does and where.
     """
-    probing = _ProbePass(chain)
+    probing = _ProbePass(chain, device)
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
         written = stack.enter_context(unchanged(module))
@@ -105,9 +108,10 @@ def probe_step(module: nn.Module, chain: BlockChain, run: Callable[[], Any]) -> 
 class _ProbePass:
     """Watches the calls of blocks and the operations in between."""
 
-    def __init__(self, chain: BlockChain) -> None:
+    def __init__(self, chain: BlockChain, device: torch.device) -> None:
         count = len(chain) + 1
         self.chain = chain
+        self._device = device
         self._trace = ValueTrace(chain)
         flow, aliases = self._trace.flow, self._trace.aliases
         self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
@@ -158,10 +162,12 @@ class _ProbePass:
         for slot in find_slots(module):
             place = slot.module.__dict__[slot.kind]
             if slot.kind == "_buffers":
-                place[slot.attribute] = slot.tensor.detach().clone()
+                device = torch.device("meta") if slot.tensor.is_meta else self._device
+                place[slot.attribute] = slot.tensor.detach().to(device, copy=True)
                 yield slot, place[slot.attribute]
                 continue
-            stripped = ShapeOnly.like(slot.tensor, slot.name, slot.tensor.requires_grad)
+            trains = slot.tensor.requires_grad
+            stripped = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
             place[slot.attribute] = stripped
             stripped.is_weight = True  # type: ignore[attr-defined]
             self._names[id(stripped)] = slot.name

@@ -92,9 +92,16 @@ class ShapeOnly(Tensor):
         return made
 
     @classmethod
-    def like(cls, tensor: Tensor, origin: str, requires_grad: bool = False) -> ShapeOnly:
-        """Return the shape-only counterpart of ``tensor``."""
-        return cls(_to_meta(tensor), tensor.device, frozenset((origin,)), requires_grad)
+    def like(
+        cls,
+        tensor: Tensor,
+        origin: str,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> ShapeOnly:
+        """Return the shape-only counterpart of ``tensor``, which may be on another device."""
+        device = tensor.device if device is None else device
+        return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeOnly:
         return self

@@ -22,14 +22,16 @@ class StepProbes:
     Args:
         module: the user's.
         chain: its blocks.
+        device: of the microbatches.
 
     Attributes:
         known: probes by kind of step, mode of the module and shapes.
     """
 
-    def __init__(self, module: nn.Module, chain: BlockChain) -> None:
+    def __init__(self, module: nn.Module, chain: BlockChain, device: torch.device) -> None:
         self._module = module
         self._chain = chain
+        self._device = device
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
 
@@ -48,7 +50,7 @@ class StepProbes:
         if key in self.known:
             self.known.move_to_end(key)
             return self.known[key]
-        probe = self.known[key] = probe_step(self._module, self._chain, call)
+        probe = self.known[key] = probe_step(self._module, self._chain, call, self._device)
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
         if self._first_of_training is None and torch.is_grad_enabled():

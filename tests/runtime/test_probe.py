@@ -27,6 +27,8 @@ from tests.runtime.test_step_refusals import (
     write_into_a_view,
 )
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("step", [penalty_before, hooks_of_the_step, write_into_a_view])
 def test_within_one_stage_values_may_skip_blocks(step):
@@ -66,7 +68,7 @@ def test_values_that_are_there_may_be_used(step):
 def probe(module, x):
     chain = find_chain(module)
     chain.intercept()
-    return probe_step(module, chain, lambda: call_step(module, x))
+    return probe_step(module, chain, lambda: call_step(module, x), CPU)
 
 
 def test_which_segments_use_which_weights():
@@ -140,7 +142,7 @@ def test_the_probe_leaves_no_trace():
     chain.intercept()
     parameters = [id(parameter) for parameter in module.parameters()]
     before = state_of(module), random.getstate(), str(np.random.get_state())
-    probe_step(module, chain, lambda: module.step(torch.ones(2, 4)))
+    probe_step(module, chain, lambda: module.step(torch.ones(2, 4)), CPU)
     assert (state_of(module), random.getstate(), str(np.random.get_state())) == before
     assert [id(parameter) for parameter in module.parameters()] == parameters
     assert not hasattr(module, "new")
