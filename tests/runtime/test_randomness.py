@@ -3,6 +3,7 @@ import random
 import numpy as np
 import torch
 
+from lightning_pipeoffload.runtime import randomness
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 
 
@@ -39,3 +40,13 @@ def test_a_fork_leaves_the_generators_as_found():
         seed_all(2)
         draw()
     assert draw() == expected
+
+
+def test_an_accelerator_that_is_not_in_use_is_left_alone(monkeypatch):
+    monkeypatch.setattr(randomness, "_accelerator", lambda: torch.cuda)
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", seeded.append)
+    with forked_randomness():
+        seed_all(1)
+    assert not seeded
