@@ -48,6 +48,8 @@ def device_limit(device: torch.device, activation_bytes: int) -> int | None:
     """
     if device.type == "cpu":
         return None
-    _, total = torch.accelerator.get_memory_info(device)
+    free, _ = torch.accelerator.get_memory_info(device)
+    # The driver and NCCL have taken theirs beside torch, other processes too.
+    ours = free + torch.accelerator.memory_reserved(device)
     others = torch.accelerator.max_memory_allocated(device) - activation_bytes
-    return max(0, int(_SHARE_PLANNED * total) - others)
+    return max(0, int(_SHARE_PLANNED * ours) - others)

@@ -28,7 +28,8 @@ def test_what_is_no_amount_is_refused(value):
 
 
 def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 1000))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1024))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 500)
     assert device_limit(torch.device("cuda"), activation_bytes=300) == 900 - 200
     assert device_limit(torch.device("cpu"), activation_bytes=300) is None
