@@ -5,6 +5,7 @@ What each kind does is one method, found in a table; where the plan came from ma
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,13 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
 from lightning_pipeoffload.schedule.actions import COPIES
-from lightning_pipeoffload.schedule.messages import RECVS, SENDS, arrived_before, recv_of
+from lightning_pipeoffload.schedule.messages import (
+    RECVS,
+    SENDS,
+    arrived_before,
+    recv_of,
+    sends_before,
+)
 
 _BACKWARD = {Kind.B, Kind.BW}
 
@@ -115,6 +122,8 @@ class Executor:
         """
         if plan is not self._plan:
             self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
+            self._sends_before = sends_before(plan, self.rank)
+        self._num_sent = 0
         self._keep = not plan.is_forward_only
         self._microbatches: dict[int, Microbatch] = {}
         if self._keep:
@@ -156,7 +165,8 @@ class Executor:
     ) -> Iterator[Action]:
         self._results.clear()
         self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
-        self._to_receive = [a for a in actions if a.kind in RECVS]
+        receives = (action for action in actions if action.kind in RECVS)
+        self._to_receive = deque(sorted(receives, key=self._sends_before.__getitem__))
         for action in actions:
             yield action
             self.current = action
@@ -237,12 +247,22 @@ class Executor:
     def _send(self, action: Action) -> None:
         peer = self._plan.rank_of(recv_of(action).stage)
         self.transport.send(action, peer, self._outbox.pop(action))
+        self._num_sent += 1
+        self._post_what_follows(self._num_sent)
 
     def _receive(self, action: Action) -> None:
         """See that the message can arrive; the F or B that needs it waits for it."""
-        for receive in self._to_receive:  # as late as here, where the rank is about to be idle
-            self._post(receive)
-        self._to_receive = []
+        self._post_what_follows(max(self._num_sent, self._sends_before[action]))
+
+    def _post_what_follows(self, num_sent: int) -> None:
+        """Post the messages that follow from no more than so many sends of this rank.
+
+        Not sooner: NCCL receives in a kernel, and loading another kernel for the first time waits
+        for that one, which would wait for what this rank has yet to send. Nor does memory wait for
+        what cannot come yet.
+        """
+        while self._to_receive and self._sends_before[self._to_receive[0]] <= num_sent:
+            self._post(self._to_receive.popleft())
 
 
 def _input_of(forward: Action) -> Action:

@@ -1,14 +1,14 @@
 """How tensors travel between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-probe. The receives of a step are posted before its first one is needed, so a send never waits for
-the receiver to come round; only the consumer waits.
+probe. A receive is posted as soon as its message can have been sent, so a send never waits for the
+receiver to come round; only the consumer waits.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -127,13 +127,17 @@ class ProcessGroupTransport:
     ) -> None:
         self._device = device
         self._timeout = timeout
+        groups = self._make_groups(global_ranks, edges)
         self._to: dict[int, _Link] = {}
         self._from: dict[int, _Link] = {}
-        for (source, target), group in self._make_groups(global_ranks, edges).items():
+        for edge in sorted(edges):  # in the same order on every rank
+            source, target = edge
             if source == rank:
-                self._to[target] = _Link.to(global_ranks[target], group)
+                self._to[target] = link = _Link.to(global_ranks[target], groups[edge])
+                self._meet(link, link.group.send)
             if target == rank:
-                self._from[source] = _Link.to(global_ranks[source], group)
+                self._from[source] = link = _Link.to(global_ranks[source], groups[edge])
+                self._meet(link, link.group.recv)
         self._posted: dict[Action, _Message] = {}
         self._sent: dict[Action, _Message] = {}
         self._sent_before: dict[Action, _Message] = {}
@@ -148,6 +152,16 @@ class ProcessGroupTransport:
             edge: dist.new_group([global_ranks[edge[0]], global_ranks[edge[1]]], self._timeout)
             for edge in sorted(edges)  # every rank makes them in this order
         }
+
+    def _meet(self, link: _Link, exchange: Callable[..., Any]) -> None:
+        """Let the two ends of an edge connect.
+
+        NCCL connects where the first message is posted, and both ends wait there for each other: a
+        rank that posts what it is to receive before it sends would wait for ever.
+        """
+        hello = torch.zeros(1, device=self._device)
+        with blaming_peers(f"global rank {link.global_rank}, lost while connecting"):
+            exchange([hello], link.place, 0).wait()
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         """Allocate the tensors and start receiving into them."""

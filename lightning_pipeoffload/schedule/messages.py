@@ -5,12 +5,21 @@ The transfer pass inserts these, the validator asks whether they are there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .actions import Action, Kind
 from .schedule import Schedule
 
-__all__ = ["RECVS", "SENDS", "arrived_before", "recv_before", "recv_of", "send_after", "send_of"]
+__all__ = [
+    "RECVS",
+    "SENDS",
+    "arrived_before",
+    "recv_before",
+    "recv_of",
+    "send_after",
+    "send_of",
+    "sends_before",
+]
 
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
@@ -63,3 +72,32 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
             elif action.kind in SENDS and plan.rank_of(recv_of(action).stage) == rank:
                 told[recv_of(action)], arrived = arrived, []
     return told
+
+
+def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
+    """Return for RECVs of a rank how many of its SENDs their messages follow from, over any ranks.
+
+    Once it has sent those, a message arrives whatever the rank does next.
+
+    Args:
+        plan: lowered.
+        rank: whose messages.
+    """
+    carried: dict[Action, int] = {}
+    walks = [_walk(actions, carried, peer == rank) for peer, actions in enumerate(plan)]
+    while walks:
+        walks = [walk for walk in walks if next(walk, None)]
+    return {recv: count for recv, count in carried.items() if plan.rank_of(recv.stage) == rank}
+
+
+def _walk(actions: Iterable[Action], carried: dict[Action, int], counts: bool) -> Iterator[Action]:
+    """Carry what is known of a rank's SENDs along; yields a RECV while its message is not sent."""
+    num_sent = 0
+    for action in actions:
+        if action.kind in SENDS:
+            num_sent += counts
+            carried[recv_of(action)] = num_sent
+        elif action.kind in RECVS:
+            while action not in carried:
+                yield action
+            num_sent = max(num_sent, carried[action])

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     MEMORY_EFFECTS,
@@ -225,3 +226,20 @@ def test_ranks_that_wait_for_each_other_are_an_error():
     pipeline.plan = Schedule.of([actions("0F0 0SEND_F0"), receive_first])
     with pytest.raises(RuntimeError, match="no rank can go on from None, 1RECV_F1"):
         pipeline.run(torch.randn(2, 4), 1)
+
+
+def test_nothing_is_posted_that_needs_what_is_still_to_be_sent(monkeypatch):
+    done = []
+    monkeypatch.setattr(InProcessTransport, "post", lambda self, receive, *_: done.append(receive))
+    watched = InProcessTransport.send
+
+    def send(self, action, *message):
+        done.append(action)
+        watched(self, action, *message)
+
+    monkeypatch.setattr(InProcessTransport, "send", send)
+    schedule = build("1f1b", 2, 4)
+    run_pipeline(Regression(linear_blocks(4)), schedule, torch.randn(4, 4), 1)
+    for microbatch in range(4):
+        sent = done.index(Action(Kind.SEND_F, 0, microbatch))
+        assert sent < done.index(Action(Kind.RECV_B, 0, microbatch))
