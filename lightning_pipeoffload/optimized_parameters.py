@@ -21,6 +21,7 @@ from lightning_pipeoffload.optimizer_groups import (
     name_groups,
     prune_optimizer,
 )
+from lightning_pipeoffload.optimizer_state import follow_parameters
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shape_only import ValueNeededError
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
@@ -84,6 +85,8 @@ class OptimizedParameters:
         kept = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             prune_optimizer(optimizer, kept)
+            if self._pipeline.device.type != "cpu" and optimizer.state:
+                follow_parameters(optimizer)
 
     def join_lbfgs(self) -> None:
         """Let every LBFGS go the whole model's way, whatever this rank has of it."""

@@ -93,3 +93,11 @@ def load_optimizer_state(
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to where its parameters have moved.
+
+    It may have been loaded, or made, while the module was on the host; counts of steps stay there.
+    """
+    optimizer.load_state_dict(optimizer.state_dict())

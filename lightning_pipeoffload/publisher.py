@@ -6,7 +6,7 @@ Neither for an accelerator that has yet to compute them, nor for the store: a th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from queue import SimpleQueue
 from threading import Thread
@@ -71,21 +71,33 @@ def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
     """
     places = [(kind, name) for kind, values in metrics.items() for name in values]
     values = [metrics[kind][name] for kind, name in places]
-    device = next((v.device for v in values if _is_remote(v)), None)
-    if device is None:
-        numbers = [float(value) for value in values]
+    # Never from the host to the accelerator, which would wait for all that it was given.
+    numbers = [None if _is_remote(value) else float(value) for value in values]
+    remote = [value for value in values if _is_remote(value)]
+    if not remote:
         return lambda: _by_kind(metrics, places, numbers)
-    dtypes = (v.dtype for v in values if _is_remote(v))
-    dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    stacked = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
-    host = torch.empty(len(values), dtype=dtype, pin_memory=True)
-    host.copy_(stacked, non_blocking=True)
-    copied = torch.Event(device.type)
-    copied.record()
+    fetch = _start_copy(remote)
 
     def wait() -> Numbers:
+        fetched = iter(fetch())
+        return _by_kind(metrics, places, [next(fetched) if n is None else n for n in numbers])
+
+    return wait
+
+
+def _start_copy(remote: list[Tensor]) -> Callable[[], list[float]]:
+    """Start to copy numbers off an accelerator, all at once."""
+    dtype = reduce(torch.promote_types, (value.dtype for value in remote), torch.float32)
+    stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in remote])
+    host = torch.empty(len(remote), dtype=dtype, pin_memory=True)
+    host.copy_(stacked, non_blocking=True)
+    copied = torch.Event(stacked.device.type)
+    copied.record()
+
+    def wait() -> list[float]:
         copied.synchronize()
-        return _by_kind(metrics, places, host.tolist())
+        numbers: list[float] = host.tolist()
+        return numbers
 
     return wait
 
@@ -94,7 +106,7 @@ def _is_remote(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _by_kind(kinds: Numbers, places: list[tuple[str, str]], numbers: list[float]) -> Numbers:
+def _by_kind(kinds: Numbers, places: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:
     found: Numbers = {kind: {} for kind in kinds}
     for (kind, name), number in zip(places, numbers, strict=True):
         found[kind][name] = number

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pipeoffload.accumulation import Accumulation
@@ -226,6 +227,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         refuse_module(self._module, trainer)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
         self._seed = self.broadcast(torch.initial_seed())
         seed_all(mix_seed(self._seed))
         self._loaders = PipelineLoaders(self._seed, lambda: trainer.current_epoch)
@@ -272,7 +274,10 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: each stage's part moves when the first batch has shown what it needs."""
+        """Move metrics; each stage's part follows when the first batch has shown what it needs."""
+        for part in self._module.modules():
+            if isinstance(part, Metric):  # whose states are neither parameters nor buffers
+                part.to(self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -453,10 +458,13 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
         if self._is_split:
-            self._state.load_optimizers(checkpoint["optimizer_states"])
-        else:
-            super().load_optimizer_state_dict(checkpoint)
+            self._state.load_optimizers(states)
+            return
+        # On the host, as the parameters: what this rank keeps of it follows them.
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     # The end
 

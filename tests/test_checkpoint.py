@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_pipeoffload.optimizer_state import follow_parameters
 from tests import fits
 
 EXACT = {"rel": 1e-12, "abs": 0}
@@ -83,3 +85,12 @@ def test_the_plain_module_loads_it(write, size, form):
     module.eval()
     losses = [module.loss(batch).item() for batch in fits.loader()]
     assert sum(losses) / len(losses) == pytest.approx(written["metrics"]["val_loss"], rel=1e-12)
+
+
+def test_an_optimizers_state_follows_the_parameters():
+    weight = torch.ones(2, device="meta", requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)}
+    follow_parameters(optimizer)
+    found = {name: value.device.type for name, value in optimizer.state[weight].items()}
+    assert found == {"step": "cpu", "exp_avg": "meta"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
+from lightning_pipeoffload import PipeOffloadStrategy
 from tests import fits
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
@@ -161,3 +163,17 @@ def test_in_a_v_the_first_rank_has_the_last_stage(ranks, plain, tmp_path):
     for result in results:
         assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
     assert {"embed.weight", "head.weight"} <= set(results[0]["parameters"])
+
+
+class Measuring(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = torch.nn.Linear(2, 2), MeanMetric()
+
+
+def test_metrics_are_on_the_device_from_the_start():
+    strategy = PipeOffloadStrategy(parallel_devices=[torch.device("meta")])
+    strategy.connect(Measuring())
+    strategy.model_to_device()
+    module = strategy.lightning_module
+    assert (module.mean.mean_value.device.type, module.layer.weight.device.type) == ("meta", "cpu")

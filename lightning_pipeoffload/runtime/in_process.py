@@ -33,6 +33,7 @@ class InProcessPipeline:
         schedule: of compute actions.
         step: calls the user's step: ``step(module, microbatch)`` returns the loss.
         memory: makes each rank's place for activations.
+        device: where the ranks compute; None: where the module is.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 
@@ -42,12 +43,13 @@ class InProcessPipeline:
         schedule: Schedule,
         step: Callable[[nn.Module, Any], Any],
         memory: Callable[[torch.device], ActivationMemory] = ActivationMemory.on,
+        device: torch.device | None = None,
         **options: Any,
     ) -> None:
         self.plan = lower(schedule)
         self._step = step
         stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
-        device = next(module.parameters()).device
+        device = next(module.parameters()).device if device is None else device
         self.ranks = [
             Pipeline(copy.deepcopy(module), rank, CutSettings(stage_ranks, **options), device)
             for rank in range(schedule.num_ranks)

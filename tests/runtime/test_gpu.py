@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_pipeoffload.publisher import start_fetching
 from lightning_pipeoffload.runtime import recompute
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
@@ -29,6 +30,15 @@ def test_gradients_are_the_plain_modules(name, schedule, num_ranks):
     module, batch = on_device(MODELS[name].make().double()), on_device(MODELS[name].batch(8))
     found = run_pipeline(module, build(schedule, num_ranks, 4), batch, size=2)
     assert_same(found, run_plain(module, batch, size=2))
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_module_on_the_host_comes_over_stage_by_stage(name, schedule):
+    module, batch = MODELS[name].make().double(), on_device(MODELS[name].batch(8))
+    device = on_device(torch.empty(0)).device
+    found = run_pipeline(module, build(schedule, 2, 4), batch, size=2, device=device)
+    assert_same(found, run_plain(on_device(module), batch, size=2))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -63,6 +73,12 @@ def test_weight_gradients_wait_for_w():
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
     deferred = sum(stage.memory.deferred_flops for stage in stages)
     assert deferred == sum(rank.weight_flops for rank in pipeline.ranks)
+
+
+def test_numbers_of_the_device_and_of_the_host_are_published_together():
+    numbers = {"loss": on_device(torch.tensor(1.5)), "rate": 0.5, "count": torch.tensor(3)}
+    fetch = start_fetching({"log": numbers, "pbar": {}})
+    assert fetch() == {"log": {"loss": 1.5, "rate": 0.5, "count": 3.0}, "pbar": {}}
 
 
 def test_action_times_are_read_off_the_device():
