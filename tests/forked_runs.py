@@ -40,8 +40,12 @@ class Run:
 
     @property
     def lines(self) -> list[str]:
-        """What the strategy said; lines of two ranks may come in either order."""
-        return [line for line in self.errors.splitlines() if line.startswith("[pipeoffload]")]
+        """What the strategy said of the end; lines of two ranks may come in either order.
+
+        Not that a rank is late to connect, which any may be where the machine stands still.
+        """
+        said = [line for line in self.errors.splitlines() if line.startswith("[pipeoffload]")]
+        return [line for line in said if "still waits for all" not in line]
 
 
 def run_forked(script: Script, *arguments: str) -> Run:
