@@ -63,10 +63,12 @@ class Rehearsal(NamedTuple):
 def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatches: int) -> Schedule:
     """Return the fastest schedule that the blocks give.
 
-    All blocks are tried with simple times, then the best of them, and the first one anyway, with
-    other times and policies. The trials have no more than ``2 * num_ranks + 4`` microbatches each,
-    and together a fixed number of passes, so that on many ranks there are fewer of them: the time
-    hardly grows with the ranks, and with the microbatches as that of a few squeezes does.
+    Where the times are simple already, block after block is tried with as many policies as there is
+    time for. Otherwise all blocks are tried with simple times, then the best of them, and the first
+    one anyway, with other times and policies. The trials have no more than ``2 * num_ranks + 4``
+    microbatches each, and together a fixed number of passes, so that on many ranks there are fewer
+    of them: the time hardly grows with the ranks, and with the microbatches as that of a few
+    squeezes does.
 
     Args:
         blocks: What to try, the most promising first; none may need more than the memory.
@@ -80,15 +82,17 @@ def best_schedule(blocks: Sequence[BuildingBlock], stage: Stage, num_microbatche
         return nsmallest(number, trials, lambda r: route.longest_span(stage.play(r, length)))
 
     budget = PASSES_OF_TRIALS // (3 * len(stage.placement) * few)
-    variants = list(product(simpler_times(stage.costs), POLICIES))
-    if len(blocks) > 1:
+    times = simpler_times(stage.costs)
+    variants = list(product(times, POLICIES))
+    if len(times) > 1 and len(blocks) > 1:
         first = [Rehearsal(block, *variants[0]) for block in blocks[: max(FEWEST, budget // 2)]]
         num_finalists = (budget - len(first)) // min(VARIANTS_OF_FINALISTS, len(variants))
         finalists = (trial.block for trial in best(first, max(FEWEST, num_finalists), few))
         blocks = list(dict.fromkeys([blocks[0], *finalists]))
-    num_variants = max(FEWEST, budget // len(blocks))
-    finals = (Rehearsal(b, *variant) for b in blocks for variant in variants[:num_variants])
-    orders = (stage.play(final, num_microbatches) for final in best(finals, FEWEST, few))
+    variants = variants[: max(FEWEST, budget // len(blocks))]
+    finals = [Rehearsal(block, *variant) for block, variant in product(blocks, variants)]
+    shortlist = best(finals[: max(FEWEST, budget)], FEWEST, few)
+    orders = (stage.play(final, num_microbatches) for final in shortlist)
     return route.as_schedule(min(orders, key=route.longest_span))
 
 

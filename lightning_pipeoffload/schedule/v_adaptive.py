@@ -3,13 +3,17 @@
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, appendix A. The
 search differs in what it looks through: with an odd number of slots between two ranks on the way
 down and one on the way up, the first chunk's F and the second one's B are always in slots of one
-parity and the other two in those of the other, so they never collide, on any number of ranks.
+parity and the other two in those of the other, so they never collide, on any number of ranks. And
+the first chunk's B may come later than it must, which no pair of hops makes up for where the memory
+is little less than that of 1F1B.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from math import ceil
+from typing import NamedTuple
 
 from .actions import ScheduleError
 from .building_block import BuildingBlock
@@ -24,21 +28,51 @@ __all__ = ["fitting_blocks", "v"]
 HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
 """Slots between two ranks on the way down: on the first ranks, and on those after."""
 
+
+class Shape(NamedTuple):
+    """How fast a microbatch goes down the ranks and back up.
+
+    Attributes:
+        near: Slots between two ranks on the way down, on the first ranks.
+        far: The same on those after.
+        wait_between: Slots that B of the first chunk waits where the two meet, on its way up.
+        wait_at_turn: Slots that B of the first chunk waits on the last rank, before it goes up.
+    """
+
+    near: int
+    far: int
+    wait_between: int = 0
+    wait_at_turn: int = 0
+
+
+SHAPES = (
+    *(Shape(*hops) for hops in HOPS),
+    *(Shape(*hops, wait_at_turn=INTERVAL) for hops in HOPS),
+    Shape(3, 5, wait_between=2),
+)
+"""The rows of numbers to search, plain ones first.
+
+What B waits is paid in memory, and the same memory then has shorter hops: once the first rank has
+no more F of its first chunk, the last one of the second comes back sooner.
+"""
+
 FIRST_RANK = (
-    (1, 2, 3),
+    (3, 4, 1),
+    (3, 4, 5),
     (1, 2, 5),
+    (5, 4, 1),
+    (1, 2, 3),
     (1, 4, 3),
     (1, 4, 5),
     (3, 2, 1),
     (3, 2, 5),
-    (3, 4, 1),
-    (3, 4, 5),
     (5, 2, 1),
     (5, 2, 3),
-    (5, 4, 1),
     (5, 4, 3),
 )
-"""Slots on the first rank after the first chunk's F, modulo 6: the second's F and B, its own B."""
+"""Slots on the first rank after the first chunk's F, modulo 6: the second's F and B, its own B.
+
+The most useful first, for on many ranks not all can be tried."""
 
 
 def v(
@@ -110,18 +144,29 @@ def fitting_blocks(stage: Stage) -> list[BuildingBlock]:
 
 
 def _blocks(num_ranks: int, interval: int) -> Iterator[BuildingBlock]:
-    for near, far in HOPS:
-        for num_near in range(num_ranks - 1 if near != far else 1):
-            down = [near] * num_near + [far] * (num_ranks - 1 - num_near)
-            yield from (_block(down, slots, interval) for slots in FIRST_RANK)
+    for first_rank, shape in product(FIRST_RANK, SHAPES):
+        f, _, last_b = first_rank
+        if (last_b - shape.wait_between - f) % INTERVAL:
+            for num_near in range(num_ranks - 1 if shape.near != shape.far else 1):
+                yield _block(shape, num_near, num_ranks, first_rank, interval)
 
 
-def _block(down: list[int], first_rank: tuple[int, ...], interval: int) -> BuildingBlock:
-    """Return the block with the smallest turns that give these slots on the first rank."""
+def _block(
+    shape: Shape, num_near: int, num_ranks: int, first_rank: tuple[int, ...], interval: int
+) -> BuildingBlock:
+    """Return the block of a shape with the smallest turns that give these slots on its first rank.
+
+    After the first ``num_near`` hops they are those of the far ranks.
+    """
+    num_far = num_ranks - 1 - num_near
+    down = [shape.near] * num_near + [shape.far] * num_far
+    last_up = [1] * (num_ranks - 1)
+    if num_near:
+        last_up[num_far] += shape.wait_between
     f, b, last_b = first_rank
-    up, all_down = len(down), sum(down)
-    turns = (_turn(f - all_down - up), _turn(b - f), _turn(last_b - b - all_down - up))
-    return v_block(down, turns, interval)
+    f_to_f = _turn(f - sum(down) - len(down))
+    b_to_b = _turn(last_b - b - sum(down) - sum(last_up)) + shape.wait_at_turn
+    return v_block(down, (f_to_f, _turn(b - f), b_to_b), interval, last_up)
 
 
 def _turn(slots: int) -> int:

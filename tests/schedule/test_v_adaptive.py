@@ -6,7 +6,7 @@ PROFILED = Costs(14.407, 14.380, 9.676, communication=1.610)
 GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9), (16, 17)]
 EVERY_LIMIT = [(p, k) for p in (4, 6) for k in range(p, 2 * p + 1)]
 # Without p activations on 3 and 5 ranks: see the docstring of v.
-EVERY_LIMIT += [(3, 4), (3, 6), (5, 6), (5, 9), (7, 7), (8, 8), (8, 9), (8, 15), (12, 21)]
+EVERY_LIMIT += [(3, 4), (3, 6), (5, 6), (5, 9), (7, 7), (8, 15), (16, 27), (16, 28), (16, 29)]
 
 
 @pytest.mark.parametrize(("p", "k"), EVERY_LIMIT)
