@@ -1,6 +1,10 @@
 import pytest
 
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower, simulate, validate
+from lightning_pipeoffload.schedule.building_block import ranks_of_steps
+from lightning_pipeoffload.schedule.placement import v as v_placement
+from lightning_pipeoffload.schedule.rehearsal import Stage
+from lightning_pipeoffload.schedule.v_adaptive import fitting_blocks
 
 PROFILED = Costs(14.407, 14.380, 9.676, communication=1.610)
 GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9), (16, 17)]
@@ -14,6 +18,13 @@ def test_equal_times_come_within_one_slot_of_the_lower_bound(p, k):
     timeline = simulate(build("v", p, 4 * p, memory_limit=k), Costs.unit())
     assert max(timeline.span) - 24 * p <= 6 * p - 3 * k
     assert max(timeline.peak_memory) <= k
+
+
+@pytest.mark.parametrize("k", [7, 10, 12, 13])
+def test_no_block_has_two_passes_of_a_rank_in_one_slot(k):
+    ranks = ranks_of_steps(v_placement(7))
+    for block in fitting_blocks(Stage(v_placement(7), Costs.unit(), memory=k)):
+        assert len({(rank, slot % 6) for rank, slot in zip(ranks, block.slots, strict=True)}) == 28
 
 
 @pytest.mark.parametrize(("k", "rate"), [(8, 0.2523), (10, 0.1274), (12, 0.1029), (16, 0.0515)])
