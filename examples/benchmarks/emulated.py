@@ -14,7 +14,9 @@ gain. The three take turns, step by step. Before each step there is a barrier, a
 from the first rank's start to the last rank's end; the optimizer's step is in it, and for ours
 Lightning's own work. Theory is the makespan of what each executes: ours is lowered, and so sends
 the input gradient of a fused backward before it computes the weight gradient. What counts is the
-last column, since sleeping itself is not exact: (ours / theory - 1) / (torch / theory - 1).
+overhead ratio, since sleeping itself is not exact: (ours / theory - 1) / (torch / theory - 1). The
+last columns say how long a step keeps a core busy, as a mean over the ranks: other load changes
+that least.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -267,6 +269,18 @@ class BareLoop:
         self._transport.finish_step()
 
 
+class Moment(NamedTuple):
+    """Seconds on this rank's clocks; ``busy`` counts those in which its threads had a core."""
+
+    wall: float
+    busy: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Read the clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+
 class TakingTurns(Callback):
     """Times each step of the Trainer, and after it a step of torch's pipeline and of the bare loop.
 
@@ -276,7 +290,7 @@ class TakingTurns(Callback):
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.spans: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": [], "bare": []}
+        self.spans: dict[str, list[tuple[Moment, Moment]]] = {"ours": [], "torch": [], "bare": []}
 
     def on_train_start(self, *_: Any) -> None:
         """Build the others, when the ranks know each other."""
@@ -285,20 +299,20 @@ class TakingTurns(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         """Begin the Trainer's step."""
         dist.barrier()
-        self._began = time.perf_counter()
+        self._began = Moment.now()
 
     def on_train_batch_end(self, *_: Any) -> None:
         """End it, and run the others'."""
-        self.spans["ours"].append((self._began, time.perf_counter()))
+        self.spans["ours"].append((self._began, Moment.now()))
         for name, other in self._others.items():
             dist.barrier()
-            began = time.perf_counter()
+            began = Moment.now()
             other.step()
-            self.spans[name].append((began, time.perf_counter()))
+            self.spans[name].append((began, Moment.now()))
 
 
-def measure(setup: Setup, num_steps: int) -> dict[str, float]:
-    """Train on this rank; return the seconds of a step of each, over all ranks."""
+def measure(setup: Setup, num_steps: int) -> dict[str, Moment]:
+    """Train on this rank; return what a step of each takes, over all ranks."""
     strategy = PipeOffloadStrategy(
         schedule=setup.schedule, num_microbatches=setup.num_microbatches, split="even"
     )
@@ -322,13 +336,14 @@ def measure(setup: Setup, num_steps: int) -> dict[str, float]:
     return {name: _median_step(spans) for name, spans in turns.spans.items()}
 
 
-def _median_step(spans: list[tuple[float, float]]) -> float:
-    """Return the median time from the first rank's start to the last one's end."""
+def _median_step(spans: list[tuple[Moment, Moment]]) -> Moment:
+    """Return the median from the first rank's start to the last one's end, and of a rank's work."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, spans[NUM_WARM_UP_STEPS:])
-    return median(
-        max(end for _, end in step) - min(start for start, _ in step)
-        for step in zip(*of_ranks, strict=True)
+    steps = list(zip(*of_ranks, strict=True))
+    return Moment(
+        median(max(e.wall for _, e in step) - min(b.wall for b, _ in step) for step in steps),
+        median(mean(end.busy - began.busy for began, end in step) for step in steps),
     )
 
 
@@ -340,7 +355,7 @@ def theory(setup: Setup) -> dict[str, float]:
     return {name: simulate(plan, costs).makespan for name, plan in plans.items()}
 
 
-def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, float]]:
+def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, Moment]]:
     """Measure setups of equal size; Lightning starts this script again for the other ranks."""
     command = [sys.executable, __file__, "--steps", str(num_steps)]
     with tempfile.TemporaryDirectory() as folder:
@@ -351,7 +366,8 @@ def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, float]]:
             check=True,
             stdout=subprocess.DEVNULL,  # tables of each run's stages
         )
-        return json.loads(results.read_text())
+        measured = json.loads(results.read_text())
+    return [{name: Moment(*took) for name, took in of_setup.items()} for of_setup in measured]
 
 
 def sleep_on_time() -> None:
@@ -368,18 +384,19 @@ def rank_main(setups: str, num_steps: int, results: str) -> None:
         Path(results).write_text(json.dumps(measured))
 
 
-def add_row(table: Table, setup: Setup, seconds: dict[str, float]) -> None:
+def add_row(table: Table, setup: Setup, took: dict[str, Moment]) -> None:
     """Add what was measured of one setup."""
     promised = theory(setup)
-    over = {name: seconds[name] / promised[name] for name in promised}
+    over = {name: took[name].wall / promised[name] for name in promised}
     table.add_row(
         setup.schedule,
         str(setup.num_ranks),
         str(setup.num_microbatches),
         f"{setup.milliseconds:g}",
-        *(f"{seconds[name] * 1e3:.0f}" for name in ("ours", "torch")),
+        *(f"{took[name].wall * 1e3:.0f}" for name in ("ours", "torch")),
         *(f"{over[name]:.3f}" for name in promised),
         f"{(over['ours'] - 1) / (over['torch'] - 1):.2f}",
+        *(f"{took[name].busy * 1e3:.1f}" for name in promised),
     )
 
 
@@ -396,6 +413,9 @@ def make_table() -> Table:
         "torch / theory",
         "bare / theory",
         "overhead ratio",
+        "busy: ours, ms",
+        "torch, ms",
+        "bare, ms",
     )
     for name in names:
         table.add_column(name, justify="right")
@@ -428,10 +448,10 @@ def main() -> None:
             for m in arguments.m or (p, 2 * p)
             for schedule in arguments.schedules
         ]
-        for setup, seconds in zip(setups, run_ranks(setups, arguments.steps), strict=True):
-            add_row(table, setup, seconds)
+        for setup, took in zip(setups, run_ranks(setups, arguments.steps), strict=True):
+            add_row(table, setup, took)
         table.add_section()
-    Console(width=120).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -110,13 +110,13 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     """
 
     def add() -> None:
-        with torch.no_grad():
-            add_to_grad(parameter, compute())
+        add_to_grad(parameter, compute())
 
-    if _active is None:
-        add()
-    else:
+    if _active is not None and not _active.immediate:
         _active.put(add)
+    else:
+        with torch.no_grad():
+            add()
 
 
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
