@@ -132,7 +132,8 @@ class _Unheard:
 
 
 def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Take a call of ``self.log``."""
+    """Take a call of ``self.log``; the same operations count as where it is kept."""
+    _detach(value)
 
 
 def _detach(value: Any) -> Any:
