@@ -36,8 +36,7 @@ _SEEN = "seen/"
 _POLL_SECONDS = 0.2
 # The cause of a broken connection has this long to show up: a core may stand still for a while.
 _CAUSE_SECONDS = 15.0
-# Who has told waits so long to be heard. Only a rank of another machine that was killed without a
-# word is waited for to the end of it.
+# Who has told waits so long to be heard.
 _HEARD_SECONDS = 30.0
 # So long the rank at fault may take to print its traceback and end.
 _END_SECONDS = 15.0
@@ -46,7 +45,7 @@ _OWN_ERROR_SECONDS = 1.0
 # Ranks of one machine connect within seconds.
 _PATIENCE_SECONDS = 30.0
 
-_RANK_ZERO_GONE = Failure("global rank 0, which is gone")
+_RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_deaf=True)
 
 
 def connect_store(run: str, timeout: timedelta | None) -> Store:
@@ -120,7 +119,7 @@ class FailureBoard:
                 self._leave(failure, quietly=failure.is_interrupt)
             if isinstance(exception, SystemExit):  # Python prints nothing of it
                 say(f"global rank {self._global_rank} stops: {cause}")
-            self._wait_until_seen()
+            self._wait_until_seen(failure)
             self._say_seen()
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
@@ -183,7 +182,7 @@ class FailureBoard:
             if failure is not None:
                 return failure
         try:
-            return self._announce(Failure(suspicion))
+            return self._announce(Failure(suspicion, is_deaf=True))
         except dist.DistError:
             return _RANK_ZERO_GONE
 
@@ -192,15 +191,20 @@ class FailureBoard:
         if self._store is not None:
             self._store.set(f"{_SEEN}{self._global_rank}", "")
 
-    def _wait_until_seen(self) -> None:
+    def _wait_until_seen(self, failure: Failure) -> None:
         for _ in _polls(_HEARD_SECONDS):
-            if self._is_seen():
+            if self._is_seen(failure):
                 return
 
-    def _is_seen(self) -> bool:
-        others = (r for r in range(self._world_size) if r != self._global_rank)
-        alive = [f"{_SEEN}{r}" for r in others if not self._launched.has_ended(r)]
-        return self._store is None or not alive or self._store.check(alive)
+    def _is_seen(self, failure: Failure) -> bool:
+        """Whether all ranks have seen it that can."""
+        if self._store is None:
+            return True
+        others = [r for r in range(self._world_size) if r != self._global_rank]
+        alive = [r for r in others if not self._launched.has_ended(r)]
+        num_unseen = sum(not self._store.check([f"{_SEEN}{r}"]) for r in alive)
+        # One of them is gone, and which is not known: it is on another machine.
+        return num_unseen <= (failure.is_deaf and alive == others)
 
     def _leave(self, failure: Failure, quietly: bool = False) -> NoReturn:
         # Who has pressed Ctrl-C knows why: one rank says it.
@@ -212,7 +216,7 @@ class FailureBoard:
                 if failure != _RANK_ZERO_GONE:
                     self._say_seen()
                 if self._global_rank == 0:  # it hosts the store
-                    self._wait_until_seen()
+                    self._wait_until_seen(failure)
             except dist.DistError:
                 log.debug("the run's store is gone", exc_info=True)
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.

@@ -24,10 +24,12 @@ class Failure:
     Attributes:
         cause: one line that names the rank at fault.
         status: with which every rank ends.
+        is_deaf: the rank at fault is gone, so it will not hear of it.
     """
 
     cause: str
     status: int = 1
+    is_deaf: bool = False
 
     @property
     def is_interrupt(self) -> bool:
@@ -36,13 +38,13 @@ class Failure:
 
     def encode(self) -> str:
         """Return a value for a store."""
-        return f"{self.status} {self.cause}"
+        return f"{self.status} {self.is_deaf:d} {self.cause}"
 
     @classmethod
     def decode(cls, value: bytes) -> Failure:
         """Return what ``encode`` was given."""
-        status, _, cause = value.decode().partition(" ")
-        return cls(cause, int(status))
+        status, is_deaf, cause = value.decode().split(" ", 2)
+        return cls(cause, int(status), is_deaf == "1")
 
 
 def describe(exception: BaseException) -> str:
@@ -97,8 +99,8 @@ def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
     """Return what an ended process of another rank tells by its status."""
     status = process.returncode
     if status >= 0:
-        return Failure(f"global rank {global_rank}, which ended with status {status}")
+        return Failure(f"global rank {global_rank}, which ended with status {status}", is_deaf=True)
     name = signal.Signals(-status).name
     is_told = -status in (signal.SIGINT, signal.SIGTERM)
     cause = f"global rank {global_rank}, which was killed by {name}"
-    return Failure(cause, 128 - status if is_told else 1)
+    return Failure(cause, 128 - status if is_told else 1, is_deaf=True)

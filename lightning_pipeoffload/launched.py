@@ -55,7 +55,7 @@ class LaunchedProcesses:
         """Return that the process which launched this one is gone, if it is."""
         if not self._launcher or os.getppid() == self._launcher:
             return None
-        return Failure(f"global rank {self._first}, which is gone")
+        return Failure(f"global rank {self._first}, which is gone", is_deaf=True)
 
     def find_ended_child(self, is_connecting: bool) -> Failure | None:
         """Return which child has ended and should not have.

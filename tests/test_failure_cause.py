@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -73,17 +74,18 @@ def test_errors_that_only_say_that_another_rank_is_gone(exception, is_so):
 @pytest.mark.parametrize(
     ("end", "failure"),
     [
-        ("raise SystemExit(3)", Failure("global rank 1, which ended with status 3")),
-        ("os.kill(os.getpid(), 9)", Failure("global rank 1, which was killed by SIGKILL")),
-        ("os.kill(os.getpid(), 15)", Failure("global rank 1, which was killed by SIGTERM", 143)),
+        ("raise SystemExit(3)", Failure("which ended with status 3", 1, True)),
+        ("os.kill(os.getpid(), 9)", Failure("which was killed by SIGKILL", 1, True)),
+        ("os.kill(os.getpid(), 15)", Failure("which was killed by SIGTERM", 143, True)),
     ],
 )
 def test_what_the_status_of_a_process_tells(end, failure):
     process = subprocess.Popen([sys.executable, "-c", f"import os; {end}"])
     process.wait()
-    assert cause_of_end(process, 1) == failure
+    assert cause_of_end(process, 1) == replace(failure, cause=f"global rank 1, {failure.cause}")
 
 
-def test_a_failure_comes_back_from_the_store():
-    failure = Failure("global rank 1: ValueError: 2 things", 2)
+@pytest.mark.parametrize("is_deaf", [True, False])
+def test_a_failure_comes_back_from_the_store(is_deaf):
+    failure = Failure("global rank 1: ValueError: 2 things", 2, is_deaf)
     assert Failure.decode(failure.encode().encode()) == failure
