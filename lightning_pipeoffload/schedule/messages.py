@@ -77,7 +77,8 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
 def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
     """Return for RECVs of a rank how many of its SENDs their messages follow from, over any ranks.
 
-    Once it has sent those, a message arrives whatever the rank does next.
+    Once it has sent those, a message arrives whatever the rank does next. Of one that never comes,
+    because ranks wait for each other, it is none.
 
     Args:
         plan: lowered.
@@ -85,9 +86,10 @@ def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
     """
     carried: dict[Action, int] = {}
     walks = [_walk(actions, carried, peer == rank) for peer, actions in enumerate(plan)]
-    while walks:
-        walks = [walk for walk in walks if next(walk, None)]
-    return {recv: count for recv, count in carried.items() if plan.rank_of(recv.stage) == rank}
+    before, waiting = None, [next(walk, None) for walk in walks]
+    while waiting != before:
+        before, waiting = waiting, [next(walk, None) for walk in walks]
+    return {action: carried.get(action, 0) for action in plan[rank] if action.kind in RECVS}
 
 
 def _walk(actions: Iterable[Action], carried: dict[Action, int], counts: bool) -> Iterator[Action]:
