@@ -5,6 +5,7 @@ Those imports take six seconds, longer than nearly every test.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from multiprocessing import get_context, set_start_method
 from multiprocessing.context import ForkServerProcess
@@ -26,5 +27,6 @@ def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
 
 def _run(target: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning shares the cores out, and sums differ
     set_start_method(None, force=True)  # workers that load data: as the platform's users have them
     target(*args)
