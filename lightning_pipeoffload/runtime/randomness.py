@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_pipeoffload.runtime.accelerator import accelerator_in_use, accelerator_module
 
 _MASK = (1 << 64) - 1
 
@@ -32,28 +32,9 @@ def mix_seed(*parts: int) -> int:
 def seed_torch(seed: int) -> None:
     """Seed torch's generators of the CPU and of the accelerator in use."""
     torch.default_generator.manual_seed(seed)
-    accelerator = _accelerator_in_use()
+    accelerator = accelerator_in_use()
     if accelerator:
         accelerator.manual_seed(seed)
-
-
-@cache
-def _accelerator() -> Any:
-    """Return torch's module of the kind of accelerator that torch was built for, if any."""
-    kind = torch.accelerator.current_accelerator()
-    return None if kind is None else torch.get_device_module(kind)
-
-
-def _accelerator_in_use() -> Any:
-    """Return torch's module of the accelerator; None where this process uses none.
-
-    A run on the CPU of a machine that has one must not start it, which takes memory of it and time,
-    and fails in a forked process.
-    """
-    module = _accelerator()
-    if module is None:
-        return None
-    return module if getattr(module, "is_initialized", module.is_available)() else None
 
 
 def seed_all(seed: int) -> None:
@@ -106,7 +87,7 @@ class RandomnessReplay:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)  # half the time of the other form
         self._cpu = torch.get_rng_state()
-        accelerator = _accelerator_in_use()
+        accelerator = accelerator_in_use()
         self._device_state = accelerator.get_rng_state() if accelerator else None
 
     def restore(self) -> None:
@@ -115,7 +96,7 @@ class RandomnessReplay:
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         if self._device_state is not None:
-            _accelerator().set_rng_state(self._device_state)
+            accelerator_module().set_rng_state(self._device_state)
 
 
 class RandomStream:

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
+from lightning_pipeoffload.runtime.accelerator import accelerator_in_use
 from lightning_pipeoffload.schedule import Action, Kind
 
 _NUM_KEPT_STEPS = 16
 
 
 def finished_at() -> float:
-    """Wait until the accelerator, if there is one, has done all that it was given.
+    """Wait until the accelerator, if this process uses one, has done all that it was given.
 
     Returns:
         The host's clock then, in seconds.
     """
-    if torch.accelerator.is_available():
+    if accelerator_in_use():
         torch.accelerator.synchronize()
     return time.perf_counter()
 

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_pipeoffload.runtime import randomness
+from lightning_pipeoffload.runtime import accelerator
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 
 
@@ -43,7 +43,7 @@ def test_a_fork_leaves_the_generators_as_found():
 
 
 def test_an_accelerator_that_is_not_in_use_is_left_alone(monkeypatch):
-    monkeypatch.setattr(randomness, "_accelerator", lambda: torch.cuda)
+    monkeypatch.setattr(accelerator, "accelerator_module", lambda: torch.cuda)
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
     monkeypatch.setattr(torch.cuda, "get_rng_state", seeded.append)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime import timing
+from lightning_pipeoffload.runtime import accelerator, timing
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Action, Kind
 
@@ -71,3 +71,15 @@ def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):
     timer = run_step(56, 56, 56, 56, 56, 56, 56, 57)
     assert timer.step_seconds() == 12
     assert timer.idle_share() == 0.25
+
+
+def test_an_accelerator_that_is_not_in_use_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(accelerator, "accelerator_module", lambda: torch.cuda)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("waited"))
+    timing.finished_at()
+    assert not waits
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    timing.finished_at()
+    assert waits
