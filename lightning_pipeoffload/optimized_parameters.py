@@ -17,13 +17,12 @@ from lightning_pipeoffload.lbfgs import WholeGradient, join_lbfgs
 from lightning_pipeoffload.optimizer_groups import (
     GroupNames,
     fill_groups,
-    forget_foreign,
+    keep_parameters,
     name_groups,
-    prune_optimizer,
 )
 from lightning_pipeoffload.optimizer_state import follow_parameters
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shape_only import ValueNeededError
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly, ValueNeededError
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 
 
@@ -75,7 +74,8 @@ class OptimizedParameters:
                 f"parameters are frozen or grouped, only names and shapes of all are known"
             ) from None
         if self._pipeline.committed:
-            forget_foreign(self._optimizers())
+            for optimizer in self._optimizers():
+                keep_parameters(optimizer, lambda p: not isinstance(p, ShapeOnly))
 
     def keep_own(self) -> None:
         """Before the first training step: leave what other ranks own to them, for good."""
@@ -84,7 +84,7 @@ class OptimizedParameters:
         self._pipeline.commit()
         kept = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
-            prune_optimizer(optimizer, kept)
+            keep_parameters(optimizer, lambda p: id(p) in kept)
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
 

@@ -1,13 +1,11 @@
-"""Which parameters are in the groups of optimizers, by name, by shape or by who owns them."""
+"""Which parameters are in the groups of optimizers: by name, and which to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 GroupNames = list[list[str]]
 
@@ -31,18 +29,9 @@ def fill_groups(
             group["params"] = [parameters[name] for name in members]
 
 
-def forget_foreign(optimizers: Sequence[Optimizer]) -> None:
-    """Let optimizers forget the shapes that stood for other ranks' parameters."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if not isinstance(p, ShapeOnly)]
-        for parameter in [p for p in optimizer.state if isinstance(p, ShapeOnly)]:
-            del optimizer.state[parameter]
-
-
-def prune_optimizer(optimizer: Optimizer, kept: set[int]) -> None:
-    """Let an optimizer forget the parameters whose id is not in ``kept``."""
+def keep_parameters(optimizer: Optimizer, is_kept: Callable[[Tensor], bool]) -> None:
+    """Let an optimizer forget all other parameters."""
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in kept]
-    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+        group["params"] = [p for p in group["params"] if is_kept(p)]
+    for parameter in [p for p in optimizer.state if not is_kept(p)]:
         del optimizer.state[parameter]
