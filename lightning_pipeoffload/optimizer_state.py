@@ -26,18 +26,15 @@ def plain_layout(
     places = [[index[name] for name in group] for group in names]
     return {
         "state": {index[name]: states[name] for name in order if name in states},
-        "param_groups": groups_with(optimizer, places),
+        "param_groups": groups_with(optimizer.param_groups, places),
     }
 
 
 def groups_with(
-    optimizer: Optimizer, members: Sequence[Sequence[str | int]]
+    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str | int]]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with these members."""
-    return [
-        {**group, "params": list(whole)}
-        for group, whole in zip(optimizer.param_groups, members, strict=True)
-    ]
+    """Return an optimizer's groups with these members."""
+    return [{**group, "params": list(whole)} for group, whole in zip(groups, members, strict=True)]
 
 
 def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
@@ -48,10 +45,9 @@ def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[st
         names: of the parameters in each group.
     """
     order = [name for group in names for name in group]
-    groups = zip(state["param_groups"], names, strict=True)
     return {
         "state": {order[place]: entry for place, entry in state["state"].items()},
-        "param_groups": [{**group, "params": list(members)} for group, members in groups],
+        "param_groups": groups_with(state["param_groups"], names),
     }
 
 

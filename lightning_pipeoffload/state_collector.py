@@ -114,7 +114,7 @@ class StateCollector:
         if state or not anything:
             part["state"] = state
         if self._ranks.is_root:
-            part["param_groups"] = groups_with(optimizer, names)
+            part["param_groups"] = groups_with(optimizer.param_groups, names)
         return part
 
     def _named_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
