@@ -94,16 +94,14 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
 def _uses_of_buffer(
     buffer: Slot, chain: BlockChain, found: dict[str, set[int]], probe: Probe
 ) -> set[int]:
-    path = buffer.name[: len(buffer.name) - len(buffer.attribute)]
-    is_around = any(chain.block_name(index).startswith(path) for index in range(len(chain)))
+    is_around = any(chain.block_name(index).startswith(buffer.path) for index in range(len(chain)))
     is_common = is_around or buffer.name in probe.written
     uses = set() if is_common else _uses_of_parameters(buffer, found)
     return uses or set(range(len(chain) + 1))
 
 
 def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
-    path = buffer.name[: len(buffer.name) - len(buffer.attribute)]
-    return set().union(*(found.get(path + name, ()) for name in buffer.module._parameters))
+    return set().union(*(found.get(buffer.path + name, ()) for name in buffer.module._parameters))
 
 
 def cut(

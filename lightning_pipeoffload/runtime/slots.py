@@ -17,6 +17,11 @@ class Slot:
     kind: str  # the dict of the module it is in: "_parameters" or "_buffers"
 
     @property
+    def path(self) -> str:
+        """Its module's part of the name, up to the attribute."""
+        return self.name.removesuffix(self.attribute)
+
+    @property
     def tensor(self) -> Tensor:
         """What is in it."""
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
