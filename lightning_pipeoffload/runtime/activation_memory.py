@@ -20,14 +20,14 @@ from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.streams import CopyLanes, make_lanes
 from lightning_pipeoffload.schedule import Action, Kind
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
 _MOVES: dict[Kind, Callable[[ActivationStore], None]] = {
     Kind.OFFLOAD: ActivationStore.offload,
     Kind.FREE: ActivationStore.free,
-    Kind.RELOAD: lambda store: store.reload(Part.FOR_B | Part.FOR_W),
+    Kind.RELOAD: lambda store: store.reload(ACTIVATION),
     Kind.RELOAD_B: lambda store: store.reload(Part.FOR_B),
-    Kind.RELOAD_W: lambda store: store.reload(Part.FOR_W | Part.GRADIENT),
+    Kind.RELOAD_W: lambda store: store.reload(WAITING),
     Kind.OFFLOAD_W: ActivationStore.offload,
     Kind.FREE_W: ActivationStore.free,
 }

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, StagePass
 from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
 _NOTHING = nullcontext()
 
@@ -144,7 +144,7 @@ class StageRunner:
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
         if alive.store:
-            alive.store.arrive(Part.FOR_B | Part.FOR_W if fused else Part.FOR_B)
+            alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
         with outside_autocast(microbatch.device), deferring(alive.queue):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
@@ -162,7 +162,7 @@ class StageRunner:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
         if alive.store:
-            alive.store.arrive(Part.FOR_W | Part.GRADIENT)
+            alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
             with outside_autocast(microbatch.device):
                 alive.queue.run()
