@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,24 +73,14 @@ def _linear(original: Any) -> Callable[..., Tensor]:
     return kernel
 
 
-def _mm(original: Any) -> Callable[..., Tensor]:
+def _product(
+    call: type[MatrixProduct] | type[BatchedProduct], original: Any
+) -> Callable[..., Tensor]:
     def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
         if _takes_part(right, None):
-            return apply_deferred(MatrixProduct(right, None), left)
+            return apply_deferred(call(right, None), left)
         if _takes_part(left, None):
-            return apply_deferred(MatrixProduct(left.t(), None), right.t()).t()
-        return original.call_boxed(keys, left, right)
-
-    return kernel
-
-
-def _bmm(original: Any) -> Callable[..., Tensor]:
-    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
-        if _takes_part(right, None):
-            return apply_deferred(BatchedProduct(right, None), left)
-        if _takes_part(left, None):
-            call = BatchedProduct(left.transpose(1, 2), None)
-            return apply_deferred(call, right.transpose(1, 2)).transpose(1, 2)
+            return apply_deferred(call(left.mT, None), right.mT).mT
         return original.call_boxed(keys, left, right)
 
     return kernel
@@ -124,10 +115,10 @@ def _convolution(original: Any) -> Callable[..., Tensor]:
     return kernel
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
     "linear": _linear,
-    "mm": _mm,
-    "bmm": _bmm,  # of einsum too
+    "mm": partial(_product, MatrixProduct),
+    "bmm": partial(_product, BatchedProduct),  # of einsum too
     "addmm": _addmm,
     "convolution": _convolution,
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
