@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_pipeoffload.collectives import PipelineGroup
-from lightning_pipeoffload.lbfgs import give_history
 from lightning_pipeoffload.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizer_state import load_optimizer_state
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -77,8 +76,6 @@ class SplitState:
         """
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
-            if isinstance(optimizer, LBFGS):
-                state = give_history(state, names[0], own)
             load_optimizer_state(optimizer, state, names, own)
 
     def own_places(self, fits: bool) -> Callable[[Sequence[Any]], bool]:
@@ -88,9 +85,7 @@ class SplitState:
             fits: whether the optimizers' states are used too.
         """
         keys = self._pipeline.module.state_dict().keys()
-        # LBFGS keeps all that it knows with its first parameter, for every rank.
-        stateful = {groups[0][0] for groups in self._parameters.names if groups and groups[0]}
-        stateful |= self._pipeline.tensors.canonical_parameters().keys()
+        stateful = self._pipeline.tensors.canonical_parameters().keys()
 
         def is_own(place: Sequence[Any]) -> bool:
             kind, *inside = place

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from lightning_pipeoffload.collectives import PipelineGroup
-from lightning_pipeoffload.lbfgs import WholeGradient, join_lbfgs
 from lightning_pipeoffload.optimizer_groups import (
     GroupNames,
     fill_groups,
@@ -31,18 +29,14 @@ class OptimizedParameters:
 
     Args:
         pipeline: this rank's part of the module.
-        group: the pipeline's processes.
         optimizers: returns the trainer's, which every fit makes anew.
 
     Attributes:
         names: of the whole module's parameters, in each group of each optimizer.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, group: PipelineGroup, optimizers: Callable[[], list[Optimizer]]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, optimizers: Callable[[], list[Optimizer]]) -> None:
         self._pipeline = pipeline
-        self._group = group
         self._optimizers = optimizers
         self.names: list[GroupNames] = []
 
@@ -80,18 +74,9 @@ class OptimizedParameters:
     def keep_own(self) -> None:
         """Before the first training step: leave what other ranks own to them, for good."""
         self.names = name_groups(self._optimizers(), self._pipeline.module)
-        self.join_lbfgs()
         self._pipeline.commit()
         kept = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             keep_parameters(optimizer, lambda p: id(p) in kept)
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
-
-    def join_lbfgs(self) -> None:
-        """Let every LBFGS go the whole model's way, whatever this rank has of it."""
-        for optimizer, groups in self.named():
-            if isinstance(optimizer, LBFGS):
-                specs = {name: self._pipeline.tensors.specs[name] for name in groups[0]}
-                own = self._pipeline.tensors.canonical_parameters()
-                join_lbfgs(optimizer, WholeGradient(specs, own, self._group))

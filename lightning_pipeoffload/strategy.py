@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -250,9 +250,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._run = PipelineRun(
                 self._module, self.group, self.settings, self.root_device, self.num_processes
             )
-            self._parameters = OptimizedParameters(
-                self._run.pipeline, self.group, lambda: self.optimizers
-            )
+            self._parameters = OptimizedParameters(self._run.pipeline, lambda: self.optimizers)
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = UsersSteps(self._module, self._run, self._seed)
         self.backward_of_batch = BatchBackward(self._module, self.precision_plugin, self._run)
@@ -261,8 +259,6 @@ class PipeOffloadStrategy(PipelineProcesses):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with self.shown_whole():
             super().setup_optimizers(trainer)
-        if self._is_split:  # by a fit before this one
-            self._parameters.join_lbfgs()
 
     def shown_whole(self) -> AbstractContextManager[None]:
         """Let code that every rank runs freeze, unfreeze and group the parameters of all stages."""
@@ -378,8 +374,6 @@ class PipeOffloadStrategy(PipelineProcesses):
         def closure_and_sum() -> Any:
             result = closure()
             self.group.sum_shared_gradients()
-            if isinstance(optimizer, LBFGS):  # it evaluates as often as the loss tells it to
-                result = self.group.broadcast(result, self.group.root)
             return result
 
         return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)

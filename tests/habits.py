@@ -101,6 +101,7 @@ class Row:
     num_val_loaders: int = 1
     monitor: str = "val_loss"
     runs: tuple[str, ...] = ("fit",)
+    num_devices: int = 2
 
 
 ROWS = {
@@ -158,7 +159,9 @@ ROWS = {
     "plateau by step": Row({}, lambda: [LearningRateMonitor()], plateau("step", "train_loss_step")),
     "plateau by epoch": Row({}, lambda: [LearningRateMonitor()], plateau("epoch", "val_loss")),
     "LBFGS": Row(
-        {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": None}, optimize=lbfgs
+        {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": None},
+        optimize=lbfgs,
+        num_devices=1,  # over more it is refused
     ),
     "several validation loaders": Row(num_val_loaders=2, monitor="val_loss/dataloader_idx_1"),
     "evaluation before and after": Row(

@@ -1,4 +1,4 @@
-"""Lightning's habits over a pipeline of two ranks, against one device on the same loop."""
+"""Lightning's habits over a pipeline, against one device on the same loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def on_one_device(row):
 @pytest.mark.parametrize("row", habits.ROWS)
 def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
     expected = on_one_device(row)
-    for outcome in ranks(2).run(habits.run, row, 2, schedule, str(tmp_path)):
+    count = habits.ROWS[row].num_devices
+    for outcome in ranks(count).run(habits.run, row, count, schedule, str(tmp_path)):
         numbers = {name: expected["numbers"][name] for name in outcome["numbers"]}
         torch.testing.assert_close(outcome["numbers"], numbers, rtol=1e-10, atol=1e-12)
         for what in ("hooks", "files", "progress"):

@@ -18,7 +18,6 @@ from torchmetrics import MeanMetric
 from lightning_pipeoffload.schedule import Action
 
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-LBFGS = torch.optim.LBFGS([torch.ones(1)])
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
 
 # module: names of it
@@ -80,10 +79,6 @@ USED = {
     "_forward_cache": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
-    "_params": LBFGS,
-    "_numel_cache": LBFGS,
-    "_gather_flat_grad": LBFGS,
-    "_add_grad": LBFGS,
     "_checkpoint_io": TRAINER.strategy,
 }
 
