@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_pipeoffload.memory_drawing import MemoryPanel, draw_memory, planned_panels
-from lightning_pipeoffload.png import write_png
+from lightning_pipeoffload.pictures.drawing import Drawing
+from lightning_pipeoffload.pictures.memory_drawing import MemoryPanel, draw_memory, planned_panels
+from lightning_pipeoffload.pictures.png import write_png
+from lightning_pipeoffload.pictures.svg import to_svg
 from lightning_pipeoffload.runtime.ledger import Held
 from lightning_pipeoffload.schedule import Costs, simulate
-from lightning_pipeoffload.schedule.drawing import Drawing
-from lightning_pipeoffload.schedule.svg import to_svg
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __all__ = ["MemoryPicture"]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from lightning_pipeoffload.comparison import compare, comparison_table
 from lightning_pipeoffload.configuration import run_hydra_app
-from lightning_pipeoffload.picture_file import check_picture, write_picture
+from lightning_pipeoffload.pictures.picture_file import check_picture, write_picture
 from lightning_pipeoffload.plan_report import COUNTS, REPORTS, summary
 from lightning_pipeoffload.schedule import (
     Costs,

@@ -44,7 +44,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     simulate,
 )
-from lightning_pipeoffload.schedule.copy_ratio import layer_flops
+from lightning_pipeoffload.schedule.simulation.copy_ratio import layer_flops
 
 VARIANTS = [
     Variant("uniform"),

@@ -13,17 +13,12 @@ from .actions import (
     ScheduleError,
 )
 from .build import SCHEDULES, Recipe, accept, build
-from .copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
+from .builders.pipe_offload import UNMEASURED
 from .costs import Costs
 from .draw import draw
-from .joined import JoinedPlan, cut_at_batches, repeat_batch
-from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
-from .offload import OffloadReport, offload_activations
-from .pipe_offload import UNMEASURED
-from .schedule import Schedule
-from .simulate import simulate
-from .timeline import Event, Timeline
-from .transfer import (
+from .passes.batches import JoinedPlan, cut_at_batches, repeat_batch
+from .passes.offload import OffloadReport, offload_activations
+from .passes.transfer import (
     add_transfers,
     forward_only,
     keep_microbatches,
@@ -31,6 +26,11 @@ from .transfer import (
     one_at_a_time,
     split_fused_backward,
 )
+from .schedule import Schedule
+from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
+from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
+from .simulation.simulate import simulate
+from .timeline import Event, Timeline
 from .validate import validate
 
 __all__ = [

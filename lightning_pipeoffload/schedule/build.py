@@ -9,19 +9,19 @@ from math import isnan
 from typing import Any
 
 from .actions import ScheduleError
-from .classic import gpipe, interleaved_1f1b, one_f_one_b
+from .builders.classic import gpipe, interleaved_1f1b, one_f_one_b
+from .builders.grouped import gis, gis_h, grouped, uniform
+from .builders.pipe_offload import po_f, po_h
+from .builders.v_adaptive import v
+from .builders.v_shape import one_f_one_b_v, v_half, v_min
+from .builders.zb import zb, zb_1p, zb_2p
+from .builders.zb_v import zb_v
+from .builders.zero_bubble import zb_h1, zb_h2
 from .costs import Costs
-from .grouped import gis, gis_h, grouped, uniform
-from .heuristic import zb, zb_1p, zb_2p
-from .memory import peak_memory
-from .pipe_offload import po_f, po_h
-from .problem import ROUNDING
 from .schedule import Schedule
-from .v_adaptive import v
-from .v_shape import one_f_one_b_v, v_half, v_min
+from .search.problem import ROUNDING
+from .simulation.memory import peak_memory
 from .validate import validate
-from .zb_v import zb_v
-from .zero_bubble import zb_h1, zb_h2
 
 __all__ = ["SCHEDULES", "Recipe", "accept", "build"]
 

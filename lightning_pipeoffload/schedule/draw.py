@@ -7,7 +7,7 @@ import shutil
 from .actions import Action
 from .costs import Costs
 from .schedule import Schedule
-from .simulate import simulate
+from .simulation.simulate import simulate
 from .timeline import COMPUTE_LANE, Event, Timeline
 
 __all__ = ["draw"]

@@ -16,8 +16,8 @@ from lightning_pipeoffload.runtime.streams import CopyError, CopyLanes, InlineLa
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build
 from lightning_pipeoffload.schedule.actions import Part
-from lightning_pipeoffload.schedule.memory import peak_host_memory, peak_memory
-from lightning_pipeoffload.schedule.offload import offload_activations
+from lightning_pipeoffload.schedule.passes.offload import offload_activations
+from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
 from tests.runtime.models import MODELS, DemoGPT, Regression, call_step, run_pipeline
 from tests.runtime.offloaded import (
     APART,

@@ -1,6 +1,5 @@
-from plans import plan
-
 from lightning_pipeoffload.schedule import Costs, build, draw, simulate
+from tests.support.plans import plan
 
 ZB_H1 = """
 rank 0 F0 F1 ...B0 W0 B1 W1

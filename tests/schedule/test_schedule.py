@@ -2,9 +2,9 @@ import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
-from plans import plan
 
 from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build, lower
+from tests.support.plans import plan
 
 TWO_RANKS = """
 0F0 0F1 0BW0 0BW1

@@ -1,7 +1,7 @@
 import pytest
-from plans import plan
 
 from lightning_pipeoffload.schedule import Schedule, ScheduleError, lower, validate
+from tests.support.plans import plan
 
 ERRORS = {
     "a stage on two ranks": (

@@ -1,0 +1,1 @@
+"""Pictures of timelines and of memory, as SVG, PNG or a trace."""

@@ -1,0 +1,86 @@
+"""Where things are on a picture of a timeline: pixels of a second, a rank, a lane and a curve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipeoffload.pictures.drawing import Drawing, Words
+from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Timeline
+
+__all__ = ["CURVE", "FONT_SIZE", "INK", "LEFT", "LETTER", "LINE", "MARGIN", "ROW", "Canvas"]
+
+MARGIN, LEFT, RIGHT = 14.0, 70.0, 76.0
+ROW, LANE, CURVE, GAP = 22.0, 8.0, 18.0, 8.0
+LINE = 20.0
+"""Height of a line of text."""
+CELL_WIDTH, MIN_WIDTH, MAX_WIDTH = 18.0, 560.0, 4000.0
+FONT_SIZE = 11.0
+LETTER = 0.58
+"""Width of a digit as a share of the font size."""
+INK = "#222222"
+
+
+@dataclass
+class Canvas:
+    """A drawing of a timeline, and the measures of it.
+
+    Attributes:
+        drawing: What is drawn so far.
+        timeline: What is drawn.
+        scale: Pixels per second.
+        copy_lanes: The lanes under the row of each rank.
+        chunks: For every stage its chunk, and how many chunks its rank has.
+    """
+
+    drawing: Drawing
+    timeline: Timeline
+    scale: float
+    copy_lanes: list[str]
+    chunks: dict[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Canvas:
+        """Return an empty canvas on which the numbers of most cells have room."""
+        makespan = timeline.makespan or 1.0
+        scale = min(CELL_WIDTH / _short_action(timeline), MAX_WIDTH / makespan)
+        copy_lanes = sorted({event.lane for event in timeline.events} - {COMPUTE_LANE})
+        drawing = Drawing(max(MIN_WIDTH, LEFT + makespan * scale + RIGHT), 0.0)
+        canvas = cls(drawing, timeline, scale, copy_lanes, _chunks(timeline))
+        drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
+        return canvas
+
+    def x(self, seconds: float) -> float:
+        """Return the place of a time."""
+        return LEFT + seconds * self.scale
+
+    def top(self, rank: int) -> float:
+        """Return the upper edge of a rank; that of the rank after the last is the time axis."""
+        height = ROW + len(self.copy_lanes) * LANE + CURVE + GAP
+        return MARGIN + 2 * LINE + GAP + rank * height
+
+    def lane(self, rank: int, lane: str) -> tuple[float, float]:
+        """Return the upper edge and the height of a lane."""
+        if lane == COMPUTE_LANE:
+            return self.top(rank), ROW
+        return self.top(rank) + ROW + self.copy_lanes.index(lane) * LANE, LANE
+
+    def curve_bottom(self, rank: int) -> float:
+        """Return the zero line of a rank's memory curve."""
+        return self.top(rank) + ROW + len(self.copy_lanes) * LANE + CURVE
+
+    def write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        """Write a line of text, centred in height at ``y``."""
+        self.drawing.words.append(Words(x, y, text, FONT_SIZE, INK, anchor))
+
+
+def _short_action(timeline: Timeline) -> float:
+    """Return the seconds of a short action; a few that are shorter still are no scale."""
+    seconds = sorted(event.end - event.start for event in timeline.events)
+    positive = [duration for duration in seconds if duration > 0]
+    return positive[len(positive) // 4] if positive else 1.0
+
+
+def _chunks(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    held = sorted({(event.rank, event.action.stage) for event in timeline.events})
+    stages = [[s for owner, s in held if owner == rank] for rank in range(timeline.num_ranks)]
+    return {s: (chunk, len(own)) for own in stages for chunk, s in enumerate(own)}

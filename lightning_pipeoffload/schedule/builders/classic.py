@@ -1,0 +1,90 @@
+"""Schedules whose backward is one piece: GPipe, 1F1B and interleaved 1F1B.
+
+All of them are an order of forwards, an order of backwards and the length of the warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..actions import Action, Kind, ScheduleError
+from ..placement import loop, stages_on
+from ..schedule import Schedule
+
+__all__ = ["gpipe", "interleaved_1f1b", "one_forward_one_backward", "one_f_one_b"]
+
+
+def one_forward_one_backward(
+    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], num_warm_up: int
+) -> list[Action]:
+    """Arrange one rank's actions: forwards alone, then one of each in turn, then backwards alone.
+
+    Args:
+        forwards: The forwards, in order.
+        backwards: What each backward consists of, in order; as many as there are forwards.
+        num_warm_up: How many forwards run before the first pair; more than there are means all.
+    """
+    paired = forwards[num_warm_up:]
+    warm_up = list(forwards[:num_warm_up])
+    steady = [
+        a
+        for forward, backward in zip(paired, backwards, strict=False)
+        for a in (forward, *backward)
+    ]
+    cool_down = [a for backward in backwards[len(paired) :] for a in backward]
+    return warm_up + steady + cool_down
+
+
+def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3)."""
+    return _one_stage_per_rank(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """One backward for each forward as soon as there is one (PipeDream-Flush, 1F1B)."""
+    return _one_stage_per_rank(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """1F1B with several stages per rank, in Megatron's order (Narayanan et al. 2021, section 2.2).
+
+    Raises:
+        ScheduleError: The microbatches do not fill groups of ``num_ranks``.
+    """
+    if num_microbatches % num_ranks:
+        enough = -(-num_microbatches // num_ranks) * num_ranks
+        raise ScheduleError(
+            f"num_microbatches ({num_microbatches}) must be a multiple of num_ranks ({num_ranks}) "
+            f"for interleaved_1f1b; use {enough}, or schedule=1f1b"
+        )
+    placement = loop(num_ranks, num_chunks)
+
+    def order(rank: int) -> list[Action]:
+        stages = stages_on(placement, rank)
+        forwards = _in_groups(Kind.F, stages, num_microbatches, num_ranks)
+        backwards = _in_groups(Kind.BW, stages[::-1], num_microbatches, num_ranks)
+        num_warm_up = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks
+        return one_forward_one_backward(forwards, [[b] for b in backwards], num_warm_up)
+
+    return Schedule.of(order(rank) for rank in range(num_ranks))
+
+
+def _one_stage_per_rank(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
+    def order(stage: int, num_warm_up: int) -> list[Action]:
+        forwards = [Action(Kind.F, stage, m) for m in range(num_microbatches)]
+        backwards = [[Action(Kind.BW, stage, m)] for m in range(num_microbatches)]
+        return one_forward_one_backward(forwards, backwards, num_warm_up)
+
+    return Schedule.of(order(stage, num_warm_up) for stage, num_warm_up in enumerate(warm_ups))
+
+
+def _in_groups(
+    kind: Kind, stages: Sequence[int], num_microbatches: int, group_size: int
+) -> list[Action]:
+    """A group of microbatches goes through every stage of the rank before the next group does."""
+    return [
+        Action(kind, stage, first + offset)
+        for first in range(0, num_microbatches, group_size)
+        for stage in stages
+        for offset in range(group_size)
+    ]

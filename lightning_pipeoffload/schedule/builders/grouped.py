@@ -1,0 +1,192 @@
+"""Interleaved schedules that repeat one building block: GIS, GIS-H, any group size, and uniform.
+
+Each rank has several stages. A group of microbatches goes through the first of them, then through
+the second, and on; backwards likewise. B and W are apart, and W follows its B at once. What differs
+is the size of the group: the smaller it is, the less memory, and the more bubble. Where the size
+does not divide the microbatches, which the paper leaves open, W may wait and fill what is idle.
+
+Source: Wan et al., "PipeOffload", ICML 2025, section 4. Building takes n log n of the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from math import gcd
+from typing import NamedTuple
+
+from ..actions import Action, Kind, ScheduleError
+from ..costs import Costs
+from ..placement import loop, stages_on
+from ..schedule import Schedule
+from ..search.fill_gaps import fill_gaps
+from ..search.fixed_order import FixedOrder
+from ..search.problem import Problem
+from ..simulation.memory import peak_memory
+
+__all__ = ["gis", "gis_h", "grouped", "uniform"]
+
+
+def gis(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Groups of ``num_ranks``: the bubble of ZB-H1 in the memory of 1F1B (GIS)."""
+    return _repeated(num_ranks, num_microbatches, num_chunks, num_ranks)
+
+
+def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Groups of half as many, the smallest whose first gradient returns in time (GIS-H)."""
+    return _repeated(num_ranks, num_microbatches, num_chunks, _half(num_ranks))
+
+
+def uniform(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Every microbatch a group: PipeOffload's block, for activations that are offloaded.
+
+    Without offload it takes about the memory of GIS-H, but the first stages of a rank hold most of
+    it: half of the stages offloaded frees three quarters.
+    """
+    return _repeated(num_ranks, num_microbatches, num_chunks, group_size=1)
+
+
+def grouped(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    group_size: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """Groups of any size from half of the ranks to all of them.
+
+    With g microbatches in a group, rank i of p keeps g(v-1) + p - i activations of a stage. The
+    bubble at equal times is that of GIS and (p-g)(v-1) slots more, if g divides the microbatches.
+    Otherwise the groups are unequal, W waits for idle slots, every rank may keep as many as the
+    first, and the bubble is a few slots larger (with 2 to 4 chunks up to 3 for 8 ranks, 8 for 16,
+    in what was tried). With fewer microbatches than ranks it is what one microbatch takes to go
+    down the stages and back.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank.
+        group_size: Microbatches of a group; None: the most that ``memory_limit`` allows.
+        costs: What an activation takes of ``memory_limit``.
+        memory_limit: The most memory of a rank.
+
+    Raises:
+        ScheduleError: The groups are too small or too large.
+    """
+    sizes = range(_half(num_ranks), num_ranks + 1)
+    if group_size is not None:
+        _check_group_size(group_size, sizes, num_ranks)
+        return _repeated(num_ranks, num_microbatches, num_chunks, group_size)
+    for size in reversed(sizes):
+        schedule = _repeated(num_ranks, num_microbatches, num_chunks, size)
+        needed = max(peak_memory(schedule, costs or Costs.unit()))
+        if memory_limit is None or needed <= memory_limit:
+            break
+    return schedule
+
+
+def _check_group_size(group_size: int, sizes: range, num_ranks: int) -> None:
+    if group_size not in sizes:
+        raise ScheduleError(
+            f"group_size ({group_size!r}) must be from {sizes[0]} to {sizes[-1]} for {num_ranks} "
+            f"ranks; use {sizes[0]} for the least memory, or schedule=uniform"
+        )
+
+
+def _half(num_ranks: int) -> int:
+    return -(-num_ranks // 2)
+
+
+class _Group(NamedTuple):
+    """Microbatches that go through a stage together.
+
+    Attributes:
+        microbatches: Which ones.
+        room: Slots that the group has in every stage; those that it does not fill stay empty.
+        start: The slot of its first forward.
+    """
+
+    microbatches: range
+    room: int
+    start: int
+
+
+def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
+    """Repeat the building block for one group after the other, and drop what stays empty.
+
+    A slot of a rank has room for one F and for one B with its W. The gradient of the first
+    microbatch comes back to a rank one slot later for each rank after it.
+    """
+    placement = loop(num_ranks, num_chunks)
+    block = _building_block(num_ranks, num_chunks, group_size)
+    groups = _groups(num_microbatches, num_chunks, group_size, least=_half(num_ranks))
+    turn = block[-1] * groups[0].room
+
+    def order(rank: int) -> list[Action]:
+        stages = stages_on(placement, rank)
+        return_slot = turn + num_ranks - 1 - rank
+        timed = list(_slots((Kind.F,), stages, block, groups))
+        timed += [
+            (return_slot + slot, action)
+            for slot, action in _slots((Kind.B, Kind.W), stages[::-1], block, groups)
+        ]
+        # Sorting is stable: in one slot F comes first, then B, then W.
+        return [action for _, action in sorted(timed, key=lambda item: item[0])]
+
+    schedule = Schedule.of(order(rank) for rank in range(num_ranks))
+    if num_microbatches % group_size == 0:
+        return schedule
+    peak = group_size * (num_chunks - 1) + num_ranks
+    return _with_late_weight_gradients(schedule, placement, peak)
+
+
+def _with_late_weight_gradients(
+    schedule: Schedule, placement: tuple[int, ...], memory: int
+) -> Schedule:
+    """Keep the order of F and B, and let W fill the slots in which a rank would wait.
+
+    ``memory`` is enough for W at once, so the run never gets stuck: before F, W makes room.
+    """
+    costs = replace(Costs.unit(), weight_residue=1)
+    problem = Problem(placement, schedule.num_microbatches, costs, memory)
+    order = FixedOrder.of(problem, schedule, overtaking=False)
+    filled = fill_gaps(problem, order, patience=0.0)
+    return filled.schedule or schedule
+
+
+def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[int]:
+    """Return when a group enters each stage of a rank, in slots per microbatch of a group.
+
+    Half of the ranks' number of slots later, what a stage has computed is back at the rank. A block
+    is repeated every ``num_chunks``; where a stage would meet one of another repetition, it waits.
+    """
+    hop = -(-_half(num_ranks) // group_size)
+    num_before_collision = num_chunks // gcd(num_chunks, hop)
+    return [hop * chunk + chunk // num_before_collision for chunk in range(num_chunks)]
+
+
+def _groups(num_microbatches: int, num_chunks: int, group_size: int, least: int) -> list[_Group]:
+    """Cut the microbatches into as few groups as there can be, of sizes that differ by one at most.
+
+    A group of fewer than ``least`` would wait for its own results, so it has the room of that many;
+    not so the groups that are small by design.
+    """
+    num_groups = -(-num_microbatches // group_size)
+    bounds = [num_microbatches - num_microbatches * n // num_groups for n in range(num_groups + 1)]
+    members = [range(*pair) for pair in zip(bounds[::-1], bounds[-2::-1], strict=False)]
+    rooms = [max(len(group), min(least, group_size)) for group in members]
+    starts = accumulate((num_chunks * room for room in rooms), initial=0)
+    return [_Group(*group) for group in zip(members, rooms, starts, strict=False)]
+
+
+def _slots(
+    kinds: tuple[Kind, ...], stages: list[int], block: list[int], groups: list[_Group]
+) -> Iterator[tuple[int, Action]]:
+    for group in groups:
+        for stage, offset in zip(stages, block, strict=True):
+            for place, microbatch in enumerate(group.microbatches):
+                slot = group.start + group.room * offset + place
+                yield from ((slot, Action(kind, stage, microbatch)) for kind in kinds)

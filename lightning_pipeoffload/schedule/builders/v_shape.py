@@ -1,0 +1,89 @@
+"""V-shaped schedules as building blocks: V-Min, V-Half and 1F1B-V.
+
+The stages go down the ranks and back up, so that a rank holds one stage whose activations live long
+and one whose activations live short, and all ranks need about the same memory. A block is a row of
+numbers, the slots from each step of a microbatch to the next one. Source: Qi et al., "Pipeline
+Parallelism with Controllable Memory", NeurIPS 2024, section 3.3, appendix, and the authors' code.
+"""
+
+from __future__ import annotations
+
+from ..costs import Costs
+from ..placement import v
+from ..schedule import Schedule
+from ..search.block_search import SearchSetting, best_schedule, simpler_times
+from ..search.building_block import BuildingBlock, walk
+from .v_adaptive import fitting_blocks
+from .v_block import INTERVAL, v_block
+
+__all__ = ["one_f_one_b_v", "v_half", "v_min"]
+
+
+def v_min(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """The least memory that needs no bubble between microbatches, for equal times (V-Min).
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: What the stages cost, to search for a better block in the same memory where the
+            times differ; None: equal times, and the paper's block.
+    """
+    f_to_b = 3 if num_ranks % 3 == 0 else 1
+    block = v_block([1] * (num_ranks - 1), turns=(1, f_to_b, 1))
+    return _from_block(block, num_ranks, num_microbatches, costs, 2 * ((num_ranks + 4) // 3))
+
+
+def v_half(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """Half of the memory of 1F1B, and half of its bubble (V-Half).
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: What the stages cost, to search for a better block in the same memory where the
+            times differ; None: equal times, and the paper's block.
+    """
+    f_to_b = 4 if num_ranks % 2 == 0 else 1
+    block = v_block([2] * (num_ranks - 1), turns=(1, f_to_b, 2))
+    return _from_block(block, num_ranks, num_microbatches, costs)
+
+
+def one_f_one_b_v(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """B and W in one piece, in two thirds of the memory of 1F1B and less bubble (1F1B-V).
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: What the stages cost, to choose the order of warm-up and cool-down; None: equal.
+    """
+    f_to_b = 5 if num_ranks % 3 == 0 else 2
+    forwards = (1,) * (2 * num_ranks - 1)
+    # BW takes two slots. Three more after every third BW keep it off the slots of the forwards.
+    first = (3 - (num_ranks + 2) % 3) % 3
+    backwards = (5 if (first + nth) % 3 == 0 else 2 for nth in range(1, 2 * num_ranks))
+    block = BuildingBlock(walk((*forwards, f_to_b, *backwards)), INTERVAL)
+    return _from_block(block, num_ranks, num_microbatches, costs, is_fused=True)
+
+
+def _from_block(
+    block: BuildingBlock,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory: int = 0,
+    is_fused: bool = False,
+) -> Schedule:
+    placement = v(num_ranks)
+    memory = max(memory, block.peak(placement))
+    setting = SearchSetting(placement, costs or Costs.unit(), memory, is_fused=is_fused)
+    has_simpler_times = len(simpler_times(setting.costs)) > 1
+    others = fitting_blocks(setting) if has_simpler_times and not is_fused else []
+    return best_schedule([block, *others], setting, num_microbatches)

@@ -1,0 +1,141 @@
+"""Zero-bubble schedules for any memory limit and any times: ``zb_1p``, ``zb_2p`` and ``zb``.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1: fill the wait for the
+first B with as many F as memory and time allow, then one F and one B in turn, and W in the gaps.
+Here the first is a depth for every rank, searched for, and the rest is ``fill_gaps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..costs import Costs
+from ..placement import loop
+from ..schedule import Schedule
+from ..search.best_candidate import Search
+from ..search.in_flight import InFlight
+from ..search.problem import Problem
+
+__all__ = ["zb", "zb_1p", "zb_2p"]
+
+# Shares of an F that a rank may idle before its first B, rather than make that B late by one more
+# F. Rounding down leaves a small wait on every rank; rounding up adds up from rank to rank.
+IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+MOST_ACTIONS = 1_000_000
+
+
+def zb_1p(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """The shortest schedule in the memory of 1F1B: p activations of the first stage (ZB-1p).
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 1.
+        costs: Times and memory of the stages; None: ``Costs.unit()``.
+    """
+    return _in_activations(1, num_ranks, num_microbatches, costs)
+
+
+def zb_2p(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """Next to no bubble in twice the memory of 1F1B: 2p activations of the first stage (ZB-2p).
+
+    Counts on an optimizer without barrier. Arguments as for ``zb_1p``.
+    """
+    return _in_activations(2, num_ranks, num_microbatches, costs)
+
+
+def zb(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The shortest schedule under a memory limit, for the times of each stage.
+
+    What is short is the longest span of a rank from its first F to its last W, so it counts on an
+    optimizer without barrier. At most 24 candidates are timed, most of them only until they are
+    longer than the best so far; each takes time proportional to p * m, and 10 s are the most in
+    all.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 1.
+        costs: Times and memory of the stages; None: ``Costs.unit()``.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; None: that of ``zb_2p``,
+            where more memory hardly shortens anything.
+
+    Raises:
+        ScheduleError: The limit is too small for a single microbatch.
+    """
+    if memory_limit is None:
+        return zb_2p(num_ranks, num_microbatches, num_chunks, costs=costs)
+    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    return _shortest(problem.limited_to(memory_limit, "zb"))
+
+
+def _in_activations(
+    multiple: int, num_ranks: int, num_microbatches: int, costs: Costs | None
+) -> Schedule:
+    """Limit the memory to a multiple of what p microbatches hold on the first stage.
+
+    Where the residue is larger than the activation it is what a microbatch holds. A later stage
+    may need more than this for a single microbatch; then that is the limit.
+    """
+    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    held = max(problem.activation[0], problem.residue[0])
+    limit = max(multiple * num_ranks * held, problem.smallest_limit)
+    return _shortest(problem.limited_to(limit, f"zb_{multiple}p"))
+
+
+def _shortest(problem: Problem) -> Schedule:
+    search = Search(problem, num_actions=MOST_ACTIONS)
+    for depths in dict.fromkeys(_candidate_depths(problem)):
+        for patience in (0.0, None):
+            search.consider(InFlight(problem, depths), patience)
+    return search.shortest()
+
+
+def _candidate_depths(problem: Problem) -> Iterator[tuple[int, ...]]:
+    most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
+    # A rank that holds fewer microbatches than the one before it never waits for the other's
+    # memory; where memory is scarce the same number can still be better.
+    falling = list(most)
+    level = list(most)
+    for rank in range(1, problem.num_ranks):
+        falling[rank] = max(1, min(most[rank], falling[rank - 1] - 1))
+        level[rank] = min(most[rank], level[rank - 1])
+    for limits in (falling, level):
+        for share in IDLE_SHARES:
+            yield _depths(problem, limits, share)
+
+
+def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int, ...]:
+    """Return how many F fit before the first B of every rank, from the last rank to the first.
+
+    Args:
+        problem: The pipeline.
+        limits: The most F without B of every rank.
+        idle_share: The share of an F that a rank may rather idle than run one more F.
+    """
+    depths = [1] * problem.num_ranks
+    wait = 0.0
+    for rank in reversed(range(problem.num_ranks - 1)):
+        seconds = problem.forward[rank]
+        there_and_back = problem.forward[rank + 1] + problem.backward_input[rank + 1]
+        wait += there_and_back + 2 * problem.hop[rank]
+        fitting = _rounded(wait, seconds, idle_share) if seconds else limits[rank]
+        depths[rank] = min(limits[rank], max(fitting, depths[rank + 1]) + 1)
+        wait = max(wait, (depths[rank] - 1) * seconds)
+    return tuple(depths)
+
+
+def _rounded(wait: float, seconds: float, idle_share: float) -> int:
+    number = int(wait / seconds + 1e-9)
+    return number + (wait / seconds - number > idle_share + 1e-9)

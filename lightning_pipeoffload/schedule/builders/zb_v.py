@@ -1,0 +1,146 @@
+"""ZB-V: two stages per rank in a V, no bubble at equal times, and the same memory on every rank.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from ..actions import Kind
+from ..costs import Costs
+from ..placement import v
+from ..schedule import Schedule
+from ..search.best_candidate import Search
+from ..search.fixed_order import FixedOrder
+from ..search.in_flight import InFlight
+from ..search.lengthen import lengthen
+from ..search.problem import ROUNDING, Problem
+from ..simulation.simulate import simulate
+
+__all__ = ["zb_v"]
+
+# What the search varies: activations that a rank holds less than it could, and, in shares of an F,
+# how long a rank waits through short gaps, and how long to start a B in time.
+SPARED = (0, 2)
+PATIENCE = (0.0, 0.1, 0.3, 0.5, 0.7, 1.0, 2.0)
+PUNCTUALITY = (0.0, 0.5)
+MOST_ACTIONS = 600_000
+# Microbatches per rank that are searched for; where there are many more, what is found is repeated.
+ENOUGH, MANY = 3, 4
+
+
+def zb_v(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The hand-made order; with costs or a limit the shortest schedule that a search finds.
+
+    Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
+    taken from ``costs``; W goes where there is room for it, and what is short is the longest span
+    of a rank, which counts on an optimizer without barrier. The search times 29 candidates and
+    rearranges the best of them up to a fixed amount of work, a few seconds, at most; each candidate
+    takes time proportional to p * m, but is given up when it is longer than the best so far. Where
+    m is large, fewer are searched for and the steady middle is repeated.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 2.
+        costs: Times and memory of the stages; None: ``Costs.unit()``.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; None: what p microbatches
+            hold on a rank, which is the memory of 1F1B.
+
+    Raises:
+        ScheduleError: The limit is too small for a single microbatch.
+    """
+    problem = Problem(v(num_ranks), num_microbatches, costs or Costs.unit())
+    default = num_ranks * problem.smallest_limit
+    problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
+    if costs is None and memory_limit is None:
+        return _timed_hand_made(problem).shortest()
+    return _lengthened(problem) or _searched(problem)
+
+
+def _timed_hand_made(problem: Problem) -> Search:
+    search = Search(problem, num_actions=MOST_ACTIONS)
+    order = hand_made(problem.num_ranks, problem.num_microbatches)
+    search.consider(FixedOrder(problem, order), patience=0.0)
+    return search
+
+
+def _lengthened(problem: Problem) -> Schedule | None:
+    """Search with few microbatches and repeat the middle; None where that adds to the bubble."""
+    if problem.num_microbatches <= MANY * problem.num_ranks:
+        return None
+    few = replace(problem, num_microbatches=ENOUGH * problem.num_ranks)
+    of_few = _searched(few)
+    longer = lengthen(of_few, problem.num_microbatches)
+    if longer is None:
+        return None
+    before, after = (simulate(schedule, problem.costs) for schedule in (of_few, longer))
+    fits = max(after.peak_memory) <= problem.memory_limit * (1 + ROUNDING)
+    added_work = max(problem.work) - max(few.work)
+    is_as_good = max(after.span) <= (max(before.span) + added_work) * (1 + ROUNDING)
+    return longer if fits and is_as_good else None
+
+
+def _searched(problem: Problem) -> Schedule:
+    search = _timed_hand_made(problem)
+    _search(problem, search)
+    return search.shortest()
+
+
+def _search(problem: Problem, search: Search) -> None:
+    """Consider as much in flight as memory allows, then rearrange the best again and again."""
+    forward = max(problem.forward)
+    most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
+    for spared, patience, punctuality in product(SPARED, PATIENCE, PUNCTUALITY):
+        depths = [max(2, number - spared) for number in most]
+        order = InFlight(problem, depths, punctuality * forward)
+        search.consider(order, patience * forward)
+    previous = None
+    while search.best and search.best != previous:
+        previous = search.best
+        for patience, overtaking in product(PATIENCE, (False, True)):
+            order_again = FixedOrder.of(problem, previous, overtaking)
+            search.consider(order_again, patience * forward)
+
+
+def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, int]]]:
+    """Return the order of F and B on every rank, as kind and stage.
+
+    Written for at least 2p - 1 microbatches; of fewer the surplus is left out.
+    """
+    written_for = max(num_microbatches, 2 * num_ranks - 1)
+    return [
+        list(_first_of_each(_rank_order(num_ranks, rank, written_for), num_microbatches))
+        for rank in range(num_ranks)
+    ]
+
+
+def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tuple[Kind, int]]:
+    """Give the phases of one rank; the last ones give more than there is."""
+    down, up = rank, 2 * num_ranks - 1 - rank
+    f0, b0, f1, b1 = (Kind.F, down), (Kind.B, down), (Kind.F, up), (Kind.B, up)
+    yield from [f0] * (2 * (num_ranks - rank) - 1)
+    yield from [f1, f0] * rank
+    yield from [f1, b1] * (num_ranks - rank)
+    yield from [f0, b0, f1, b1] * (num_microbatches - num_ranks)
+    yield from [b0, b1] * rank
+    yield from [b0] * (num_ranks - rank)
+
+
+def _first_of_each(order: Iterator[tuple[Kind, int]], number: int) -> Iterator[tuple[Kind, int]]:
+    seen: Counter[tuple[Kind, int]] = Counter()
+    for action in order:
+        seen[action] += 1
+        if seen[action] <= number:
+            yield action

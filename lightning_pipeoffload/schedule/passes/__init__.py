@@ -1,0 +1,1 @@
+"""Passes: functions that make a plan of a schedule, step by step."""

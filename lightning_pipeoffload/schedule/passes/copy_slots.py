@@ -1,0 +1,151 @@
+"""When the copies of one rank run, so that each is back in time and none is long on the device.
+
+As in the paper (Wan et al., "PipeOffload", ICML 2025): copies back take the latest slot that is
+early enough, from the last to the first; then copies to the host take the earliest that is free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..actions import RELOADS, Action
+from ..simulation.intervals import Interval, disjoint, earliest, latest
+from ..timeline import TOLERANCE, Event
+from .copy_routes import Kept, Leg, Route
+
+__all__ = ["Copy", "RankTimes", "Routes", "Turns", "place_copies"]
+
+Routes = Mapping[Kept, Route]
+"""On which way each of a rank's activations goes that goes at all."""
+
+
+class Copy(NamedTuple):
+    """A copy and when it runs."""
+
+    start: float
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class Turns:
+    """When a rank may copy on a link that it shares with its neighbours.
+
+    They take turns: while one copies to the host, the next one copies back. As in the paper, where
+    two do. Nothing holds a rank to its turn, so that a plan leaves a turn of time before what waits
+    for a copy.
+
+    Attributes:
+        rank: Which of the ranks of the link it is, from 0 on.
+        num_ranks: How many share the link.
+        seconds: Of one turn.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    seconds: float = 0.0
+
+    @property
+    def slack(self) -> float:
+        """Seconds to leave between a copy and what waits for it."""
+        return self.seconds if self.num_ranks > 1 else 0.0
+
+    def of_others(self, reload: bool, end: float) -> list[Interval]:
+        """Return when others copy in one direction, up to ``end``."""
+        if self.num_ranks == 1 or not self.seconds:
+            return []
+        first = (self.rank + reload) % self.num_ranks + 1 - self.num_ranks
+        free = range(first, int(end / self.seconds) + 2, self.num_ranks)
+        return [(self.seconds * turn, self.seconds * (turn + self.num_ranks - 1)) for turn in free]
+
+
+class RankTimes:
+    """Where in the order of a rank's actions something at a time belongs.
+
+    Args:
+        events: When the rank computes what.
+        slack: Seconds to leave after a copy.
+    """
+
+    def __init__(self, events: list[Event], slack: float) -> None:
+        self._slack = slack
+        self._starts = [event.start for event in events]
+        self._ends = [event.end for event in events]
+
+    @property
+    def end(self) -> float:
+        """When the rank has computed everything."""
+        return self._ends[-1]
+
+    def place_of_start(self, copy: Copy) -> int:
+        """Return before which action a copy is started: the one that runs then, or the next."""
+        return bisect_right(self._ends, copy.start + TOLERANCE)
+
+    def place_of_end(self, copy: Copy) -> int:
+        """Return before which action the device is rid of what was copied."""
+        return bisect_left(self._starts, copy.end + self._slack - TOLERANCE)
+
+
+def place_copies(
+    ways: Mapping[Kept, tuple[Route, ...]], times: RankTimes, num_lanes: int, turns: Turns
+) -> tuple[list[Copy], Routes]:
+    """Return the copies of one rank by their start, and the routes that they are of.
+
+    Where there is no time for all of them, those with the shortest lifespans take the next of their
+    routes, or stay on the device after the last.
+
+    Args:
+        ways: What is to be copied, with its routes, the first of which is tried first.
+        times: Of the rank's actions.
+        num_lanes: 1 where both directions take turns, 2 where each has a lane.
+        turns: When it may copy.
+    """
+    end = times.end
+    left = {kept: list(routes) for kept, routes in ways.items() if routes}
+    while left:
+        chosen = {kept: routes[0] for kept, routes in left.items()}
+        copies = _place(chosen.values(), num_lanes, turns, end)
+        late = [kept for kept, route in chosen.items() if not _in_time(route, copies, times)]
+        if not late:
+            return sorted(copies.values()), chosen
+        for kept in sorted(late, key=lambda kept: kept.lifespan)[: max(1, len(late) // 4)]:
+            left[kept].pop(0)
+        left = {kept: routes for kept, routes in left.items() if routes}
+    return [], {}
+
+
+def _place(routes: Iterable[Route], num_lanes: int, turns: Turns, until: float) -> dict[Leg, Copy]:
+    pairs = [pair for route in routes for pair in zip(route, (*route[1:], None), strict=True)]
+    back = [leg for leg, _ in pairs if leg.action.kind in RELOADS]
+    there = [(leg, after) for leg, after in pairs if leg.action.kind not in RELOADS]
+    copies: dict[Leg, Copy] = {}
+    taken = turns.of_others(reload=True, end=until)
+    limit = float("inf")
+    for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
+        limit = latest(min(limit, leg.due - turns.slack), leg.seconds, taken)
+        copies[leg] = Copy(limit, limit + leg.seconds, leg.action)
+    taken = turns.of_others(reload=False, end=until)
+    if num_lanes == 1:
+        taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
+    free = 0.0
+    for leg, after in sorted(there, key=lambda pair: pair[0].ready):
+        start = earliest(max(free, leg.ready), leg.seconds, taken)
+        copies[leg] = Copy(start, start + leg.seconds, leg.action)
+        if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
+            free = start + leg.seconds  # others do not wait for what is late
+    return copies
+
+
+def _in_time(route: Route, copies: Mapping[Leg, Copy], times: RankTimes) -> bool:
+    """Whether each copy runs in its time, and each stay on the host lasts for an action or more."""
+    for leg, following in zip(route, route[1:], strict=False):
+        copy, after = copies[leg], copies[following]
+        if after.start < following.ready - TOLERANCE:
+            return False
+        leaves = leg.action.kind not in RELOADS
+        if leaves and times.place_of_end(copy) >= times.place_of_start(after):
+            return False
+    return True

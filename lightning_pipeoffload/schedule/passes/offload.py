@@ -1,0 +1,226 @@
+"""Which activations go to the host, and when: a pass on any schedule of compute actions.
+
+The stages with the longest lifespan come first: in a uniform schedule what a stage takes of the
+peak is in proportion to it, so that half of the stages offloaded leave a quarter (Wan et al.,
+"PipeOffload", ICML 2025, section 3). A rank computes in the same order with and without copies.
+Where B and W are apart, what W alone needs comes back for W, and what waits for W goes to the host
+too, if that leaves a smaller peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ..actions import ScheduleError
+from ..costs import Costs
+from ..schedule import Schedule
+from ..search.problem import ROUNDING
+from ..simulation.simulate import simulate
+from .copy_slots import Turns
+from .postpone import postponed
+from .rank_offload import RankOffload, RankPlan
+
+__all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
+
+SLOWDOWN_ALLOWED = 1.03
+"""What the makespan may grow by before less is offloaded."""
+
+_ROUNDING_ERROR = 1e-9  # of a number of activations: so little above 3 is 3
+_NUM_FRACTIONS = 8  # of a share, from which the best is taken
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an offload pass has done.
+
+    Attributes:
+        wanted: How many activations of each rank were to be offloaded in a step.
+        offloaded: How many are: away between F and B, or at least between B and W.
+        kept: How many of those that were to be offloaded stay on the device of each rank.
+        queued: Of how many what waits for W is away between B and W.
+        slowdown: Makespan with offload over that without.
+        peak_memory: Largest memory of each rank's device.
+        reason: Why less is offloaded than was asked for; empty if it is not.
+    """
+
+    wanted: tuple[int, ...]
+    offloaded: tuple[int, ...]
+    kept: tuple[int, ...]
+    queued: tuple[int, ...]
+    slowdown: float
+    peak_memory: tuple[float, ...]
+    reason: str = ""
+
+
+Offloaded = tuple[Schedule, OffloadReport]
+
+
+def _anything(schedule: Schedule) -> bool:
+    return True
+
+
+def offload_activations(
+    schedule: Schedule,
+    costs: Costs,
+    amount: str | float = "half",
+    memory_limit: float | None = None,
+    has_room: Callable[[Schedule], bool] = _anything,
+) -> Offloaded:
+    """Add OFFLOAD, FREE and RELOAD to a schedule of compute actions.
+
+    Where copies would take longer than there is (a copy there and back takes more than the compute
+    of its stage, say), or the host has no room for them, less is offloaded: what gives each rank
+    the smallest peak.
+
+    Args:
+        schedule: What to offload from; lower it afterwards.
+        costs: Seconds and memory, ``offload`` and ``reload`` among them.
+        amount: ``"none"``, ``"half"`` or ``"full"``, a share of each rank's activations from 0 to
+            1, or ``"auto"``: as few of each rank as ``memory_limit`` asks for. A share goes by
+            stages; of one that is not offloaded as a whole it takes evenly spread microbatches.
+        memory_limit: The most memory of a rank, in the unit of the costs.
+        has_room: Whether the hosts have room for what a schedule offloads. With a limit, which
+            comes first, a schedule for which they have none is returned if no other keeps it.
+
+    Returns:
+        The schedule with its copies, and a report.
+
+    Raises:
+        ScheduleError: The amount is none, the schedule has copies or transfers already, or the
+            limit cannot be met.
+    """
+    if schedule.has_copies:
+        raise ScheduleError(
+            f"schedule {schedule.name} says itself what it offloads; ask for no offload, or use a "
+            f"schedule without copies, such as uniform"
+        )
+    if schedule.has_transfers:
+        raise ScheduleError(
+            f"schedule {schedule.name} has transfers already; offload before it is lowered"
+        )
+    planner = _Planner(schedule, costs, has_room)
+    limit = float("inf") if memory_limit is None else memory_limit
+    is_auto = amount == "auto"
+    planned = planner.within(limit) if is_auto else planner.most_that_is_free(_share(amount))
+    needed = max(planned[1].peak_memory)
+    if needed > limit * (1 + ROUNDING):
+        advice = "" if is_auto else ", or offload=auto"
+        raise ScheduleError(
+            f"memory_limit ({limit:.10g}) is less than the {needed:.10g} that {schedule.name} "
+            f"needs with {'' if is_auto else 'this '}offload; use at least {needed:.10g}{advice}"
+        )
+    return planned
+
+
+def _share(amount: str | float) -> float:
+    named = {"none": 0.0, "half": 0.5, "full": 1.0}
+    share = named.get(amount) if isinstance(amount, str) else amount
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ScheduleError(
+            f"offload ({amount!r}) must be none, half, full, auto, or a share from 0 to 1"
+        )
+    return share
+
+
+class _Planner:
+    """A schedule in time, to which each rank's copies can be added."""
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, has_room: Callable[[Schedule], bool]
+    ) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._has_room = has_room
+        timeline = simulate(schedule, costs)
+        self._makespan = timeline.makespan
+        self._ranks = [
+            RankOffload(events, costs, schedule.num_stages, self._turns(rank))
+            for rank, events in enumerate(postponed(schedule, timeline, costs))
+        ]
+
+    def _turns(self, rank: int) -> Turns:
+        num_stages, num_ranks = self._schedule.num_stages, self._costs.ranks_per_link
+        copies = (self._costs.per_stage(name, num_stages) for name in ("offload", "reload"))
+        return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
+
+    def most_that_is_free(self, share: float) -> Offloaded:
+        """Offload that share, or what slows down nothing and leaves the smallest peak."""
+        planned = self._offload_share(share)
+        if self._is_free(planned):
+            return planned
+        fewer = (
+            self._offload_share(share * part / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
+        )
+        free = [plan for plan in fewer if self._is_free(plan)]
+        schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
+        return schedule, _with_wanted(report, planned[1].wanted)
+
+    def within(self, memory_limit: float) -> Offloaded:
+        """Offload as little as a limit asks for; where that slows down the step, what does least.
+
+        Where nothing keeps the limit, what needs least memory.
+        """
+        limit = memory_limit * (1 + ROUNDING)
+        planned = self._plan([rank.least(limit) for rank in self._ranks])
+        if self._is_free(planned):
+            return planned
+        others = (
+            self._offload_share((part + 1) / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
+        )
+        fitting = [plan for plan in (planned, *others) if max(plan[1].peak_memory) <= limit]
+        with_room = [plan for plan in fitting if self._has_room(plan[0])]
+        return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
+
+    def _is_free(self, planned: Offloaded) -> bool:
+        return planned[1].slowdown <= SLOWDOWN_ALLOWED and self._has_room(planned[0])
+
+    def _offload_share(self, share: float) -> Offloaded:
+        return self._plan(
+            [
+                rank.most(ceil(share * rank.num_activations - _ROUNDING_ERROR))
+                for rank in self._ranks
+            ]
+        )
+
+    def _plan(self, plans: list[RankPlan]) -> Offloaded:
+        schedule = Schedule.of((plan.actions for plan in plans), self._schedule.name)
+        makespan = simulate(schedule, self._costs).makespan
+        slowdown = makespan / self._makespan if self._makespan else 1.0
+        report = OffloadReport(
+            wanted=tuple(plan.wanted for plan in plans),
+            offloaded=tuple(plan.offloaded for plan in plans),
+            kept=tuple(plan.wanted - plan.num_moved for plan in plans),
+            queued=tuple(plan.queued for plan in plans),
+            slowdown=slowdown,
+            peak_memory=tuple(plan.peak for plan in plans),
+            reason=_reason(plans),
+        )
+        return schedule, report
+
+
+def _slowdown_and_copies(planned: Offloaded) -> tuple[float, int]:
+    report = planned[1]
+    return report.slowdown, sum(report.offloaded) + sum(report.queued)
+
+
+def _reason(plans: list[RankPlan]) -> str:
+    too_short = sum(plan.too_short for plan in plans)
+    crowded = sum(plan.wanted - plan.num_moved for plan in plans) - too_short
+    reasons = {
+        "what needs them follows too soon for a copy there and back": too_short,
+        "there is no time for more copies, or more leave no smaller peak": crowded,
+    }
+    return "; ".join(f"{count} stay: {why}" for why, count in reasons.items() if count)
+
+
+def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadReport:
+    """Say what was wanted before less was, so that the step would not take longer."""
+    less = tuple(asked - tried for asked, tried in zip(wanted, report.wanted, strict=True))
+    if not any(less):
+        return report
+    kept = tuple(more + kept for more, kept in zip(less, report.kept, strict=True))
+    reason = f"{sum(less)} stay: with their copies the step would take longer, or the hosts be full"
+    reasons = "; ".join(filter(None, (report.reason, reason)))
+    return replace(report, wanted=wanted, kept=kept, reason=reasons)

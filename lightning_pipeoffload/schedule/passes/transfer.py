@@ -1,0 +1,122 @@
+"""Passes: functions ``Schedule -> Schedule`` that spell out transfers or take actions away."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+
+from ..actions import COMPUTE, Action, Kind, ScheduleError
+from ..messages import recv_before, recv_of, send_after, send_of
+from ..schedule import Schedule
+from ..validate import validate
+
+__all__ = [
+    "add_transfers",
+    "forward_only",
+    "keep_microbatches",
+    "lower",
+    "one_at_a_time",
+    "split_fused_backward",
+]
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Turn a schedule of compute actions into the plan that every rank executes."""
+    return add_transfers(split_fused_backward(schedule))
+
+
+def split_fused_backward(schedule: Schedule) -> Schedule:
+    """Split BW into B and W wherever another rank waits for the input gradient.
+
+    The transfer pass then gives B, SEND_B, W: the neighbour never waits for a weight gradient.
+    """
+
+    def split(action: Action) -> tuple[Action, ...]:
+        if action.kind is Kind.BW and schedule.crosses_ranks(action.stage - 1):
+            return action._replace(kind=Kind.B), action._replace(kind=Kind.W)
+        return (action,)
+
+    ranks = ([part for action in rank for part in split(action)] for rank in schedule)
+    return Schedule.of(ranks, schedule.name)
+
+
+def add_transfers(schedule: Schedule) -> Schedule:
+    """Put a SEND right after what is sent, and a RECV right before what needs it.
+
+    Only between stages of different ranks. A directed edge between two ranks is a queue: where the
+    sender sends another message before the one that is needed, the RECV of that one comes first. It
+    arrived earlier, so nothing waits longer for it.
+
+    Raises:
+        ScheduleError: The schedule is not valid, or has transfers already.
+    """
+    if schedule.has_transfers:
+        raise ScheduleError(f"schedule {schedule.name} has transfers already; lower it only once")
+    validate(schedule)
+    inbox = _messages_by_receiver(schedule)
+    ranks = (_with_transfers(schedule, rank, inbox[rank]) for rank in range(schedule.num_ranks))
+    return Schedule.of(ranks, schedule.name)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Keep the forwards and nothing else, for evaluation; ``lower`` adds their transfers."""
+    return _keep(schedule, lambda action: action.kind is Kind.F)
+
+
+def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """Drop the actions of microbatches from ``count`` on, for a batch that is shorter.
+
+    Raises:
+        ScheduleError: Fewer than one microbatch would stay.
+    """
+    if count < 1:
+        raise ScheduleError(f"count ({count}) of microbatches to keep must be at least 1")
+    return _keep(schedule, lambda action: action.microbatch < count)
+
+
+def one_at_a_time(schedule: Schedule) -> Schedule:
+    """Let every rank finish a microbatch before it begins the next one, without copies.
+
+    No order needs less memory, and none is slower: for steps that measure what others would take.
+    """
+    ranks = (
+        sorted((a for a in rank if a.kind in COMPUTE), key=_by_microbatch) for rank in schedule
+    )
+    return Schedule.of(ranks, schedule.name)
+
+
+def _by_microbatch(action: Action) -> tuple[int, bool, int, bool]:
+    kind, stage, microbatch = action
+    is_backward = kind is not Kind.F
+    return microbatch, is_backward, -stage if is_backward else stage, kind is Kind.W
+
+
+def _keep(schedule: Schedule, wanted: Callable[[Action], bool]) -> Schedule:
+    return Schedule.of((filter(wanted, rank) for rank in schedule), schedule.name)
+
+
+Inbox = dict[int, deque[Action]]
+
+
+def _messages_by_receiver(schedule: Schedule) -> defaultdict[int, Inbox]:
+    """Give every rank the RECVs of each rank that sends to it, in the order of the SENDs."""
+    inboxes: defaultdict[int, Inbox] = defaultdict(lambda: defaultdict(deque))
+    for sender, actions in enumerate(schedule):
+        for action in actions:
+            if send := send_after(schedule, action):
+                recv = recv_of(send)
+                inboxes[schedule.rank_of(recv.stage)][sender].append(recv)
+    return inboxes
+
+
+def _with_transfers(schedule: Schedule, rank: int, inbox: Inbox) -> Iterator[Action]:
+    received: set[Action] = set()
+    for action in schedule[rank]:
+        needed = recv_before(schedule, action)
+        while needed and needed not in received:
+            recv = inbox[schedule.rank_of(send_of(needed).stage)].popleft()
+            received.add(recv)
+            yield recv
+        yield action
+        if send := send_after(schedule, action):
+            yield send

@@ -1,0 +1,82 @@
+"""Schedules as building blocks: the slots of one microbatch, repeated.
+
+A microbatch has one way through a pipeline: F of every stage, then B of every stage backwards. A
+building block says in which slot it takes each step of that way; the next microbatch does the
+same an interval later. Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS
+2024, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["BuildingBlock", "Order", "Visit", "ranks_of_steps", "walk"]
+
+Visit = tuple[int, int]
+"""A step of a way, and the microbatch; step ``s`` is F of stage ``s``, the later ones are B."""
+
+Order = list[list[Visit]]
+"""For every rank, its visits in the order in which it runs them."""
+
+
+@dataclass(frozen=True)
+class BuildingBlock:
+    """When one microbatch takes each step of its way, and how long after it the next one does.
+
+    Attributes:
+        slots: Slot of each step: F of every stage in model order, then B of every stage backwards.
+        interval: Slots between two microbatches.
+    """
+
+    slots: tuple[int, ...]
+    interval: int
+
+    def repeat(self, placement: Sequence[int], num_microbatches: int) -> Order:
+        """Return the order of each rank's F and B when every microbatch follows the block.
+
+        Args:
+            placement: The rank of every stage.
+            num_microbatches: How often to repeat the block.
+        """
+        timed: list[list[tuple[int, int, int]]] = [[] for _ in range(1 + max(placement))]
+        for step, (slot, rank) in enumerate(
+            zip(self.slots, ranks_of_steps(placement), strict=True)
+        ):
+            timed[rank] += [
+                (slot + microbatch * self.interval, step, microbatch)
+                for microbatch in range(num_microbatches)
+            ]
+        return [[(step, microbatch) for _, step, microbatch in sorted(rank)] for rank in timed]
+
+    def peak(self, placement: Sequence[int]) -> int:
+        """Return the most activations on any rank, were W always the slot after B.
+
+        Args:
+            placement: The rank of every stage.
+        """
+        lives: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(placement))]
+        for stage, rank in enumerate(placement):
+            lives[rank].append((self.slots[stage], self.slots[-1 - stage] + 1))
+        return max(self._most_alive(of_rank) for of_rank in lives)
+
+    def _most_alive(self, lives: list[tuple[int, int]]) -> int:
+        def alive_at(slot: int) -> int:
+            ends = (
+                (end - slot) // self.interval - (start - 1 - slot) // self.interval
+                for start, end in lives
+            )
+            return sum(ends)
+
+        return max(alive_at(start) for start, _ in lives)
+
+
+def walk(hops: Sequence[int]) -> tuple[int, ...]:
+    """Return the slots of the steps of a way from the slots between each step and the next one."""
+    return tuple(accumulate(hops, initial=0))
+
+
+def ranks_of_steps(placement: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank of every step of a microbatch's way."""
+    return (*placement, *reversed(placement))

@@ -1,0 +1,99 @@
+"""When every action of a schedule runs, and how much memory each rank needs.
+
+A replay in the order of what waits for what, with a clock per rank and lane: time linear in the
+actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind
+from ..costs import Costs
+from ..dependencies import outcome, replay
+from ..schedule import Schedule
+from ..timeline import COMPUTE_LANE, Event, Timeline
+from .copy_lanes import SimulatedCopies
+from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
+
+__all__ = ["simulate"]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Time a schedule of compute actions, with copies or without, or a lowered plan.
+
+    Where transfers are not spelled out, every hop between two ranks is implied: it starts when F, B
+    or BW ends. A RECV waits until its message is there, and is no work. Copies run on lanes of
+    their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW for
+    the copy back of what they need.
+
+    Args:
+        schedule: What to time.
+        costs: Seconds and memory of its stages.
+
+    Raises:
+        ScheduleError: The ranks wait for each other, or a cost does not fit the number of stages.
+    """
+    seconds = _durations(schedule, costs)
+    hop_seconds = _hops(schedule, costs)
+    lanes = SimulatedCopies(schedule.num_ranks, costs, _copy_durations(schedule, costs))
+    clocks = [0.0] * schedule.num_ranks
+    ended: dict[Action, float] = {}
+    events: list[Event] = []
+    for rank, action, awaited in replay(schedule):
+        start = clocks[rank]
+        if awaited is not None:
+            start = max(start, ended[awaited] + hop_seconds(awaited, rank))
+        if lanes.in_use:
+            start = lanes.wait(action, start)
+            events += lanes.start(rank, action, start)
+        end = start
+        if action.kind in COMPUTE:
+            end += seconds[action.kind][action.stage]
+            events.append(Event(rank, COMPUTE_LANE, action, start, end))
+        clocks[rank] = ended[outcome(action)] = end
+    peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
+    return Timeline(tuple(events), *peaks)
+
+
+def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the seconds of every copy: its stage's, times the share of the activation it moves."""
+    if not schedule.has_copies:
+        return {}
+    sizes = part_sizes(costs, schedule.num_stages)
+    activation = costs.per_stage("activation", schedule.num_stages)
+    whole = {
+        Kind.OFFLOAD: costs.per_stage("offload", schedule.num_stages),
+        Kind.RELOAD: costs.per_stage("reload", schedule.num_stages),
+    }
+    whole |= {Kind.OFFLOAD_W: whole[Kind.OFFLOAD]}
+    whole |= dict.fromkeys((Kind.RELOAD_B, Kind.RELOAD_W), whole[Kind.RELOAD])
+    durations = {}
+    for rank in schedule:
+        device = memory_changes(rank, sizes, MEMORY_EFFECTS)
+        host = memory_changes(rank, sizes, HOST_EFFECTS)
+        for action, *moved in zip(rank, device, host, strict=True):
+            if action.kind in whole:
+                stage = action.stage
+                share = max(moved) / activation[stage] if activation[stage] else 1.0
+                durations[action] = whole[action.kind][stage] * share
+    return durations
+
+
+def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, list[float]]:
+    names = ("forward", "backward_input", "backward_weight")
+    f, b, w = (list(costs.per_stage(name, schedule.num_stages)) for name in names)
+    return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: [x + y for x, y in zip(b, w, strict=True)]}
+
+
+def _hops(schedule: Schedule, costs: Costs) -> Callable[[Action, int], float]:
+    """Return the seconds from the end of an action on any rank until a rank has its outcome."""
+    after_stage = costs.per_stage("communication", schedule.num_stages)
+
+    def hop(awaited: Action, rank: int) -> float:
+        if schedule.rank_of(awaited.stage) == rank:
+            return 0.0
+        downstream = awaited.kind in (Kind.F, Kind.SEND_F)
+        return after_stage[awaited.stage if downstream else awaited.stage - 1]
+
+    return hop
