@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isnan
 from typing import Any
 
@@ -102,9 +103,22 @@ def build(
     _check_limit(memory_limit)
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
-    schedule = recipe.builder(num_ranks, num_microbatches, num_chunks, **taken)
-    schedule = replace(schedule, name=name)
-    accept(schedule, costs, memory_limit)
+    sizes = num_ranks, num_microbatches, num_chunks
+    schedule = replace(_built(recipe.builder, *sizes, **taken), name=name)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+    return schedule
+
+
+def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    is_askable = all(isinstance(value, Hashable) for value in taken.values())  # else bad input
+    make = _build_once if is_askable else _build_once.__wrapped__
+    return make(builder, *sizes, **taken)
+
+
+@lru_cache(maxsize=32)  # a run asks for the same one at several places, and some take seconds
+def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    schedule = builder(*sizes, **taken)
+    validate(schedule)
     return schedule
 
 

@@ -91,3 +91,7 @@ def test_a_builder_is_given_the_options_that_it_declares(searching):
 def test_an_unknown_option_is_refused_with_those_that_there_are(searching):
     with pytest.raises(ScheduleError, match="'size' is unknown to .* takes costs, group_size"):
         build("searching", 2, 2, size=3)
+
+
+def test_the_same_arguments_build_once():
+    assert build("v_min", 4, 8) is build("v_min", 4, 8)
