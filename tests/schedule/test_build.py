@@ -93,5 +93,13 @@ def test_an_unknown_option_is_refused_with_those_that_there_are(searching):
         build("searching", 2, 2, size=3)
 
 
-def test_the_same_arguments_build_once():
-    assert build("v_min", 4, 8) is build("v_min", 4, 8)
+def test_the_same_arguments_build_once(monkeypatch):
+    calls = []
+
+    def builder(num_ranks, num_microbatches, num_chunks):
+        calls.append(num_ranks)
+        return SCHEDULES["1f1b"].builder(num_ranks, num_microbatches, num_chunks)
+
+    monkeypatch.setitem(SCHEDULES, "counted", Recipe(builder))
+    assert build("counted", 2, 4) == build("counted", 2, 4) != build("counted", 2, 5)
+    assert len(calls) == 2
