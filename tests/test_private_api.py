@@ -53,6 +53,7 @@ USED = {
     "_ops": torch,
     "_make_wrapper_subclass": torch.Tensor,
     "_version": torch.ones(1),
+    "_neg_view": torch.ones(1),
     "_cdata": torch.ones(1).untyped_storage(),
     "_backward_hooks": torch.ones(1),
     "_forward_hooks": nn.Module(),

@@ -66,12 +66,12 @@ class Linear(DeferredCall):
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad.matmul(self.weight)
+        return grad.matmul(self.weight.conj())
 
     @override
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
-        add_product_to_grad(self.weight, rows.t(), x.reshape(-1, x.shape[-1]))
+        add_product_to_grad(self.weight, rows.t(), x.reshape(-1, x.shape[-1]).conj())
         if self.trains_bias:
             add_to_grad(self.bias, rows.sum(0))
 
@@ -87,11 +87,11 @@ class MatrixProduct(DeferredCall):
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad.mm(self.weight.t())
+        return grad.mm(self.weight.mH)
 
     @override
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
-        add_product_to_grad(self.weight, x.t(), grad)
+        add_product_to_grad(self.weight, x.mH, grad)
         if self.trains_bias:
             add_to_grad(self.bias, grad.sum(0))
 
@@ -105,11 +105,11 @@ class BatchedProduct(DeferredCall):
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad.bmm(self.weight.transpose(1, 2))
+        return grad.bmm(self.weight.mH)
 
     @override
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
-        add_to_grad(self.weight, x.transpose(1, 2).bmm(grad))
+        add_to_grad(self.weight, x.mH.bmm(grad))
 
 
 class GroupedProduct(DeferredCall):

@@ -294,6 +294,13 @@ def _wrap(
         return args[0]
 
     def wrap(leaf: Any) -> Any:
-        return ShapeOnly(leaf, device, origins) if isinstance(leaf, Tensor) else leaf
+        return ShapeOnly(_as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 
     return tree_map(wrap, out)
+
+
+def _as_stored(meta: Tensor) -> Tensor:
+    """Return the same memory, not to be read conjugated or negated: operations would resolve it."""
+    meta = meta.conj() if meta.is_conj() else meta
+    # Private: the one way to take the mark off without a copy.
+    return meta._neg_view() if meta.is_neg() else meta

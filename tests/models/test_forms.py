@@ -46,6 +46,34 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Complex(Block):
+    """Hands on what is to be read conjugated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x):
+        y = self.linear(x)
+        y = torch.complex(y.real.tanh(), y.imag.sin())
+        return (x + torch.einsum("bi,oi->bo", y.conj(), self.weight)).conj()
+
+
+class ComplexNet(Net):
+    def __init__(self, tied):
+        super().__init__(Complex)
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.complex128)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.complex128)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def modulus(model, batch):
+    beside = model.embed(batch).conj()
+    return (model(batch) + beside).abs().mean() + beside.imag.sin().mean()
+
+
 def loss(model, batch):
     return functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
@@ -243,6 +271,14 @@ def mixed_up(model, batch):
 @pytest.mark.parametrize("step", [tied_by_function, masked_at_random, mixed_up])
 def test_a_step_trains_exactly(step, schedule):
     assert_trains_exactly(Task(Net(), step).double(), tokens(), schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "tied"), [("1f1b", 1, False), ("zb_h1", 3, True), ("zb_v", 2, False)]
+)
+def test_complex_weights(schedule, num_ranks, tied):
+    batch = torch.randn(8, WIDTH, dtype=torch.complex128)
+    assert_trains_exactly(Task(ComplexNet(tied), modulus), batch, schedule, num_ranks)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

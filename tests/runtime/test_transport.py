@@ -69,6 +69,8 @@ def make_message():
         torch.ones(2, dtype=torch.bfloat16),
         torch.arange(10, dtype=torch.int32)[::2],
         torch.empty(0, 4),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
     ]
 
 

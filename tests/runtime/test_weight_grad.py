@@ -61,6 +61,15 @@ class Over(nn.Module):
         return self.convolution(x.reshape(self.shape))
 
 
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def frozen_bias():
     linear = nn.Linear(4, 4)
     linear.bias.requires_grad_(False)
@@ -175,6 +184,42 @@ def test_gradients_are_plains(count, make, first_layer):
     expected = plain(module, x)
     found, waiting = backward(mark_all(module), x)
     torch.testing.assert_close(found, expected)
+    assert waiting == count
+
+
+COMPLEX = {name: call for name, call in PRODUCTS.items() if not name.startswith("cast")} | {
+    "conjugated input": (1, lambda w, b, x: torch.addmm(b, x.conj(), w)),
+    "conjugated weight": (0, lambda w, b, x: x @ w.conj()),
+    "adjoint of a weight": (0, lambda w, b, x: functional.linear(x.conj(), w.mH, b)),
+    "real part of a weight": (0, lambda w, b, x: x @ w.real.to(x.dtype)),
+    "parts of numbers": (0, lambda w, b, x: torch.complex(x.real @ w.real, x.imag @ w.conj().imag)),
+}
+COMPLEX_CALLS = {name: MODULES[name] for name in MODULES if "linear" in name} | {
+    name: (0, MODULES[name][1]) for name in MODULES if "conv" in name
+}
+COMPLEX_CALLS |= {name: (count, partial(Product, call)) for name, (count, call) in COMPLEX.items()}
+
+
+def modulus_and_phase(y):
+    phases = torch.linspace(0, 3, y.numel(), dtype=torch.float64).view(y.shape)
+    return y.abs().square() + (y * torch.polar(torch.ones_like(phases), phases)).real
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature", "ignore:Casting complex")
+@pytest.mark.parametrize("first_layer", [False, True])
+@pytest.mark.parametrize(("count", "make"), COMPLEX_CALLS.values(), ids=COMPLEX_CALLS)
+def test_gradients_of_complex_weights(count, make, first_layer):
+    inner = make().to(torch.complex128)
+    x = make_input().detach() * torch.tensor(1 + 0.5j) + 0.2j
+    x.requires_grad_(not first_layer)
+    module = nn.Sequential(inner, Call(modulus_and_phase))
+    expected = plain(module, x)
+    mark_all(module)
+    backward(module, x)
+    found, waiting = backward(module, x)  # adds to what there is, in place
+    torch.testing.assert_close(
+        found, {n: None if g is None else 2 * g for n, g in expected.items()}
+    )
     assert waiting == count
 
 
