@@ -14,6 +14,13 @@ from torch import Tensor
 
 from lightning_pipeoffload.schedule.actions import Part
 
+_VIEWS = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0",
+    "SplitWithSizesBackward0", "UnbindBackward0", "ExpandBackward0", "UnsqueezeBackward0",
+    "SqueezeBackward0", "SqueezeBackward1", "AsStridedBackward0", "AliasBackward0",
+}  # fmt: skip
+
 
 class Saved(Protocol):
     """Stands for a saved tensor."""
@@ -184,12 +191,14 @@ def cast_parameter(tensor: Tensor) -> Tensor | None:
     """Return the parameter that ``tensor`` is nothing but a cast of, or a view of such a cast."""
     node: Any = tensor.grad_fn
     for _ in range(3):
-        if node is None or len(node.next_functions) != 1:
+        if node is None or tensor._version:  # private: counts the writes
             return None
         source = node.next_functions[0][0]
         if node.name() == "ToCopyBackward0":
             parameter = getattr(source, "variable", None)
             return parameter if _covers(tensor, parameter) else None
+        if node.name() not in _VIEWS:
+            return None
         node = source
     return None
 

@@ -81,6 +81,22 @@ def test_a_cast_parameter_is_cast_again(view):
     assert torch.equal(store.unpack(saved), cast)
 
 
+def written(cast):
+    with torch.no_grad():
+        return cast.add_(1)
+
+
+@pytest.mark.parametrize("compute", [torch.neg, torch.tanh, lambda t: t.flip(0), written])
+def test_what_is_computed_from_a_cast_is_kept(compute):
+    cast = nn.Parameter(torch.randn(4, 6)).to(torch.bfloat16)
+    store = make_store()
+    computed = compute(cast)
+    saved = [store.pack(tensor) for tensor in (computed, cast)]
+    assert all(
+        torch.equal(store.unpack(s), t) for s, t in zip(saved, (computed, cast), strict=True)
+    )
+
+
 @pytest.mark.parametrize("moment", ["offload", "free", "unpack"])
 def test_a_write_after_packing_is_an_error(moment):
     store, tensor = make_store(), torch.randn(4)
