@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.io.wrapper import (
 )
 from typing_extensions import override
 
+_BEING_WRITTEN = "being-written"  # a name that nobody else gives
 _PART = ".part"
 _TOKEN_LENGTH = 8
 _AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
@@ -130,7 +131,7 @@ def delete(path: Path) -> None:
 
 def delete_leftovers(folder: Path) -> None:
     """Delete what killed runs were writing in a folder; what someone is writing stays."""
-    for part in folder.glob(f"*.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
+    for part in folder.glob(f"{_BEING_WRITTEN}.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
         lock = _lock(part)
         if lock is not None:
             delete(part)
@@ -139,7 +140,7 @@ def delete_leftovers(folder: Path) -> None:
 
 def _new_part(path: Path) -> Path:
     # Without the checkpoint's name, in which Lightning looks for hpc_ckpt_ and a number.
-    return path.with_name(f"being-written.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
+    return path.with_name(f"{_BEING_WRITTEN}.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
 
 
 def _aside(path: Path) -> Path:

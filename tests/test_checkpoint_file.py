@@ -95,10 +95,11 @@ def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_the_next_save_cleans_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_of_the_users_stays(tmp_path):
-    make(tmp_path / "download.part", "file", "half")
+@pytest.mark.parametrize("name", ["download.part", "data.0123abcd.part", "being-written.part"])
+def test_a_file_of_the_users_stays(tmp_path, name):
+    make(tmp_path / name, "file", "half")
     save(tmp_path / "last.ckpt", "file", "new")
-    assert read(tmp_path / "download.part") == ["half"]
+    assert read(tmp_path / name) == ["half"]
 
 
 def test_what_another_run_is_writing_stays(tmp_path):
