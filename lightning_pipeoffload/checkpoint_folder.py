@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
     DefaultLoadPlanner,
-    FileSystemReader,
     load,
     save,
 )
@@ -33,6 +32,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoint_file import is_remote, replacing
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.metadata_file import MetadataReader
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
@@ -134,8 +134,9 @@ def read_checkpoint_folder(
 
     Raises:
         RuntimeError: a rank could not read; all of them raise it.
+        ValueError: its ``.metadata`` is none.
     """
-    reader = FileSystemReader(path)
+    reader = MetadataReader(path)
     metadata = reader.read_metadata()
     places: dict[str, tuple[Any, ...]] = metadata.planner_data
     entries = metadata.state_dict_metadata
