@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError
 
 
@@ -20,6 +21,21 @@ def check_count(name: str, value: Any) -> None:
     """
     if value != "auto" and not (_is_int(value) and value >= 1):
         raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
+
+
+def check_num_microbatches(value: Any) -> None:
+    """Check the argument, or the number that a batch's size leads to.
+
+    Raises:
+        ValueError: it is neither "auto" nor a number of microbatches that ranks can tell apart.
+    """
+    check_count("num_microbatches", value)
+    if value != "auto" and value > MOST_MICROBATCHES:
+        raise ValueError(
+            f"num_microbatches ({value}) is more than {MOST_MICROBATCHES}, the most that messages "
+            f"between ranks can tell apart, and its plan would take long to build; use fewer, "
+            f"larger microbatches: a few for each rank fill a pipeline"
+        )
 
 
 def check_schedule(schedule: Any) -> None:

@@ -1,8 +1,14 @@
-"""What the strategy tells about the pipeline: as a dict, and as two tables."""
+"""What the strategy tells about the pipeline: as a dict, and as two tables.
+
+The tables go to standard output by way of the logger ``lightning_pipeoffload.report``, so that its
+level, or that of ``lightning_pipeoffload``, silences them.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +18,34 @@ from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share, simulate
+
+_NUM_COLUMNS = 100  # of what other handlers get
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints what a record was made of, as wide and as colorful as standard output is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console = Console()
+        for part in record.parts:  # type: ignore[attr-defined] # of this module's own records
+            console.print(part, highlight=False)
+
+
+log = logging.getLogger(__name__)
+log.addHandler(_ConsoleHandler())
+log.propagate = False  # what a script's own handlers print would be there twice
+_package_log = logging.getLogger(__package__)
+_package_log.setLevel(_package_log.level or logging.INFO)
+
+
+def _tell(*parts: Table | str) -> None:
+    """Log tables and lines; a handler gets them as text."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    text = StringIO()
+    for part in parts:
+        Console(file=text, width=_NUM_COLUMNS).print(part, highlight=False)
+    log.info("%s", text.getvalue().strip(), extra={"parts": parts})
 
 
 def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[str, Any]:
@@ -79,7 +113,8 @@ def print_prediction(report: dict[str, Any]) -> None:
     for index, stage in enumerate(report["stages"]):
         blocks, peak = span_of(stage["blocks"]), f"{report['peak_memory'][stage['rank']]:.1f}"
         table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
-    _print(
+    _tell(
+        "",
         table,
         f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}; peaks are of the rank, in "
         f"activations of an average block.",
@@ -113,7 +148,7 @@ def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumul
         note = f"A plan for each batch, for between them run hooks that may use gradients: {hooks}."
     else:
         note = f"A plan for each batch: a common one of {single.name} is no faster, or keeps more."
-    Console().print(note, highlight=False)
+    _tell(note)
 
 
 def print_offload(report: dict[str, Any], device_limit: float | None = None) -> None:
@@ -142,7 +177,7 @@ def print_offload(report: dict[str, Any], device_limit: float | None = None) -> 
             f"Of {wanted} activations of a step {away} leave from F to B, {queued} from B to W."
         )
         lines += [f"{offload['reason']}."] if offload["reason"] else []
-    Console().print("\n".join(lines), highlight=False)
+    _tell("\n".join(lines))
 
 
 def print_measurement(report: dict[str, Any]) -> None:
@@ -161,7 +196,7 @@ def print_measurement(report: dict[str, Any]) -> None:
             f"{measured['peak_activation_bytes'][rank] / 2**20:.2f} MiB",
             share,
         )
-    _print(table, f"Predicted was a bubble of {report['bubble']:.1%}.")
+    _tell("", table, f"Predicted was a bubble of {report['bubble']:.1%}.")
 
 
 def join_measurements(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -175,10 +210,3 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['schedule']}, {report['num_ranks']} ranks{chunks}, "
         f"{report['num_microbatches']} microbatches"
     )
-
-
-def _print(table: Table, note: str) -> None:
-    console = Console()
-    console.print()
-    console.print(table)
-    console.print(note, highlight=False)

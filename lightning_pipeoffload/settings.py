@@ -11,6 +11,7 @@ from lightning_pipeoffload.argument_checks import (
     check_blocks,
     check_count,
     check_microbatch_weight,
+    check_num_microbatches,
     check_offload,
     check_schedule,
     check_split,
@@ -19,6 +20,7 @@ from lightning_pipeoffload.argument_checks import (
 from lightning_pipeoffload.memory_limit import parse_bytes
 from lightning_pipeoffload.runtime.host_memory import HostBudget
 from lightning_pipeoffload.runtime.recompute import check_recompute
+from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -57,8 +59,9 @@ class PipelineSettings:
     host_memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "num_microbatches", "num_chunks"):
+        for name in ("pipeline_parallel_size", "num_chunks"):
             check_count(name, getattr(self, name))
+        check_num_microbatches(self.num_microbatches)
         check_blocks(self.blocks)
         check_split(self.split)
         check_microbatch_weight(self.microbatch_weight)
@@ -181,7 +184,8 @@ class PipelineSettings:
         return wanted
 
     def _legal_divisor(self, num_ranks: int, batch_size: int) -> int:
-        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        most = min(batch_size, MOST_MICROBATCHES)
+        divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
         enough = [n for n in divisors if n >= 2 * num_ranks]
         for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):
             try:

@@ -26,6 +26,7 @@ BAD_ARGUMENTS = {
 }
 ALSO_BAD = [
     ("num_microbatches", True),
+    ("num_microbatches", 0),
     ("schedule", 3),
     ("blocks", []),
     ("blocks", ""),
@@ -194,3 +195,9 @@ def test_defaults_of_what_is_not_built_are_accepted():
 def test_what_is_not_built_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} is not built yet; leave it at"):
         refuse_unbuilt(**{name: value})
+
+
+def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_built():
+    with pytest.raises(ValueError, match=r"num_microbatches \(1000000\) is more than 4096"):
+        PipeOffloadStrategy(num_microbatches=10**6)
+    assert PipelineSettings().choose_num_microbatches(2, 1_000_003) == 1  # a prime

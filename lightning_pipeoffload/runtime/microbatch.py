@@ -23,8 +23,11 @@ def batch_size(batch: Any) -> int:
     """Return the number of samples: the length of dimension 0, which all tensors share.
 
     Raises:
-        ValueError: there is no tensor to cut, or the tensors differ in length.
+        ValueError: no tensor can be cut, they differ in length, or one is sparse or nested.
     """
+    for leaf in batch_leaves(batch):
+        if isinstance(leaf, Tensor):
+            _refuse_layout(leaf)
     sizes = {size for size in _sizes(batch) if size != 1} or set(_sizes(batch))
     if not sizes:
         raise ValueError(
@@ -138,6 +141,16 @@ def _checksum_of(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, len(flat) // 4096)].contiguous()
     return zlib.crc32(sample.view(torch.uint8).cpu().numpy().tobytes())
+
+
+def _refuse_layout(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(
+            f"the batch holds a {kind} tensor, which cannot be cut into microbatches; let "
+            f"collate_fn return a dense one (to_dense(), or padded: torch.nested.to_padded_tensor) "
+            f"and make it {kind} in the step"
+        )
 
 
 def _sizes(batch: Any) -> list[int]:

@@ -22,7 +22,8 @@ from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.messages import recv_of
 
 # A gloo tag holds the kind, stage, microbatch and place in the list of one tensor.
-_STAGES, _MICROBATCHES, _TENSORS = 1 << 9, 1 << 12, 1 << 9
+MOST_MICROBATCHES = 1 << 12
+_STAGES, _TENSORS = 1 << 9, 1 << 9
 
 
 class PeerLostError(RuntimeError):
@@ -236,10 +237,10 @@ class _Message(NamedTuple):
 def _first_tag(receive: Action, num_tensors: int) -> int:
     """Return the tag of a message's first tensor; those of the others follow."""
     _, stage, microbatch = receive
-    if stage >= _STAGES or microbatch >= _MICROBATCHES or num_tensors > _TENSORS:
+    if stage >= _STAGES or microbatch >= MOST_MICROBATCHES or num_tensors > _TENSORS:
         raise ValueError(
             f"{receive} of {num_tensors} tensors: gloo's tags tell at most {_STAGES} stages, "
-            f"{_MICROBATCHES} microbatches and {_TENSORS} tensors apart"
+            f"{MOST_MICROBATCHES} microbatches and {_TENSORS} tensors apart"
         )
     backward = receive.kind is Kind.RECV_B
-    return ((backward * _STAGES + stage) * _MICROBATCHES + microbatch) * _TENSORS
+    return ((backward * _STAGES + stage) * MOST_MICROBATCHES + microbatch) * _TENSORS

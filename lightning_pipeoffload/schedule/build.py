@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,9 @@ from .simulation.memory import peak_memory
 from .validate import validate
 
 __all__ = ["SCHEDULES", "Recipe", "accept", "build"]
+
+log = logging.getLogger(__name__)
+_MANY_PASSES = 100_000
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,22 @@ def build(
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
     sizes = num_ranks, num_microbatches, num_chunks
+    _say_long(*sizes)
     schedule = replace(_built(recipe.builder, *sizes, **taken), name=name)
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
     return schedule
+
+
+def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    num_passes = num_ranks * num_microbatches * num_chunks
+    if num_passes > _MANY_PASSES:
+        log.warning(
+            "building a schedule of %s microbatches over %s stages, %s passes of each kind: that "
+            "takes a minute or more for every million",
+            f"{num_microbatches:,}",
+            num_ranks * num_chunks,
+            f"{num_passes:,}",
+        )
 
 
 def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:

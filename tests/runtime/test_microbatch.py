@@ -144,3 +144,18 @@ def test_a_checksum_of_a_large_tensor_looks_at_all_parts_of_it():
         changed[start : start + 100] = 1
         seen.add(checksum(changed))
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(4).to_sparse(), "sparse_coo"),
+        (torch.eye(4).to_sparse_csr(), "sparse_csr"),
+        (torch.nested.nested_tensor([X, X[:2]]), "nested"),
+        (torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged), "nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch calls both prototypes
+def test_sparse_and_nested_tensors_are_refused(tensor, kind):
+    with pytest.raises(ValueError, match=f"the batch holds a {kind} tensor, .* return a dense"):
+        batch_size({"x": X, "y": tensor})

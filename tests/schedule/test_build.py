@@ -103,3 +103,9 @@ def test_the_same_arguments_build_once(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "counted", Recipe(builder))
     assert build("counted", 2, 4) == build("counted", 2, 4) != build("counted", 2, 5)
     assert len(calls) == 2
+
+
+def test_a_schedule_that_takes_minutes_says_so(caplog, monkeypatch):
+    monkeypatch.setitem(build.__globals__, "_MANY_PASSES", 7)
+    build("1f1b", num_ranks=2, num_microbatches=4)
+    assert "building a schedule of 4 microbatches over 2 stages, 8 passes" in caplog.text
