@@ -10,6 +10,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_pipeoffload.accumulation import Accumulation
+from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.pipeline_run import PipelineRun
 
 
@@ -20,15 +22,24 @@ class BatchBackward:
         module: the user's.
         precision: Lightning's part of the backward, hooks included.
         run: runs the module on this rank.
+        group: the pipeline's processes.
 
     Attributes:
         zero_grad: Lightning's for the next batch; None where gradients add up to what there is.
     """
 
-    def __init__(self, module: LightningModule, precision: Precision, run: PipelineRun) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        precision: Precision,
+        run: PipelineRun,
+        group: PipelineGroup,
+    ) -> None:
         self._module = module
         self._precision = precision
         self._run = run
+        self._group = group
+        self._is_summed = False
         self.zero_grad: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -37,20 +48,27 @@ class BatchBackward:
             self.zero_grad()
         results = self._run.executor.results
         self._precision.pre_backward(self._loss_of(results[-1] if results else None), self._module)
+        if self._is_summed:
+            self._group.part_shared_gradients()
+            self._is_summed = False
 
     def differentiate(self, loss: Tensor) -> None:
         """Run the backward of one microbatch's loss."""
         self._precision.backward(loss, self._module, None)
 
-    def end(self, output: Any) -> Any:
+    def end(self, output: Any, accumulation: Accumulation) -> Any:
         """Do what Lightning does after a backward.
 
         Args:
             output: of the step; None on ranks that do not have it.
+            accumulation: the batch's.
 
         Returns:
             The output, or what stands for the loss.
         """
+        if accumulation.is_last or accumulation.watched_by:
+            self._group.sum_shared_gradients()
+            self._is_summed = True
         output = self._no_loss() if output is None else output
         self._precision.post_backward(self._loss_of(output), self._module)
         return output

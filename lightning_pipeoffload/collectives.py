@@ -159,6 +159,12 @@ class PipelineGroup:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
 
+    def part_shared_gradients(self) -> None:
+        """Leave each sum to one of its owners, so that what follows is counted once."""
+        for parameter, _, is_first in self._shared:
+            if not is_first:
+                parameter.grad = None
+
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank is the one that counts a parameter in what is summed over ranks."""
         return all(first for shared, _, first in self._shared if shared is parameter)

@@ -253,7 +253,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._parameters = OptimizedParameters(self._run.pipeline, lambda: self.optimizers)
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = UsersSteps(self._module, self._run, self._seed)
-        self.backward_of_batch = BatchBackward(self._module, self.precision_plugin, self._run)
+        self.backward_of_batch = BatchBackward(
+            self._module, self.precision_plugin, self._run, self.group
+        )
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -304,7 +306,7 @@ class PipeOffloadStrategy(PipelineProcesses):
                 start = self.backward_of_batch.start
                 done = self.run.train(inputs, microbatches, accumulation, start)
             self._log(done)
-        return self.backward_of_batch.end(done.value)
+        return self.backward_of_batch.end(done.value, accumulation)
 
     def _accumulation(self) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -360,23 +362,6 @@ class PipeOffloadStrategy(PipelineProcesses):
     @property
     def _connector(self) -> SharedMetricsConnector:
         return self._trainer._logger_connector  # type: ignore[return-value]
-
-    # Optimization
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        def closure_and_sum() -> Any:
-            result = closure()
-            self.group.sum_shared_gradients()
-            return result
-
-        return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
 
     # Checkpoints
 
