@@ -6,6 +6,7 @@ It is a Hydra application on conf/plan.yaml. It needs no device, and of the mode
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -15,10 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lightning_pipeoffload.comparison import compare, comparison_table
-from lightning_pipeoffload.configuration import run_hydra_app
-from lightning_pipeoffload.pictures.picture_file import check_picture, write_picture
-from lightning_pipeoffload.plan_report import COUNTS, REPORTS, summary
+from lightning_pipeoffload.cli.comparison import (
+    compare,
+    comparison_table,
+    costs_of_stage,
+    stages_per_rank,
+)
+from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
+from lightning_pipeoffload.cli.units import Units
+from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "plan"]
 
 _COSTS = tuple(field.name for field in fields(Costs))
+_PICTURE = ("path", "microbatches", "time")
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 
 
@@ -56,16 +64,32 @@ def plan(config: DictConfig) -> None:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
     _refuse_what_a_run_measures(config)
     costs = _costs(config)
+    units = Units.of(costs)
+    file = _picture_file(config, units)
     if config.compare:
-        _compare(config, costs)
+        _compare(config, costs, file)
         return
-    if config.picture:
-        check_picture(str(config.picture))
-    schedule, offload = _offloaded(config, costs)
+    given = _given_schedule(config)
+    costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
+    schedule, offload = _offloaded(config, given, costs)
     timeline = simulate(schedule, costs)
-    if config.picture:
-        write_picture(str(config.picture), timeline, costs, summary(schedule, timeline))
-    REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload})
+    if file:
+        file.write([Drawn(timeline, costs, summary(schedule, timeline))])
+    REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload}, units)
+
+
+def _picture_file(config: DictConfig, units: Units) -> PictureFile | None:
+    """Return where to draw; None: nowhere."""
+    if isinstance(config.picture, str):  # composed in Python, where main() has not seen it
+        return PictureFile(Path(config.picture), unit=units.time)
+    wanted = _mapping(config, "picture", _PICTURE)
+    path, shown = wanted["path"], {name: wanted[name] for name in ("microbatches", "time")}
+    if path is None:
+        for name, value in shown.items():
+            if value is not None:
+                raise ScheduleError(f"picture.{name} ({value}) needs a file to draw: picture=FILE")
+        return None
+    return PictureFile(Path(str(path)), **shown, unit=units.time)
 
 
 def _refuse_what_a_run_measures(config: DictConfig) -> None:
@@ -98,12 +122,14 @@ def _costs(config: DictConfig) -> Costs:
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
 
 
-def _offloaded(config: DictConfig, costs: Costs) -> tuple[Schedule, dict[str, Any]]:
+def _offloaded(
+    config: DictConfig, given: Schedule | None, costs: Costs
+) -> tuple[Schedule, dict[str, Any]]:
     """Return the schedule, with its copies if any are asked for, and what the pass reports."""
     amount = config.strategy.offload
     if amount == "none":
-        return _schedule(config, costs, config.memory_limit), {}
-    schedule = _schedule(config, costs, None)
+        return _schedule(config, given, costs, config.memory_limit), {}
+    schedule = _schedule(config, given, costs, None)
     schedule, report = offload_activations(schedule, costs, amount, config.memory_limit)
     names = (*COUNTS, "slowdown", "reason")
     return schedule, {name: getattr(report, name) for name in names}
@@ -119,39 +145,58 @@ def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     }
 
 
-def _schedule(config: DictConfig, costs: Costs, memory_limit: float | None) -> Schedule:
-    """Build the schedule, or read it from a .csv, whose sizes are its own."""
+def _name(config: DictConfig) -> str:
     name = str(config.strategy.schedule)
-    if name.endswith(".csv"):
-        if not Path(name).is_file():
-            raise ScheduleError(
-                f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one"
-            )
-        schedule = Schedule.from_csv(name)
-        accept(schedule, costs, memory_limit)
-        return schedule
+    return DEFAULT_SCHEDULE if name == "auto" else name
+
+
+def _num_chunks(config: DictConfig) -> int:
+    wanted = config.num_chunks
+    return stages_per_rank(_name(config), wanted if isinstance(wanted, int) else None)
+
+
+def _given_schedule(config: DictConfig) -> Schedule | None:
+    """Read the schedule from a .csv, whose sizes are its own; None: it is to be built."""
+    name = _name(config)
+    if not name.endswith(".csv"):
+        return None
+    if not Path(name).is_file():
+        raise ScheduleError(f"strategy.schedule ({name}) is no file; Schedule.to_csv writes one")
+    return Schedule.from_csv(name)
+
+
+def _schedule(
+    config: DictConfig, given: Schedule | None, costs: Costs, memory_limit: float | None
+) -> Schedule:
+    """Build the schedule, or check the given one."""
+    if given is not None:
+        accept(given, costs, memory_limit)
+        return given
     sizes = {size: config[size] for size in ("num_ranks", "num_microbatches", "num_chunks")}
-    given = {**sizes, "costs": costs, "memory_limit": memory_limit}
+    has_place = {**sizes, "costs": costs, "memory_limit": memory_limit}
     options = _mapping(config, "options")
     for option in options:
-        if option in given:
+        if option in has_place:
             raise ScheduleError(f"options.{option} has a place of its own; set {option}")
-    return build(DEFAULT_SCHEDULE if name == "auto" else name, **given, **options)
+    return build(_name(config), **has_place, **options)
 
 
-def _compare(config: DictConfig, costs: Costs) -> None:
+def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:
     _refuse_beside_compare(config)
     named = config.compare
     is_list = isinstance(named, Sequence) and not isinstance(named, str)
     names = map(str, named if is_list else [named])
     sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    rows = compare(names, costs, config.memory_limit, config.num_chunks, **sizes)
+    plans = compare(names, costs, config.memory_limit, config.num_chunks, **sizes)
+    rows = [plan.figures for plan in plans]
+    if file:
+        file.write([plan.drawn for plan in plans if plan.drawn])
     if config.format == "json":
         sys.stdout.write(json.dumps({**sizes, "compare": rows}) + "\n")
         return
     title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
     console = Console()
-    console.print(comparison_table(rows, title))
+    console.print(comparison_table(rows, title, Units.of(costs)))
     for row in rows:
         if "refused" in row:
             console.out(f"{row['schedule']}: {row['refused']}", highlight=False)
@@ -159,8 +204,6 @@ def _compare(config: DictConfig, costs: Costs) -> None:
 
 def _refuse_beside_compare(config: DictConfig) -> None:
     """Refuse what is for one schedule."""
-    if config.picture:
-        raise ScheduleError(f"picture ({config.picture}) shows one schedule; leave out compare")
     if config.strategy.offload != "none":
         raise ScheduleError(
             f"offload ({config.strategy.offload}) is for one schedule; in compare write it behind "
@@ -184,6 +227,8 @@ def _mapping(
 
 def main() -> None:
     """Run the console script ``pipeoffload-plan``."""
+    # Hydra would put the path in the place of the group, and find no picture.microbatches in it.
+    sys.argv[1:] = [re.sub("^picture=(?!{)", "picture.path=", word) for word in sys.argv[1:]]
     run_hydra_app("plan", plan)
 
 

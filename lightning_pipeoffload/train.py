@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer, seed_everything
 
-from lightning_pipeoffload.configuration import run_hydra_app
+from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:

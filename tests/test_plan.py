@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_pipeoffload import configuration
-from lightning_pipeoffload.configuration import configuration_directory, run_hydra_app
+from lightning_pipeoffload.cli import configuration
+from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
 from lightning_pipeoffload.settings import DEFAULT_SCHEDULE
@@ -195,7 +195,6 @@ def test_one_name_is_compared_as_well(capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("picture=a.svg", r"picture \(a\.svg\) shows one schedule"),
         ("offload=half", r"offload \(half\) is for one schedule"),
         ("+options.group_size=3", r"options \(\{'group_size': 3\}\) are for one schedule"),
     ],
@@ -262,7 +261,9 @@ def test_a_missing_hydra_is_one_line(command, monkeypatch):
 
 
 def test_the_configuration_of_a_wheel_is_inside_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(configuration, "__file__", str(tmp_path / "package" / "configuration.py"))
+    monkeypatch.setattr(
+        configuration, "__file__", str(tmp_path / "package" / "cli" / "configuration.py")
+    )
     assert configuration_directory() == tmp_path / "conf"
     (tmp_path / "package" / "conf").mkdir(parents=True)
     assert configuration_directory() == tmp_path / "package" / "conf"
@@ -273,3 +274,35 @@ def test_it_runs_as_a_module(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "lightning_pipeoffload.plan")
     runpy.run_module("lightning_pipeoffload.plan", run_name="__main__", alter_sys=True)
     assert json.loads(capsys.readouterr().out)["makespan"] == 27
+
+
+@pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])
+def test_a_limit_means_the_same_alone_and_beside_others(name, capsys):
+    sizes = ("num_ranks=4", "num_microbatches=8", "memory_limit=3", "format=json")
+    sizes = sizes if name != "1f1b" else (*sizes[:2], "memory_limit=4", "format=json")
+    plan(plan_config(f"schedule={name}", *sizes))
+    alone = json.loads(capsys.readouterr().out)
+    plan(plan_config(f"compare=[{name}]", *sizes))
+    (beside,) = json.loads(capsys.readouterr().out)["compare"]
+    assert {key: alone[key] for key in beside} == beside
+
+
+def test_the_unit_of_memory_is_in_both_tables(capsys):
+    for overrides in (("schedule=zb_v",), ("compare=[zb_v]",)):
+        plan(plan_config(*overrides))
+        assert "activations" in capsys.readouterr().out
+
+
+def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(command, tmp_path):
+    arguments = ("compare=[1f1b,zb_h1]", "picture=a.svg", "picture.microbatches=0-1")
+    assert command(*arguments)[0] == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "1f1b: 4 ranks" in drawn
+    assert "zb_h1: 4 ranks" in drawn
+    assert "0 units" in drawn
+
+
+def test_a_part_to_show_needs_a_picture(command):
+    status, _, error = command("picture.microbatches=0-1")
+    assert (status, len(error.splitlines())) == (2, 1)
+    assert "needs a file to draw: picture=FILE" in error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_pipeoffload.pictures.drawing import Drawing, Words
+from lightning_pipeoffload.pictures.legend import Entry, arrange, entries_for
+from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Timeline
 
-__all__ = ["CURVE", "FONT_SIZE", "INK", "LEFT", "LETTER", "LINE", "MARGIN", "ROW", "Canvas"]
+__all__ = ["CURVE", "FONT_SIZE", "INK", "LEFT", "LETTER", "LINE", "MARGIN", "ROW", "Canvas", "Look"]
 
 MARGIN, LEFT, RIGHT = 14.0, 70.0, 76.0
 ROW, LANE, CURVE, GAP = 22.0, 8.0, 18.0, 8.0
@@ -20,6 +23,36 @@ LETTER = 0.58
 INK = "#222222"
 
 
+@dataclass(frozen=True)
+class Look:
+    """What pictures that stand one above the other have in common.
+
+    Attributes:
+        window: What is shown.
+        scale: Pixels per second.
+        highest: The memory that the tallest curve stands for; None: the picture's own.
+        unit: What the axis of time is counted in.
+    """
+
+    window: Window
+    scale: float
+    highest: float | None = None
+    unit: str = "s"
+
+    @classmethod
+    def of(
+        cls,
+        timelines: Sequence[Timeline],
+        window: Window | None = None,
+        highest: float | None = None,
+        unit: str = "s",
+    ) -> Look:
+        """Return a look in which the numbers of most cells have room."""
+        window = window or Window.of_all(timelines)
+        short = min(map(_short_action, timelines))
+        return cls(window, min(CELL_WIDTH / short, MAX_WIDTH / window.length), highest, unit)
+
+
 @dataclass
 class Canvas:
     """A drawing of a timeline, and the measures of it.
@@ -27,36 +60,43 @@ class Canvas:
     Attributes:
         drawing: What is drawn so far.
         timeline: What is drawn.
-        scale: Pixels per second.
+        look: How.
         copy_lanes: The lanes under the row of each rank.
         chunks: For every stage its chunk, and how many chunks its rank has.
+        legend: What explains the colours, line by line.
     """
 
     drawing: Drawing
     timeline: Timeline
-    scale: float
+    look: Look
     copy_lanes: list[str]
     chunks: dict[int, tuple[int, int]]
+    legend: list[list[Entry]]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Canvas:
-        """Return an empty canvas on which the numbers of most cells have room."""
-        makespan = timeline.makespan or 1.0
-        scale = min(CELL_WIDTH / _short_action(timeline), MAX_WIDTH / makespan)
+    def of(cls, timeline: Timeline, look: Look | None = None) -> Canvas:
+        """Return an empty canvas."""
+        look = look or Look.of([timeline])
         copy_lanes = sorted({event.lane for event in timeline.events} - {COMPUTE_LANE})
-        drawing = Drawing(max(MIN_WIDTH, LEFT + makespan * scale + RIGHT), 0.0)
-        canvas = cls(drawing, timeline, scale, copy_lanes, _chunks(timeline))
-        drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
+        width = max(MIN_WIDTH, LEFT + look.window.length * look.scale + RIGHT)
+        chunks = _chunks(timeline)
+        # FREE takes no time: it has no cell, so its colour would explain nothing.
+        kinds = {event.action.kind for event in timeline.events if event.end > event.start}
+        entries = entries_for(kinds, max((count for _, count in chunks.values()), default=1))
+        legend = arrange(entries, width - LEFT - MARGIN, FONT_SIZE * LETTER)
+        canvas = cls(Drawing(width, 0.0), timeline, look, copy_lanes, chunks, legend)
+        canvas.drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
         return canvas
 
     def x(self, seconds: float) -> float:
-        """Return the place of a time."""
-        return LEFT + seconds * self.scale
+        """Return the place of a time; of one outside of the window its edge."""
+        window = self.look.window
+        return LEFT + (window.clip(seconds) - window.start) * self.look.scale
 
     def top(self, rank: int) -> float:
         """Return the upper edge of a rank; that of the rank after the last is the time axis."""
         height = ROW + len(self.copy_lanes) * LANE + CURVE + GAP
-        return MARGIN + 2 * LINE + GAP + rank * height
+        return MARGIN + (1 + len(self.legend)) * LINE + GAP + rank * height
 
     def lane(self, rank: int, lane: str) -> tuple[float, float]:
         """Return the upper edge and the height of a lane."""

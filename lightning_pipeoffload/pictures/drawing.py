@@ -5,10 +5,11 @@ Lengths are pixels, from the upper left corner. SVG and PNG are written from the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Area", "Box", "Drawing", "Words"]
+__all__ = ["Area", "Box", "Drawing", "Words", "stack"]
 
 
 class Box(NamedTuple):
@@ -50,3 +51,19 @@ class Drawing:
     boxes: list[Box] = field(default_factory=list)
     areas: list[Area] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
+
+
+def stack(drawings: Sequence[Drawing]) -> Drawing:
+    """Return one drawing with the others one below the other."""
+    whole = Drawing(max(drawing.width for drawing in drawings), 0.0)
+    for drawing in drawings:
+        down = whole.height
+        whole.boxes += [box._replace(y=box.y + down) for box in drawing.boxes]
+        whole.areas += [_moved_down(area, down) for area in drawing.areas]
+        whole.words += [words._replace(y=words.y + down) for words in drawing.words]
+        whole.height += drawing.height
+    return whole
+
+
+def _moved_down(area: Area, down: float) -> Area:
+    return area._replace(points=tuple((x, y + down) for x, y in area.points))

@@ -6,7 +6,9 @@ its copies, where there are any, and the curve of its memory, at one scale for a
 
 from __future__ import annotations
 
-from math import floor, log10
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, floor, log10
 
 from lightning_pipeoffload.pictures.canvas import (
     CURVE,
@@ -17,36 +19,24 @@ from lightning_pipeoffload.pictures.canvas import (
     MARGIN,
     ROW,
     Canvas,
+    Look,
 )
-from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing, Words
-from lightning_pipeoffload.pictures.shade import ink_on, lighter
-from lightning_pipeoffload.schedule.actions import Kind
+from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing, Words, stack
+from lightning_pipeoffload.pictures.legend import color_of
+from lightning_pipeoffload.pictures.shade import ink_on
 from lightning_pipeoffload.schedule.costs import Costs
 from lightning_pipeoffload.schedule.simulation.memory_curve import Curve, memory_curves
 from lightning_pipeoffload.schedule.timeline import Event, Timeline
 
-__all__ = ["picture", "round_step"]
+__all__ = ["picture", "pictures_on_one_axis", "round_step"]
 
-COLORS = {
-    Kind.F: "#2f6fc4",
-    Kind.B: "#1497ad",
-    Kind.W: "#5d9e1f",
-    Kind.BW: "#d9822b",
-    Kind.OFFLOAD: "#8e5bb5",
-    Kind.OFFLOAD_W: "#6b4aa8",
-    Kind.RELOAD: "#c2557f",
-    Kind.RELOAD_B: "#d6455d",
-    Kind.RELOAD_W: "#a03c4a",
-}
-OTHER_COLOR = "#777777"
 IDLE_COLOR = "#f0f0f0"
 MEMORY_COLOR, MEMORY_OUTLINE = "#d8dce6", "#5c6784"
-LIGHTEST = 0.7
 SMALLEST_FONT = 6.0
 TICK_DISTANCE = 80.0
 
 
-def picture(timeline: Timeline, costs: Costs, title: str = "") -> Drawing:
+def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None = None) -> Drawing:
     """Draw when each rank computes and copies what, and how much memory it has in use.
 
     The width follows from the number of actions, up to 4000 pixels and the margins; numbers that
@@ -56,46 +46,54 @@ def picture(timeline: Timeline, costs: Costs, title: str = "") -> Drawing:
         timeline: What ``simulate`` gave for these costs.
         costs: For the memory curve.
         title: The line above the picture.
+        look: The part to show, and its scales; None: all, by scales of its own.
     """
-    canvas = Canvas.of(timeline)
+    canvas = Canvas.of(timeline, look)
     canvas.write(LEFT, MARGIN + LINE / 2, title)
-    _draw_legend(canvas, MARGIN + LINE)
+    _draw_legend(canvas)
     for rank in range(timeline.num_ranks):
         _draw_empty_row(canvas, rank)
-    for event in timeline.events:
+    for event in filter(canvas.look.window.shows, timeline.events):
         _draw_event(canvas, event)
     curves = memory_curves(timeline, costs)
-    highest = max((memory for curve in curves for _, memory in curve), default=0.0)
+    highest = canvas.look.highest or max((m for curve in curves for _, m in curve), default=0.0)
     for rank, curve in enumerate(curves):
         _draw_memory(canvas, rank, curve, highest)
     _draw_time_axis(canvas)
     return canvas.drawing
 
 
-def _color(kind: Kind, chunk: int, num_chunks: int) -> str:
-    return lighter(COLORS.get(kind, OTHER_COLOR), LIGHTEST * chunk / num_chunks)
+def pictures_on_one_axis(
+    timelines: Sequence[Timeline], costs: Sequence[Costs], titles: Sequence[str], look: Look
+) -> Drawing:
+    """Draw several timelines one above the other, at one scale of time and of memory.
+
+    Args:
+        timelines: What ``simulate`` gave for the costs.
+        costs: Of each.
+        titles: The line above each.
+        look: The part to show, and the scale of time.
+    """
+    highest = max(max(timeline.peak_memory, default=0.0) for timeline in timelines)
+    look = replace(look, highest=highest)
+    each = zip(timelines, costs, titles, strict=True)
+    return stack([picture(timeline, cost, title, look) for timeline, cost, title in each])
 
 
-def _draw_legend(canvas: Canvas, top: float) -> None:
-    num_chunks = max((count for _, count in canvas.chunks.values()), default=1)
-    # FREE takes no time: it has no cell, so its colour would explain nothing.
-    there = {event.action.kind for event in canvas.timeline.events if event.end > event.start}
-    x = LEFT
-    for kind in (kind for kind in Kind if kind in there):
-        for chunk in range(num_chunks):
-            color = _color(kind, chunk, num_chunks)
-            canvas.drawing.boxes.append(Box(x, top + 3, 13, 13, color))
-            x += 14
-        canvas.write(x + 3, top + LINE / 2, kind.value)
-        x += 24 + FONT_SIZE * LETTER * len(kind.value)
-    if num_chunks > 1:
-        canvas.write(x, top + LINE / 2, f"(chunks 0 to {num_chunks - 1}, dark to light)")
+def _draw_legend(canvas: Canvas) -> None:
+    for number, line in enumerate(canvas.legend):
+        x, top = LEFT, MARGIN + (1 + number) * LINE
+        for entry in line:
+            for place, color in enumerate(entry.colors):
+                canvas.drawing.boxes.append(Box(x + 14 * place, top + 3, 13, 13, color))
+            canvas.write(x + 14 * len(entry.colors) + 3, top + LINE / 2, entry.words)
+            x += entry.width(FONT_SIZE * LETTER)
 
 
 def _draw_empty_row(canvas: Canvas, rank: int) -> None:
     top = canvas.top(rank)
     canvas.write(LEFT - 8, top + ROW / 2, f"rank {rank}", "end")
-    width = canvas.timeline.makespan * canvas.scale
+    width = canvas.x(canvas.timeline.makespan) - LEFT
     canvas.drawing.boxes.append(Box(LEFT, top, width, ROW - 1, IDLE_COLOR))
     for lane in canvas.copy_lanes:
         lane_top, height = canvas.lane(rank, lane)
@@ -106,11 +104,11 @@ def _draw_empty_row(canvas: Canvas, rank: int) -> None:
 def _draw_event(canvas: Canvas, event: Event) -> None:
     action = event.action
     top, height = canvas.lane(event.rank, event.lane)
-    width = (event.end - event.start) * canvas.scale
+    width = canvas.x(event.end) - canvas.x(event.start)
     # A gap of a pixel parts equal cells, unless it would be most of what there is.
     width -= 1 if width > 3 else 0
-    color = _color(action.kind, *canvas.chunks[action.stage])
-    hint = f"{action} on rank {event.rank}, {event.start:g} to {event.end:g} s"
+    color = color_of(action.kind, *canvas.chunks[action.stage])
+    hint = f"{action} on rank {event.rank}, {event.start:g} to {event.end:g} {canvas.look.unit}"
     box = Box(canvas.x(event.start), top, width, height - 1, color, hint)
     canvas.drawing.boxes.append(box)
     if height >= ROW:
@@ -142,11 +140,13 @@ def _draw_memory(canvas: Canvas, rank: int, curve: Curve, highest: float) -> Non
 
 def _draw_time_axis(canvas: Canvas) -> None:
     top = canvas.top(canvas.timeline.num_ranks)
-    step = round_step(TICK_DISTANCE / canvas.scale)
-    for tick in range(floor(canvas.timeline.makespan / step + 1e-9) + 1):
+    window, unit = canvas.look.window, canvas.look.unit
+    step = round_step(TICK_DISTANCE / canvas.look.scale)
+    first, last = ceil(window.start / step - 1e-9), floor(window.end / step + 1e-9)
+    for tick in range(first, last + 1):
         x = canvas.x(tick * step)
         canvas.drawing.boxes.append(Box(x, top - 4, 1, 4, MEMORY_OUTLINE))
-        label = f"{tick * step:g}" if tick else "0 s"
+        label = f"{tick * step:g}" if tick > first else f"{tick * step:g} {unit}"
         canvas.write(x, top + LINE / 2, label, "middle")
 
 

@@ -1,70 +1,97 @@
-"""A timeline as a file: a picture or a trace, by the ending of its name."""
+"""Timelines as a file: a picture or a trace, by the ending of its name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lightning_pipeoffload.pictures.picture import picture
+from lightning_pipeoffload.pictures.canvas import Look
+from lightning_pipeoffload.pictures.drawing import Drawing
+from lightning_pipeoffload.pictures.picture import pictures_on_one_axis
 from lightning_pipeoffload.pictures.png import write_png
 from lightning_pipeoffload.pictures.svg import to_svg
 from lightning_pipeoffload.pictures.trace import to_trace
+from lightning_pipeoffload.pictures.window import parse_window
 from lightning_pipeoffload.schedule import Costs, ScheduleError, Timeline
 
-__all__ = ["check_picture", "write_picture"]
+__all__ = ["Drawn", "PictureFile"]
+
+_ENDINGS = (".svg", ".png", ".json")
 
 
-def check_picture(path: str) -> None:
-    """Refuse what ``write_picture`` cannot write, before there is anything to draw.
+class Drawn(NamedTuple):
+    """One timeline to draw.
 
-    Args:
-        path: Where a picture is to go.
+    Attributes:
+        timeline: What ``simulate`` gave for these costs.
+        costs: What it was simulated with.
+        title: The line above it.
+    """
+
+    timeline: Timeline
+    costs: Costs
+    title: str
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """A file to draw to: ``.svg``, ``.png``, or ``.json``: a trace for Perfetto.
+
+    Attributes:
+        path: Where to; the ending says what.
+        microbatches: "0-7": only these; None: all.
+        time: Start and end of what to show; None: all.
+        unit: What the axis of time is counted in.
 
     Raises:
         ScheduleError: There is no such ending or folder.
     """
-    if Path(path).suffix not in WRITERS:
-        raise ScheduleError(f"picture ({path}) must end in one of {', '.join(WRITERS)}")
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise ScheduleError(f"picture ({path}) cannot be written: make the folder {folder} first")
 
+    path: Path
+    microbatches: str | None = None
+    time: Any = None
+    unit: str = "s"
 
-def write_picture(path: str, timeline: Timeline, costs: Costs, title: str) -> None:
-    """Write ``.svg``, ``.png``, or ``.json``: a trace for Perfetto.
+    def __post_init__(self) -> None:
+        if self.path.suffix not in _ENDINGS:
+            raise ScheduleError(f"picture ({self.path}) must end in one of {', '.join(_ENDINGS)}")
+        if not self.path.parent.is_dir():
+            raise ScheduleError(
+                f"picture ({self.path}) cannot be written: make the folder {self.path.parent} first"
+            )
 
-    Args:
-        path: Where to; the ending says what.
-        timeline: What to draw.
-        costs: What it was simulated with.
-        title: The line above a picture.
+    def write(self, drawn: Sequence[Drawn]) -> None:
+        """Draw timelines one above the other, at one scale.
 
-    Raises:
-        ScheduleError: There is no such ending or folder, or matplotlib is missing for a PNG.
-    """
-    check_picture(path)
-    try:
-        WRITERS[Path(path).suffix](Path(path), timeline, costs, title)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ScheduleError(f"picture ({path}) cannot be written: {reason}") from error
+        Raises:
+            ScheduleError: It cannot be written, the part to show is none of the timelines', a trace
+                is wanted of several, or matplotlib is missing for a PNG.
+        """
+        try:
+            if self.path.suffix == ".json":
+                self._write_trace(drawn)
+            elif self.path.suffix == ".svg":
+                self.path.write_text(to_svg(self._draw(drawn)), encoding="utf-8")
+            else:
+                write_png(self._draw(drawn), self.path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ScheduleError(f"picture ({self.path}) cannot be written: {reason}") from error
 
+    def _draw(self, drawn: Sequence[Drawn]) -> Drawing:
+        timelines, costs, titles = zip(*drawn, strict=True)
+        window = parse_window(timelines, self.microbatches, self.time)
+        look = Look.of(timelines, window, unit=self.unit)
+        return pictures_on_one_axis(timelines, costs, titles, look)
 
-def _write_svg(path: Path, timeline: Timeline, costs: Costs, title: str) -> None:
-    path.write_text(to_svg(picture(timeline, costs, title)), encoding="utf-8")
-
-
-def _write_png(path: Path, timeline: Timeline, costs: Costs, title: str) -> None:
-    write_png(picture(timeline, costs, title), path)
-
-
-def _write_trace(path: Path, timeline: Timeline, costs: Costs, title: str) -> None:
-    path.write_text(json.dumps(to_trace(timeline, costs)), encoding="utf-8")
-
-
-WRITERS: dict[str, Callable[[Path, Timeline, Costs, str], None]] = {
-    ".svg": _write_svg,
-    ".png": _write_png,
-    ".json": _write_trace,
-}
+    def _write_trace(self, drawn: Sequence[Drawn]) -> None:
+        if len(drawn) > 1:
+            raise ScheduleError(
+                f"picture ({self.path}) is a trace, which shows one schedule; leave out compare, "
+                f"or draw an .svg or .png"
+            )
+        trace = to_trace(drawn[0].timeline, drawn[0].costs)
+        self.path.write_text(json.dumps(trace), encoding="utf-8")

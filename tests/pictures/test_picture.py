@@ -73,7 +73,9 @@ def test_copies_have_lanes_under_the_row():
         boxes["0F0"].y < boxes["0OFFLOAD0"].y < boxes["0RELOAD0"].y < drawing.areas[0].points[0][1]
     )
     assert boxes["0OFFLOAD0"].height < boxes["0F0"].height
-    assert {"d2h", "h2d", "OFFLOAD", "RELOAD"} <= set(written(drawing))
+    assert {"d2h", "h2d", "activations go to the host", "activations come back"} <= set(
+        written(drawing)
+    )
 
 
 def test_memory_curves_have_one_scale():

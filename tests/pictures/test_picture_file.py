@@ -4,21 +4,25 @@ from importlib.util import find_spec
 import pytest
 
 from lightning_pipeoffload.pictures import png
-from lightning_pipeoffload.pictures.picture_file import write_picture
+from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, simulate
 
 COSTS = Costs.unit()
 TIMELINE = simulate(build("zb_h1", 4, 8), COSTS)
 
 
+def write(path, count=1, **options):
+    PictureFile(path, **options).write([Drawn(TIMELINE, COSTS, f"title {n}") for n in range(count)])
+
+
 @pytest.mark.parametrize(("name", "start"), [("a.svg", b"<svg "), ("a.png", b"\x89PNG\r\n")])
 def test_the_ending_says_what_is_written(name, start, tmp_path):
-    write_picture(str(tmp_path / name), TIMELINE, COSTS, "title")
+    write(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_a_trace_is_json(tmp_path):
-    write_picture(str(tmp_path / "a.json"), TIMELINE, COSTS, "title")
+    write(tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
@@ -31,17 +35,40 @@ def test_a_trace_is_json(tmp_path):
 )
 def test_what_cannot_be_written_is_refused(name, message, tmp_path):
     with pytest.raises(ScheduleError, match=message):
-        write_picture(str(tmp_path / name), TIMELINE, COSTS, "title")
+        write(tmp_path / name)
 
 
 def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path):
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(ScheduleError, match="cannot be written: Is a directory"):
-        write_picture(str(tmp_path / "a.svg"), TIMELINE, COSTS, "title")
+        write(tmp_path / "a.svg")
 
 
 def test_a_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     without = lambda name: None if name == "matplotlib" else find_spec(name)  # noqa: E731
     monkeypatch.setattr(png.importlib.util, "find_spec", without)
     with pytest.raises(ScheduleError, match=r"pip install lightning-pipeoffload\[plot\]"):
-        write_picture(str(tmp_path / "a.png"), TIMELINE, COSTS, "title")
+        write(tmp_path / "a.png")
+
+
+def test_several_timelines_are_on_one_axis(tmp_path):
+    write(tmp_path / "a.svg", count=2)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "title 0" in drawn
+    assert "title 1" in drawn
+
+
+def test_a_trace_shows_one_schedule(tmp_path):
+    with pytest.raises(ScheduleError, match="a trace, which shows one schedule; leave out compare"):
+        write(tmp_path / "a.json", count=2)
+
+
+def test_a_window_is_narrower_than_all(tmp_path):
+    widths = []
+    for number, options in enumerate(({}, {"microbatches": "0-7"}, {"time": [0, 40]})):
+        timeline = simulate(build("1f1b", 8, 32), COSTS)
+        path = tmp_path / f"{number}.svg"
+        PictureFile(path, **options).write([Drawn(timeline, COSTS, "")])
+        widths.append(float(path.read_text().split('width="')[1].split('"')[0]))
+    assert widths[1] < 0.6 * widths[0]
+    assert widths[2] < 0.6 * widths[0]

@@ -9,23 +9,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipeoffload.figures import figures
+from lightning_pipeoffload.cli.units import UNITS, Units
 from lightning_pipeoffload.schedule import Schedule, Timeline, draw
+from lightning_pipeoffload.schedule.messages import send_after
 
-__all__ = ["COUNTS", "REPORTS", "print_json", "print_text", "summary"]
+__all__ = ["COUNTS", "REPORTS", "figures", "messages_sent", "print_json", "print_text", "summary"]
 
 
-def print_json(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
+def print_json(
+    schedule: Schedule, timeline: Timeline, offload: dict[str, Any], units: Units = UNITS
+) -> None:
     """Print one JSON object with the figures, and nothing else."""
     sys.stdout.write(json.dumps({**figures(schedule, timeline), **offload}) + "\n")
 
 
-def print_text(schedule: Schedule, timeline: Timeline, offload: dict[str, Any]) -> None:
+def print_text(
+    schedule: Schedule, timeline: Timeline, offload: dict[str, Any], units: Units = UNITS
+) -> None:
     """Print a table of the ranks, the figures of all together and a drawing."""
     console = Console()
-    console.print(rank_table(schedule, timeline))
+    console.print(rank_table(schedule, timeline, units))
     console.out(
-        f"makespan {timeline.makespan:g}   bubble {timeline.bubble:.4f}   "
+        f"makespan {timeline.makespan:g} {units.time}   bubble {timeline.bubble:.4f}   "
         f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n",
         highlight=False,
     )
@@ -84,11 +89,36 @@ def _sizes(schedule: Schedule) -> str:
     )
 
 
-def rank_table(schedule: Schedule, timeline: Timeline) -> Table:
-    """Return a table with one row per rank: seconds at work and idle, and the peak memory."""
-    table = Table("rank", "stages", "busy", "idle", "peak memory", title=_sizes(schedule))
+def rank_table(schedule: Schedule, timeline: Timeline, units: Units = UNITS) -> Table:
+    """Return a table with one row per rank: time at work and idle, and the peak memory."""
+    headings = (
+        units.name(heading) for heading in ("rank", "stages", "busy", "idle", "peak memory")
+    )
+    table = Table(*headings, title=_sizes(schedule))
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         idle = timeline.makespan - busy
         table.add_row(str(rank), stages, f"{busy:g}", f"{idle:g}", f"{peak:g}")
     return table
+
+
+def figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a plan by their names in ``Schedule`` and ``Timeline``.
+
+    ``messages`` is how many activations and gradients each rank sends in a step.
+    """
+    sizes = ("num_ranks", "num_chunks", "num_microbatches")
+    totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory", "peak_host_memory")
+    return {
+        "schedule": schedule.name,
+        **{name: getattr(schedule, name) for name in sizes},
+        **{name: getattr(timeline, name) for name in totals},
+        "messages": messages_sent(schedule),
+    }
+
+
+def messages_sent(schedule: Schedule) -> tuple[int, ...]:
+    """Return how many messages each rank sends in a step, from a schedule of compute actions."""
+    return tuple(
+        sum(send_after(schedule, action) is not None for action in rank) for rank in schedule
+    )

@@ -29,7 +29,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def configuration_directory() -> Path:
     """Return the directory of the configuration groups: in the wheel, or in the repository."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 

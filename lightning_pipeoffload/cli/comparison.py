@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from lightning_pipeoffload.figures import figures
+from lightning_pipeoffload.cli.plan_report import figures, summary
+from lightning_pipeoffload.cli.units import UNITS, Units
+from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
@@ -19,9 +21,22 @@ from lightning_pipeoffload.schedule import (
     simulate,
 )
 
-__all__ = ["compare", "comparison_table"]
+__all__ = ["Compared", "compare", "comparison_table", "costs_of_stage", "stages_per_rank"]
 
 Row = dict[str, Any]
+
+
+class Compared(NamedTuple):
+    """One of several schedules side by side.
+
+    Attributes:
+        figures: Of the schedule; or under ``refused`` why it cannot be.
+        drawn: Its timeline; None where it cannot be.
+    """
+
+    figures: Row
+    drawn: Drawn | None = None
+
 
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 
@@ -34,45 +49,48 @@ def compare(
     memory_limit: float | None = None,
     num_chunks: int | None = None,
     **sizes: int,
-) -> list[Row]:
-    """Return the figures of each schedule, or under ``refused`` why it cannot be.
+) -> list[Compared]:
+    """Time each schedule, or say why it cannot be.
 
     Args:
         names: Schedules by name, ``uniform+half`` or ``uniform+0.3`` with offload; the
             result has their order.
-        costs: Of a rank that holds one stage. A schedule with v stages per rank has 1/v of each
-            number in a stage, but for the communication; sequences stay as they are.
-        memory_limit: The most memory of a rank.
+        costs: Of a rank's whole part of the model; see :func:`costs_of_stage`.
+        memory_limit: The most memory of a rank, in the unit of ``costs.activation``.
         num_chunks: Stages per rank of the schedules that take any number; None: their own.
         **sizes: ``num_ranks`` and ``num_microbatches``.
 
     Raises:
         ScheduleError: None of them can be.
     """
-    rows = [_row(name, costs, memory_limit, num_chunks, sizes) for name in names]
-    if all("refused" in row for row in rows):
-        raise ScheduleError(rows[0]["refused"] if rows else "compare is empty; name schedules")
-    return rows
+    plans = [_compared(name, costs, memory_limit, num_chunks, sizes) for name in names]
+    if not any(plan.drawn for plan in plans):
+        nothing = "compare is empty; name schedules"
+        raise ScheduleError(plans[0].figures["refused"] if plans else nothing)
+    return plans
 
 
-def _row(
+def _compared(
     name: str,
     costs: Costs,
     memory_limit: float | None,
     num_chunks: int | None,
     sizes: Mapping[str, int],
-) -> Row:
+) -> Compared:
     base, _, amount = name.partition("+")
-    chunks = _chunks(base, num_chunks)
-    costs = _of_one_stage(costs, chunks)
+    chunks = stages_per_rank(base, num_chunks)
+    costs = costs_of_stage(costs, chunks)
     limit = None if amount else memory_limit
     try:
         schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
         if amount:
             schedule, _ = offload_activations(schedule, costs, _number(amount), memory_limit)
-        return {**figures(schedule, simulate(schedule, costs)), "schedule": name}
     except ScheduleError as error:
-        return {"schedule": name, "refused": str(error).partition("\n")[0]}
+        return Compared({"schedule": name, "refused": str(error).partition("\n")[0]})
+    timeline = simulate(schedule, costs)
+    title = summary(replace(schedule, name=name), timeline)
+    row = {**figures(schedule, timeline), "schedule": name}
+    return Compared(row, Drawn(timeline, costs, title))
 
 
 def _number(amount: str) -> str | float:
@@ -83,14 +101,25 @@ def _number(amount: str) -> str | float:
         return amount
 
 
-def _chunks(name: str, wanted: int | None) -> int:
+def stages_per_rank(name: str, wanted: int | None) -> int:
+    """Return how many stages a rank has in a schedule, ``wanted`` if it takes any number."""
     recipe = SCHEDULES.get(name)
     if recipe is None:
         return 1
     return recipe.num_chunks if recipe.max_chunks else wanted or recipe.num_chunks
 
 
-def _of_one_stage(costs: Costs, num_chunks: int) -> Costs:
+def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
+    """Return what one of several stages of a rank costs.
+
+    So schedules with few and with many stages on a rank have the same work, and memory has one
+    unit for all of them, and for the limit: the ``activation`` of a rank.
+
+    Args:
+        costs: Of a rank's whole part of the model; a sequence has one number for each stage, and
+            stays as it is.
+        num_chunks: Stages of a rank.
+    """
     values = {field.name: getattr(costs, field.name) for field in fields(costs)}
     divided: dict[str, Any] = {
         name: value / num_chunks
@@ -100,12 +129,14 @@ def _of_one_stage(costs: Costs, num_chunks: int) -> Costs:
     return replace(costs, **divided)
 
 
-def comparison_table(rows: Iterable[Row], title: str) -> Table:
+def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> Table:
     """Return a table with one row per schedule; one that cannot be has a dash for each figure.
 
     The bubble is with a barrier at the optimizer and without one, memory and host the largest
-    peaks of a rank, and messages are those of all ranks in a step.
+    peaks of a rank, in the unit of ``costs.activation``, and messages are those of all ranks in a
+    step.
     """
+    title = f"{title}; time in {units.time}, memory in {units.memory}"
     table = Table(
         Column("schedule", no_wrap=True), *HEADINGS, title=title, box=SIMPLE, pad_edge=False
     )

@@ -1,0 +1,1 @@
+"""What the commands are made of: their configuration, and what they print."""

@@ -1,0 +1,80 @@
+"""What the colours of a timeline mean, in words, in as many lines as there is width for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_pipeoffload.pictures.shade import lighter
+from lightning_pipeoffload.schedule.actions import Kind
+
+__all__ = ["Entry", "arrange", "color_of", "entries_for"]
+
+_COLORS = {
+    Kind.F: "#2f6fc4",
+    Kind.B: "#1497ad",
+    Kind.W: "#5d9e1f",
+    Kind.BW: "#d9822b",
+    Kind.OFFLOAD: "#8e5bb5",
+    Kind.OFFLOAD_W: "#6b4aa8",
+    Kind.RELOAD: "#c2557f",
+    Kind.RELOAD_B: "#d6455d",
+    Kind.RELOAD_W: "#a03c4a",
+}
+_OTHER_COLOR = "#777777"
+_LIGHTEST = 0.7
+_WORDS = {
+    Kind.F: "F: forward",
+    Kind.B: "B: gradient of the input",
+    Kind.W: "W: gradient of the weights",
+    Kind.BW: "BW: both gradients",
+    Kind.OFFLOAD: "activations go to the host",
+    Kind.OFFLOAD_W: "what waits for W goes to the host",
+    Kind.RELOAD: "activations come back",
+    Kind.RELOAD_B: "what B needs comes back",
+    Kind.RELOAD_W: "what W needs comes back",
+}
+_BOX, _SPACE = 14.0, 18.0
+
+
+class Entry(NamedTuple):
+    """A line of words with the colours that it explains, one for each chunk."""
+
+    colors: tuple[str, ...]
+    words: str
+
+    def width(self, letter: float) -> float:
+        """Return the pixels that it takes, of which each letter takes ``letter``."""
+        return _BOX * len(self.colors) + 3 + letter * len(self.words) + _SPACE
+
+
+def color_of(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """Return the colour of an action of a rank's chunk: later chunks are lighter."""
+    return lighter(_COLORS.get(kind, _OTHER_COLOR), _LIGHTEST * chunk / num_chunks)
+
+
+def entries_for(kinds: Iterable[Kind], num_chunks: int) -> list[Entry]:
+    """Return what is to be explained where these kinds are drawn."""
+    there = set(kinds)
+    entries = [
+        Entry(tuple(color_of(kind, c, num_chunks) for c in range(num_chunks)), _words_for(kind))
+        for kind in Kind
+        if kind in there
+    ]
+    if num_chunks > 1:
+        entries.append(Entry((), f"(chunks 0 to {num_chunks - 1} of a rank, dark to light)"))
+    return entries
+
+
+def arrange(entries: Iterable[Entry], width: float, letter: float) -> list[list[Entry]]:
+    """Return the entries line by line, none wider than ``width`` unless one alone is."""
+    lines: list[list[Entry]] = [[]]
+    for entry in entries:
+        if lines[-1] and sum(e.width(letter) for e in (*lines[-1], entry)) > width:
+            lines.append([])
+        lines[-1].append(entry)
+    return lines
+
+
+def _words_for(kind: Kind) -> str:
+    return _WORDS.get(kind, kind.value)
