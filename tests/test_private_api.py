@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import copyreg
 import importlib
+import inspect
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,8 @@ USED = {
     "_logged_metrics": TRAINER._logger_connector,
     "_progress_bar_metrics": TRAINER._logger_connector,
     "_results": TRAINER,
+    "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
+    "_getframe": sys,
     "_forward_cache": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
@@ -140,6 +144,12 @@ def test_attributes_exist(name):
 @pytest.mark.parametrize("name", ["_make_backward_fn", "_make_zero_grad_fn"])
 def test_methods_to_replace_exist(name):
     assert callable(getattr(TRAINER.fit_loop.epoch_loop.automatic_optimization, name))
+
+
+def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_on():
+    source = inspect.getsource(torch.utils.checkpoint)
+    assert "            ret = function(*args, **kwargs)" in source
+    assert "            next(gen)\n        except StopIteration:\n            return ret" in source
 
 
 def test_a_parameter_keeps_its_post_accumulate_hooks_where_they_are_looked_for():

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
+from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors
@@ -170,11 +171,13 @@ class Pipeline:
         if self.stages:
             self._move()
         weight_grad_kernels.install_kernels(self.device.type)
+        install_replay()
 
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self._chain.release()
         weight_grad_kernels.remove_kernels()
+        remove_replay()
 
     def _split_to_check(self) -> str | Sequence[int]:
         return "even" if self._settings.split == "auto" else self._settings.split
@@ -182,6 +185,7 @@ class Pipeline:
     def _take_in(self, probe: Probe) -> None:
         """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
         self._writes.expect(probe.written_in_place)
+        self._writes.state.expect(probe.assigned, probe.written_in_place)
         if not self.committed:
             self._learn(probe)
         if len(self.partition) > 1:

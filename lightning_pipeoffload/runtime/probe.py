@@ -38,6 +38,7 @@ from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
 from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
+from lightning_pipeoffload.runtime.written_state import Variable, noting_writes
 
 _MOST_IMAGINED = 1000
 
@@ -55,6 +56,7 @@ class Probe:
         written: names of buffers that the step writes from values that every stage has.
         written_in_place: what else of the modules' attributes is, and these buffers.
         aliases: between whose segments the step cannot be cut.
+        assigned: what else of the module's, its classes' and their Python modules' it writes.
         briefly_hooked: blocks with a hook that the step takes away again.
     """
 
@@ -65,6 +67,7 @@ class Probe:
     written: set[str] = field(default_factory=set)
     written_in_place: set[Attribute] = field(default_factory=set)
     aliases: list[Alias] = field(default_factory=list)
+    assigned: list[Variable] = field(default_factory=list)
     briefly_hooked: set[int] = field(default_factory=set)
 
 
@@ -91,6 +94,7 @@ def probe_step(
         if not torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
         stack.enter_context(probing.on(module))
+        probing.result.assigned = stack.enter_context(noting_writes(module))
         try:
             run()
         except ValueNeededError as error:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map  # private: see shape_only
 from lightning_pipeoffload.runtime.activation_store import ActivationStore
 from lightning_pipeoffload.runtime.autocast import outside_autocast
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
@@ -61,6 +62,7 @@ class StageRunner:
         writes: StepWrites,
         recompute: str = "none",
     ) -> None:
+        self._compared: set[int] = set()
         self._context = StageContext(stage, num_stages, chain, ownership, writes, recompute)
         self.is_first = self._context.is_first
         self.is_last = self._context.is_last
@@ -112,6 +114,7 @@ class StageRunner:
             deferring(alive.queue) if keep else _NOTHING,
             store.recording() if store else _NOTHING,
             self._saving() if keep else _NOTHING,
+            self._watching(step, microbatch) if keep else _NOTHING,
         ):
             output = step.run()
         if keep:
@@ -166,6 +169,14 @@ class StageRunner:
         if alive.queue.is_waiting:
             with outside_autocast(microbatch.device):
                 alive.queue.run()
+
+    def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
+        is_first = microbatch.index not in self._compared
+        self._compared.add(microbatch.index)
+        state = self._context.writes.state
+        if not is_first and not state:
+            return _NOTHING
+        return CheckpointWatch(state, step.place, is_first).watching()
 
     def _saving(self) -> AbstractContextManager[None]:
         is_cheap = self._context.recompute == "cheap"

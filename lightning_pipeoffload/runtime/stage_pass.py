@@ -126,10 +126,16 @@ class StagePass:
         self._receive = receive
         self._received = received
         self._left = False
+        self._called = ""
+        self._is_in_block = False
         blocks = context.stage.blocks
         self._luggage = Luggage(
             microbatch.flow, blocks.start, None if context.is_last else blocks.stop
         )
+
+    def place(self) -> tuple[str, bool]:
+        """Name the stage's block that was called last, and say whether it is still running."""
+        return self._called, self._is_in_block
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last one its result."""
@@ -177,8 +183,10 @@ class StagePass:
         arguments = give_values(arguments)
         for leaf in shape_only_leaves(arguments):
             raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
+        self._called, self._is_in_block = self._context.chain.block_name(index), True
         with nullcontext() if self._is_open(index) else self._luggage.paused():
             output = self._call_owned(index, arguments)
+        self._is_in_block = False
         output = self._luggage.leave_block(index, output)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.unchanged import Attribute, private_copy
+from lightning_pipeoffload.runtime.written_state import WrittenState
 
 _Values = dict[str, Any]
 
@@ -33,6 +34,9 @@ class StepWrites:
         module: the user's.
         chain: its blocks.
         stages: of the rank.
+
+    Attributes:
+        state: what the steps write anywhere, for blocks that run again.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
@@ -41,6 +45,7 @@ class StepWrites:
         self._num_passes = dict.fromkeys(stages, 0)
         self._own: dict[int, list[_Values]] = {}
         self._in_place: set[Attribute] = set()
+        self.state = WrittenState()
 
     def expect(self, attributes: Iterable[Attribute]) -> None:
         """Learn whose values the step changes in place, which are copied for each stage."""

@@ -44,11 +44,11 @@ class _Place:
         names = [name for name, copied in self.copies.items() if copied._version]
         if self.attribute is None:
             yield from ((self.owner, name) for name in names)
-        elif names or not self._has_same_parts():
+        elif names or not self._has_sameparts_of():
             yield self.owner, self.attribute
 
-    def _has_same_parts(self) -> bool:
-        before, now = _parts(self.contents), _parts(self.container)
+    def _has_sameparts_of(self) -> bool:
+        before, now = parts_of(self.contents), parts_of(self.container)
         copies = {id(copied) for copied in self.copies.values()}
         return len(before) == len(now) and all(
             new is old or id(new) in copies for old, new in zip(before, now, strict=True)
@@ -73,7 +73,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     finally:
         for place in places:
             written.update(place.written())
-            _refill(place.container, place.contents)
+            refill(place.container, place.contents)
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
@@ -86,7 +86,8 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(child, name, container, container.copy())
 
 
-def _parts(container: Any) -> list[Any]:
+def parts_of(container: Any) -> list[Any]:
+    """List the values in a container."""
     return list(container.values() if isinstance(container, dict) else container)
 
 
@@ -98,11 +99,16 @@ def private_copy(value: Any, depth: int = _DEPTH) -> Any:
         return value
     found = copy.copy(value)
     if isinstance(found, (list, deque)):
-        _refill(found, [private_copy(part, depth - 1) for part in value])
+        refill(found, [private_copy(part, depth - 1) for part in value])
     elif not isinstance(found, set):
         inside = found if isinstance(found, dict) else found.__dict__
         inside.update({name: private_copy(part, depth - 1) for name, part in inside.items()})
     return found
+
+
+def containers_in(value: Any) -> list[Any]:
+    """List what can be changed in place in a value, as deep as :func:`unchanged` looks."""
+    return list(_containers(value, set(), _DEPTH))
 
 
 def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
@@ -113,17 +119,19 @@ def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
     known.add(id(place))
     yield place
     if depth > 1:
-        for part in _parts(place):
+        for part in parts_of(place):
             yield from _containers(part, known, depth - 1)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _NOT_COLLECTIONS) or type(value).__module__.split(".")[0] in _LIBRARIES:
         return None
-    return getattr(value, "__dict__", None)
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None  # a generic alias has its class's
 
 
-def _refill(container: Any, contents: Any) -> None:
+def refill(container: Any, contents: Any) -> None:
+    """Give a container the contents that its copy has."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)
