@@ -15,6 +15,7 @@ from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizer_state import load_optimizer_state
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.state_collector import StateCollector
 
 
@@ -65,8 +66,12 @@ class SplitState:
                 f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
                 f"unexpected {sorted(unexpected)}"
             )
-        local = module.state_dict(keep_vars=True)
-        module.load_state_dict({k: v for k, v in state.items() if k in local}, strict=False)
+        own = self._own_keys()
+        module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+
+    def _own_keys(self) -> set[str]:
+        state = self._pipeline.module.state_dict(keep_vars=True)
+        return {key for key, value in state.items() if not isinstance(value, ShapeOnly)}
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load what this rank owns of the plain optimizers' states.
@@ -84,7 +89,7 @@ class SplitState:
         Args:
             fits: whether the optimizers' states are used too.
         """
-        keys = self._pipeline.module.state_dict().keys()
+        keys = self._own_keys()
         stateful = self._pipeline.tensors.canonical_parameters().keys()
 
         def is_own(place: Sequence[Any]) -> bool:

@@ -99,14 +99,18 @@ class PipelineGroup:
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
-    def start_comparing(self, checksum: int) -> Callable[[str], None]:
+    def start_comparing(self, checksum: int, trained: int) -> Callable[[str], None]:
         """Start sending this rank's checksum of a batch to the last stage.
+
+        Args:
+            checksum: of the batch.
+            trained: of which parameters train.
 
         Returns:
             A function to call after the step, which raises RuntimeError if the ranks had different
-            batches. By then all of them have arrived: the step needed the ranks that sent them.
+            ones. By then all of them have arrived: the step needed the ranks that sent them.
         """
-        mine = torch.tensor([checksum])
+        mine = torch.tensor([checksum, trained])
         if self._global_rank != self.root:
             if self._comparing is not None:
                 with blaming_peers("lost global rank 0 while comparing batches"):
@@ -125,7 +129,13 @@ class PipelineGroup:
             with blaming_peers("lost a rank while comparing batches"):
                 for work in works:
                     work.wait()
-            different = [rank for rank, value in theirs.items() if int(value) != checksum]
+            apart = [rank for rank, value in theirs.items() if int(value[1]) != trained]
+            if apart:
+                raise RuntimeError(
+                    f"global ranks {apart} have frozen other parameters than global rank "
+                    f"{self.root}; freeze and unfreeze alike on all ranks"
+                )
+            different = [rank for rank, value in theirs.items() if int(value[0]) != checksum]
             if different:
                 raise RuntimeError(
                     f"global ranks {different} read another {what} than global rank {self.root}; "

@@ -7,6 +7,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
 def clip_by_norm_of_all(precision: Precision, group: PipelineGroup) -> None:
@@ -18,7 +19,8 @@ def clip_by_norm_of_all(precision: Precision, group: PipelineGroup) -> None:
     """
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
-        parameters = [p for p in precision.main_params(optimizer) if p.grad is not None]
+        own = [p for p in precision.main_params(optimizer) if not isinstance(p, ShapeOnly)]
+        parameters = [p for p in own if p.grad is not None]
         counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
         clip_grads_with_norm_(parameters, clip_val, group.global_norm(counted))
 

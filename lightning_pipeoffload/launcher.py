@@ -19,6 +19,8 @@ from lightning.pytorch.utilities.exceptions import (
 from typing_extensions import override
 
 from lightning_pipeoffload.launched import signing_as_launcher
+from lightning_pipeoffload.runtime.foreign_tensor import explain_foreign
+from lightning_pipeoffload.runtime.shape_only import ValueNeededError
 
 
 class JointLauncher(_SubprocessScriptLauncher):
@@ -56,6 +58,10 @@ class JointLauncher(_SubprocessScriptLauncher):
         except _TunerExitException:
             self._leave()
             raise
+        except ValueNeededError as error:  # in a hook: a step's own is explained where it runs
+            explained = RuntimeError(explain_foreign(error))
+            self._fail(explained)
+            raise explained from error
         except BaseException as exception:
             self._fail(exception)
             raise

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
+from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -100,7 +101,7 @@ def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:
 def _start_epoch(trainer: Trainer) -> None:
     """Let the hooks at an epoch's start freeze and unfreeze parameters of every stage."""
     loop = trainer.fit_loop
-    with trainer.strategy.shown_whole():  # type: ignore[attr-defined]
+    with EqualIsSame():
         type(loop).on_advance_start(loop)
 
 

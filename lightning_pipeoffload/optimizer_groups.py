@@ -1,4 +1,4 @@
-"""Which parameters are in the groups of optimizers: by name, and which to keep."""
+"""Which parameters are in the groups of optimizers, by name, and in their states."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def fill_groups(
             group["params"] = [parameters[name] for name in members]
 
 
-def keep_parameters(optimizer: Optimizer, is_kept: Callable[[Tensor], bool]) -> None:
-    """Let an optimizer forget all other parameters."""
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if is_kept(p)]
-    for parameter in [p for p in optimizer.state if not is_kept(p)]:
+def forget_states(optimizer: Optimizer, is_forgotten: Callable[[Tensor], bool]) -> None:
+    """Let an optimizer forget what it knows of some parameters."""
+    for parameter in [p for p in optimizer.state if is_forgotten(p)]:
         del optimizer.state[parameter]

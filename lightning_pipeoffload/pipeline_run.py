@@ -197,7 +197,8 @@ class PipelineRun:
         accumulated: int,
         execute: Callable[[], list[Any]],
     ) -> StepOutput:
-        finish_comparing = self._group.start_comparing(checksum(inputs.batch))
+        trained = self.pipeline.trained_digest
+        finish_comparing = self._group.start_comparing(checksum(inputs.batch), trained)
         sizes = [batch_size(microbatch.part) for microbatch in microbatches]
         shares = self._weigh(microbatches, sizes, accumulated)
         results = execute()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from lightning_pipeoffload.pipeline_run import PipelineRun, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
 from lightning_pipeoffload.requeue import Requeue, join_requeue
 from lightning_pipeoffload.runtime.autocast import sharing_casts
+from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
@@ -259,12 +260,10 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with self.shown_whole():
+        with EqualIsSame():
             super().setup_optimizers(trainer)
-
-    def shown_whole(self) -> AbstractContextManager[None]:
-        """Let code that every rank runs freeze, unfreeze and group the parameters of all stages."""
-        return self._parameters.shown_whole()
+        if self._is_split:  # by a fit before this one
+            self._parameters.narrow()
 
     @property
     def _is_split(self) -> bool:
@@ -298,7 +297,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             microbatches = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
             if not self._is_split:
-                self._parameters.keep_own()
+                self._parameters.leave_foreign()
                 self.run.begin_training(accumulation)
             for microbatch in microbatches:
                 microbatch.differentiate = self.backward_of_batch.differentiate

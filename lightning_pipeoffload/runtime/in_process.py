@@ -92,9 +92,19 @@ class InProcessPipeline:
     def named_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of all ranks by parameter name."""
         return {
-            name: parameter.grad
+            name: tensor.grad
             for pipeline in self.ranks
-            for name, parameter in pipeline.module.named_parameters(remove_duplicate=False)
+            for name, tensor in pipeline.ownership.local_tensors().items()
+            if isinstance(tensor, nn.Parameter)
+        }
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of all ranks by name."""
+        return {
+            name: tensor
+            for pipeline in self.ranks
+            for name, tensor in pipeline.ownership.local_tensors().items()
+            if not isinstance(tensor, nn.Parameter)
         }
 
     def _sum_shared_gradients(self) -> None:

@@ -92,10 +92,6 @@ class NamedTensors:
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
-    def local_by_identity(self) -> dict[int, Tensor]:
-        """Return this rank's parameters and buffers by their identity in the whole module."""
-        return {self.identity[n]: t for n, t in self.ownership.local_tensors().items()}
-
     def _ranks_of(self, name: str) -> tuple[int, ...]:
         stages = set().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
         return tuple(sorted({self._stage_ranks[stage] for stage in stages}))

@@ -1,9 +1,8 @@
 """Which parameters a rank has, and which of them each of its stages sees.
 
-Names never change and modules are never copied. What no stage of this rank owns leaves the module's
-parameters and stays as a shape-only attribute, so that ``.weight.dtype`` still reads; what another
-of the rank's stages owns is hidden while a stage runs, by exchanging the dicts of the few modules
-outside of the blocks.
+Names never change and modules are never copied. What no stage of this rank owns stays in its place
+as a shape, so that the module is whole; what another of the rank's stages owns is one while a stage
+runs, by exchanging the dicts of the few modules outside of the blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
-from lightning_pipeoffload.runtime.whole_module import ForeignParameter
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
@@ -46,7 +45,7 @@ class Ownership:
         self._device = device
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
-        self.foreign: list[ForeignParameter] = []
+        self._stand_ins: list[tuple[ForeignTensor, Slot]] = []
         everyone = frozenset().union(*owners.values())
         self._common = {name for name, stages in owners.items() if stages == everyone}
         glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
@@ -92,19 +91,21 @@ class Ownership:
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
     def drop_foreign(self) -> None:
-        """Take what other ranks own out of the module."""
-        siblings = {id(slot.module): tuple(slot.module._parameters) for slot in self.slots}
+        """Let what other ranks own be shapes, in all views; a tied weight under all its names."""
+        shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
-            placeholder = self._placeholder(slot)
-            placeholder.requires_grad_(slot.tensor.requires_grad)  # as later probes have to see it
-            if slot.kind == "_parameters":
-                self.foreign.append(ForeignParameter(slot, placeholder, siblings[id(slot.module)]))
-            for view in (self._home, self._hidden, *self._views.values()):
-                _forget(view, slot)
-            slot.module.__dict__[slot.kind].pop(slot.attribute, None)
-            object.__setattr__(slot.module, slot.attribute, placeholder)
-        self.slots = [slot for slot in self.slots if self.is_local(slot.name)]
+            found = shown.setdefault(id(slot.tensor), self._placeholder(slot))
+            slot.module.__dict__[slot.kind][slot.attribute] = found
+            _put(self._home, slot, found)
+            if isinstance(found, ForeignTensor):
+                for view in (self._hidden, *self._views.values()):
+                    _put(view, slot, found)
         self._blocks.clear()
+
+    def follow_requires_grad(self) -> None:
+        """Let what is hidden from a stage require a gradient where the rank's own does."""
+        for placeholder, slot in self._stand_ins:
+            placeholder.requires_grad_(slot.tensor.requires_grad)
 
     def _is_common_buffer(self, slot: Slot) -> bool:
         return slot.kind == "_buffers" and slot.name in self._common
@@ -118,15 +119,15 @@ class Ownership:
             place = slot.module.__dict__
             key = id(slot.module), slot.kind
             _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
-            if not is_visible(slot):
+            if not is_visible(slot) and not isinstance(slot.tensor, ForeignTensor):
                 contents[slot.attribute] = self._placeholder(slot)
+                self._stand_ins.append((contents[slot.attribute], slot))
         return list(view.values())
 
-    def _placeholder(self, slot: Slot) -> ShapeOnly:
+    def _placeholder(self, slot: Slot) -> ForeignTensor:
         stages = " and ".join(str(stage) for stage in sorted(self.owners[slot.name]))
         # The module may be on the host still, whose step makes masks, say, where its weights are.
-        origin = f"{slot.name} (of stage {stages})"
-        return ShapeOnly.like(slot.tensor, origin, device=self._device)
+        return ForeignTensor.standing_for(slot, f"{slot.name} (of stage {stages})", self._device)
 
 
 def _all(slot: Slot) -> bool:
@@ -152,7 +153,7 @@ def _real_in_both(found: dict[str, Any], contents: dict[str, Any]) -> dict[str, 
     }
 
 
-def _forget(view: _View, slot: Slot) -> None:
+def _put(view: _View, slot: Slot, tensor: Tensor) -> None:
     for place, kind, contents in view:
         if place is slot.module.__dict__ and kind == slot.kind:
-            contents.pop(slot.attribute, None)
+            contents[slot.attribute] = tensor

@@ -8,8 +8,8 @@ parameter elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors
 from lightning_pipeoffload.runtime.ownership import Ownership
@@ -38,7 +39,6 @@ from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.step_probes import StepProbes
 from lightning_pipeoffload.runtime.step_writes import StepWrites
-from lightning_pipeoffload.runtime.whole_module import shown_whole
 from lightning_pipeoffload.schedule import Costs
 
 
@@ -71,6 +71,7 @@ class Pipeline:
     Attributes:
         tensors: parameters and buffers by name.
         probes: of the steps.
+        trained_digest: tells apart which parameters train.
 
     Raises:
         ValueError: the module has no chain of blocks, or not enough of them.
@@ -93,7 +94,10 @@ class Pipeline:
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
-        for parameter in module.parameters():
+        self._parameters = list(module.parameters())
+        self._trained: list[bool] = []
+        self.trained_digest = 0
+        for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
         mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self._chain)
         self.attach()
@@ -128,6 +132,7 @@ class Pipeline:
         Raises:
             ValueError: the step cannot be cut at its blocks.
         """
+        self._notice_frozen()
         microbatches = []
         for index, part in enumerate(split_batch(batch, size)):
             call = _bind(run, part)
@@ -138,26 +143,20 @@ class Pipeline:
         return microbatches
 
     def commit(self) -> None:
-        """Take what other ranks own out of the module; what is learned now cuts nothing anew."""
+        """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""
         self.committed = True
         self.ownership.drop_foreign()
+        self._parameters = list(self.module.parameters())
 
-    @contextmanager
-    def shown_whole(self) -> Iterator[None]:
-        """Show the parameters of all ranks, to code that may freeze, unfreeze or group them.
-
-        Every rank has to run the same code inside.
-        """
-        foreign = self.ownership.foreign if self.committed else []
-        owned = self.tensors.local_by_identity() if foreign else {}
-        with shown_whole(foreign, owned, self.tensors.identity):
-            before = self._trainable_now()
-            yield
-            if self._trainable_now() != before:
-                self.probes.forget()
-
-    def _trainable_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.module.parameters()]
+    def _notice_frozen(self) -> None:
+        """Look at the steps anew where a hook has frozen or unfrozen parameters, of any stage."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self.trained_digest = zlib.crc32(bytes(trained))
+            self.probes.forget()
+            if self.stages:
+                self.ownership.follow_requires_grad()
 
     @property
     def weight_flops(self) -> int:
@@ -239,8 +238,9 @@ class Pipeline:
             )  # fmt: skip
 
     def _move(self) -> None:
-        for tensor in self.ownership.local_tensors().values():
-            tensor.data = tensor.data.to(self.device)
+        for slot in self.ownership.slots:
+            if self.ownership.is_local(slot.name) or isinstance(slot.tensor, ForeignTensor):
+                slot.tensor.data = slot.tensor.data.to(self.device)
 
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""

@@ -165,7 +165,7 @@ class _ProbePass:
         """Put shape-only tensors in the place of parameters, copies in that of buffers."""
         for slot in find_slots(module):
             place = slot.module.__dict__[slot.kind]
-            if slot.kind == "_buffers":
+            if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
                 device = torch.device("meta") if slot.tensor.is_meta else self._device
                 place[slot.attribute] = slot.tensor.detach().to(device, copy=True)
                 yield slot, place[slot.attribute]
@@ -173,8 +173,9 @@ class _ProbePass:
             trains = slot.tensor.requires_grad
             stripped = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
             place[slot.attribute] = stripped
-            stripped.is_weight = True  # type: ignore[attr-defined]
-            self._names[id(stripped)] = slot.name
+            if slot.kind == "_parameters":
+                stripped.is_weight = True  # type: ignore[attr-defined]
+                self._names[id(stripped)] = slot.name
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         self._check_call(index)

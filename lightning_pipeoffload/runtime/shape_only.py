@@ -106,6 +106,29 @@ class ShapeOnly(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeOnly:
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the shape, and what is known of where the value is."""
+        made = self.meta, self.device, self.origins, self.requires_grad
+        return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
+
+    @property
+    def data(self) -> Tensor:
+        """The same without its part in autograd."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take another dtype or device, or another shape; a value is not there to be changed."""
+        if not isinstance(value, ShapeOnly):
+            value = ShapeOnly(_to_meta(value), self.device, self.origins)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.meta = value.meta
+
+    def written_from(self, origins: frozenset[str]) -> None:
+        """Note what its value, which was written in place, comes from."""
+        self.origins = origins
+
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
         return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
 
@@ -209,6 +232,13 @@ def written_arguments(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Ite
             yield value
 
 
+def _rebuild(kind: type[ShapeOnly], made: tuple[Any, ...], is_param: bool) -> ShapeOnly:
+    rebuilt = kind(*made)
+    if is_param:
+        rebuilt._is_param = True
+    return rebuilt
+
+
 def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, ShapeOnly):
         return leaf.meta
@@ -290,7 +320,7 @@ def _wrap(
     origins: frozenset[str],
 ) -> Any:
     if func._schema.name.endswith("_") and args and isinstance(args[0], ShapeOnly):
-        args[0].origins = origins
+        args[0].written_from(origins)
         return args[0]
 
     def wrap(leaf: Any) -> Any:

@@ -194,8 +194,8 @@ class StageRunner:
         if torch.is_grad_enabled() and trains != [spec.requires_grad for spec in specs]:
             raise RuntimeError(
                 f"whether the output of {name} requires a gradient has changed without the other "
-                f"ranks knowing; freeze or unfreeze parameters in on_train_epoch_start, as "
-                f"Lightning's BaseFinetuning does, or before fit"
+                f"ranks knowing; freeze or unfreeze parameters in hooks, alike on all ranks, or "
+                f"before fit"
             )
 
 

@@ -39,8 +39,8 @@ def train(
     plan = build(schedule, num_ranks, NUM_MICROBATCHES)
     pipeline = InProcessPipeline(module, plan, call_step, **options)
     losses = pipeline.run(batch, batch_size(batch) // NUM_MICROBATCHES)
-    buffers = {n: b for rank in pipeline.ranks for n, b in rank.module.named_buffers()}
-    return pipeline, Outcome(losses, pipeline.named_gradients(), buffers)
+    gradients, buffers = pipeline.named_gradients(), pipeline.named_buffers()
+    return pipeline, Outcome(losses, gradients, buffers)
 
 
 def assert_trains_exactly(

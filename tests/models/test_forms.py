@@ -3,8 +3,6 @@
 With ``zb_h1`` only, which takes B and W apart: the schedules are tried with each family.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -356,17 +354,21 @@ def test_parameters_freeze_and_thaw_while_training(schedule, tied):
     for frozen in (["embed", "blocks.0", "blocks.1"], ["blocks.5", "head"], []):
         for rank in [*pipeline.ranks, None]:
             model = rank.module.model if rank else module.model
-            with rank.shown_whole() if rank else nullcontext():
-                model.requires_grad_(True)
-                for name in frozen:
-                    model.get_submodule(name).requires_grad_(False)
+            model.requires_grad_(True)
+            for name in frozen:
+                model.get_submodule(name).requires_grad_(False)
         assert_goes_on_exactly(pipeline, module, tokens())
 
 
-def test_freezing_that_other_ranks_do_not_know_says_what_to_do():
-    pipeline, _ = train(Task(Net(), loss), "zb_h1", 2, tokens())
-    for parameter in pipeline.ranks[0].module.parameters():
-        parameter.requires_grad_(False)
-    message = "freeze or unfreeze parameters in on_train_epoch_start, as Lightning's BaseFinetuning"
-    with pytest.raises(RuntimeError, match=message):
+def test_freezing_inside_a_step_says_what_to_do():
+    is_late = []
+
+    def freezing(net, batch):
+        if is_late:
+            net.requires_grad_(False)
+        return loss(net, batch)
+
+    pipeline, _ = train(Task(Net(), freezing), "zb_h1", 2, tokens())
+    is_late.append(True)
+    with pytest.raises(RuntimeError, match="freeze or unfreeze parameters in hooks, alike on all"):
         pipeline.run(tokens(), 2)

@@ -197,10 +197,7 @@ def run_pipeline(
     """Run one step in process."""
     pipeline = InProcessPipeline(module, schedule, call_step, **options)
     losses = pipeline.run(batch, size, seed)
-    buffers = {
-        name: buffer for rank in pipeline.ranks for name, buffer in rank.module.named_buffers()
-    }
-    return Outcome(losses, pipeline.named_gradients(), buffers)
+    return Outcome(losses, pipeline.named_gradients(), pipeline.named_buffers())
 
 
 def assert_same(found: Outcome, plain: Outcome, tolerance: float = TOLERANCE) -> None:

@@ -1,0 +1,64 @@
+"""An optimizer whose groups have the whole module's parameters, and whose step has this rank's.
+
+Hooks, schedulers and callbacks see the groups that one device's optimizer would have. While it
+computes, they are narrowed to what this rank owns; the closure, in which hooks run, sees all again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+
+
+class NarrowedOptimizer:
+    """Narrows an optimizer's groups around its step.
+
+    Args:
+        optimizer: of the whole module's parameters, those of other ranks as shapes.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole: list[tuple[dict[str, Any], list[Any]]] = []
+        optimizer.register_step_pre_hook(self._start_step)
+        optimizer.register_step_post_hook(self._end_step)
+
+    def _start_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step, *given = args
+        self._narrow()
+        return (
+            (step, *map(self._among_whole, given)),
+            {name: self._among_whole(value) for name, value in kwargs.items()},
+        )
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._widen()
+
+    def _narrow(self) -> None:
+        self._widen()  # where a step has ended in an error
+        for group in self._optimizer.param_groups:
+            self._whole.append((group, group["params"]))
+            group["params"] = [p for p in group["params"] if not isinstance(p, ShapeOnly)]
+
+    def _widen(self) -> None:
+        for group, members in self._whole:
+            group["params"] = members
+        self._whole.clear()
+
+    def _among_whole(self, closure: Any) -> Any:
+        return self._calling(closure) if callable(closure) else closure
+
+    def _calling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            self._widen()
+            result = closure()
+            self._narrow()
+            return result
+
+        return call
