@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload.accumulation import join_batches
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build
 from tests import fits
 
@@ -48,7 +49,8 @@ def train(num_devices, lengths, watch=False, precision="64-true", **options):
         callbacks=[watching] if watch else [],
     )
     trainer.fit(module if precision == "64-true" else module.float(), batches_of(lengths))
-    gradients = {n: p.grad for n, p in module.named_parameters()}
+    own = {n: p for n, p in module.named_parameters() if not isinstance(p, ShapeOnly)}
+    gradients = {name: parameter.grad for name, parameter in own.items()}
     return gradients, num_devices and trainer.strategy.plan.num_microbatches, watching.seen
 
 
