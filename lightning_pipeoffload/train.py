@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.cli.job_folders import (
+    is_job_of_sweep,
+    removing_unused_folder,
+    run_job_apart,
+)
 from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -22,9 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "train"]
 
+_SWITCHED = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+"""What a flag of the trainer forbids to give it."""
+
 
 def train(config: DictConfig) -> None:
-    """Build the module, the data and the trainer that ``config`` describes, and fit.
+    """Build the module, the data and the trainer that ``config`` describes; fit, and maybe test.
 
     Args:
         config: conf/train.yaml with the command line's overrides.
@@ -32,21 +41,19 @@ def train(config: DictConfig) -> None:
     Raises:
         ValueError: Something cannot be built, or refuses to train, from this configuration.
         RuntimeError: A ValueError came up later, in training.
+        SweepJobError: A job of a sweep failed.
     """
-    refuse_multirun()
-    seed_everything(config.seed, workers=True, verbose=False)
-    module, data, trainer = build(config, "model"), build(config, "data"), build_trainer(config)
-    with refusals_on_rank_zero(trainer):
-        trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
-
-
-def refuse_multirun() -> None:
-    """Raise ValueError under ``--multirun``: one process cannot start its other ranks twice."""
-    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
-    from hydra.types import RunMode  # noqa: PLC0415
-
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ValueError("--multirun is not supported; start the command once for each value")
+    if is_job_of_sweep():
+        run_job_apart("lightning_pipeoffload.train")
+        return
+    with removing_unused_folder():
+        seed_everything(config.seed, workers=True, verbose=False)
+        module, data, trainer = build(config, "model"), build(config, "data"), build_trainer(config)
+        with refusals_on_rank_zero(trainer):
+            trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    if config.test:
+        saved = trainer.checkpoint_callback
+        trainer.test(module, datamodule=data, ckpt_path="best" if saved else None)
 
 
 def build(config: DictConfig, key: str, **arguments: Any) -> Any:
@@ -66,9 +73,17 @@ def build(config: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def build_trainer(config: DictConfig) -> Trainer:
-    """Return the trainer of ``config``, with its strategy and those callbacks that are not null."""
-    callbacks = [c for c in build(config, "callbacks").values() if c is not None]
-    return build(config, "trainer", strategy=build(config, "strategy"), callbacks=callbacks)
+    """Return the trainer of ``config``, with its strategy, and callbacks that are not null.
+
+    A callback whose kind the trainer is told to do without, as by ``enable_progress_bar=false``, is
+    left out too.
+    """
+    loggers = [found for found in build(config, "logger").values() if found is not None]
+    callbacks = [found for found in build(config, "callbacks").values() if found is not None]
+    without = tuple(kind for flag, kind in _SWITCHED.items() if not config.trainer.get(flag, True))
+    callbacks = [callback for callback in callbacks if not isinstance(callback, without)]
+    given = {"logger": loggers, "callbacks": callbacks, "strategy": build(config, "strategy")}
+    return build(config, "trainer", **given)
 
 
 @contextmanager

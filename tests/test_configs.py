@@ -27,7 +27,7 @@ def names(group):
 
 def train_config(*overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
+        return compose("train", overrides=["output_dir=.", *overrides])
 
 
 @pytest.mark.parametrize("name", names("model"))
@@ -67,6 +67,26 @@ def test_trainer_is_built(name):
 def test_a_callback_is_left_out():
     trainer = build_trainer(train_config("trainer=cpu", "callbacks.checkpoint=null"))
     assert trainer.checkpoint_callback is None or not trainer.checkpoint_callback.dirpath
+
+
+@pytest.mark.parametrize("flag", ["enable_progress_bar", "enable_checkpointing"])
+def test_a_flag_leaves_its_callback_out(flag):
+    trainer = build_trainer(train_config("trainer=cpu", f"trainer.{flag}=false"))
+    of_config = {"TQDMProgressBar", "ModelCheckpoint"}
+    assert len(of_config & {type(callback).__name__ for callback in trainer.callbacks}) == 1
+
+
+def test_loggers_are_one_or_several():
+    def loggers(*overrides):
+        return [type(found).__name__ for found in build_trainer(train_config(*overrides)).loggers]
+
+    assert loggers("trainer=cpu") == ["CSVLogger"]
+    assert loggers("trainer=cpu", "logger=none") == []
+
+
+@pytest.mark.parametrize("name", names("experiment"))
+def test_an_experiment_changes_several_groups(name):
+    assert train_config(f"experiment={name}") != train_config()
 
 
 @pytest.mark.parametrize("name", names("cluster"))
@@ -123,8 +143,11 @@ def test_two_ranks_get_the_same_overrides_and_leave_one_checkpoint(tmp_path):
     done = run_train(tmp_path, "schedule=1f1b")
     assert done.returncode == 0, done.stderr
     made = sorted(path.name for path in tmp_path.iterdir())
-    assert made == ["checkpoints", "lightning_logs"]
-    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert made == ["outputs"]
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    assert sorted(path.name for path in folder.iterdir()) == [".hydra", "checkpoints", "logs"]
+    assert "schedule: 1f1b" in (folder / ".hydra" / "config.yaml").read_text()
+    (checkpoint,) = (folder / "checkpoints").iterdir()
     saved = torch.load(checkpoint, weights_only=False)
     assert saved["hyper_parameters"]["width"] == 16
     assert "blocks.0.attention.qkv.weight" in saved["state_dict"]
@@ -137,3 +160,16 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
     lines = done.stderr.splitlines()
     assert "block" in lines[-1]
     assert lines.count(lines[-1]) == 1
+
+
+def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
+    tiny = ("trainer.devices=1", "trainer.max_steps=1", "test=true", "callbacks.checkpoint=null")
+    done = run_train(tmp_path, "model.depth=2,0", *tiny, "-m")
+    assert done.returncode == 1, done.stderr
+    (sweep,) = (tmp_path / "multirun").glob("*/*")
+    assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
+    assert (sweep / "0" / "logs" / "metrics.csv").read_text().count("test_loss") == 1
+    last = done.stderr.splitlines()[-1]
+    assert "job 1 (" in last
+    assert "model.depth=0 " in last
+    assert ") ended with status 2; its folder is" in last

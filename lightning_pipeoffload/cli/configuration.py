@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_pipeoffload.cli.job_folders import SweepJobError
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -22,6 +24,9 @@ __all__ = ["configuration_directory", "run_hydra_app"]
 
 REFUSED = 2
 """Exit status for a plan or a configuration that cannot be."""
+
+FAILED = 1
+"""Exit status for a sweep of which a job has failed."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: with 1, errors are raised and show where they come from."""
@@ -82,8 +87,10 @@ def _refusals_of_one_line() -> Iterator[None]:
     except ValueError as error:
         # What follows the first line is a drawing of the place.
         _refuse(str(error).partition("\n")[0])
+    except SweepJobError as error:
+        _refuse(str(error), FAILED)
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(message: str, status: int = REFUSED) -> NoReturn:
     sys.stderr.write(f"{message}\n")
-    raise SystemExit(REFUSED)
+    raise SystemExit(status)

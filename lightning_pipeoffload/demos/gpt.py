@@ -159,6 +159,11 @@ class GPT(LightningModule):
         self.log("val_loss", cross_entropy(logits, targets), prog_bar=True)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the loss, in nats per byte."""
+        inputs, targets = batch
+        self.log("test_loss", cross_entropy(self(inputs), targets))
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW, without decay of norms, biases and embeddings, and its rate per step."""
         named = list(self.named_parameters())

@@ -87,6 +87,10 @@ class PythonSource(LightningDataModule):
         """Return the validation batches in the order of the files."""
         return DataLoader(self.val_windows, self.batch_size)
 
+    def test_dataloader(self) -> DataLoader[Sample]:
+        """Return the validation batches, which nothing was trained on."""
+        return self.val_dataloader()
+
 
 def find_source_files() -> list[Path]:
     """Return the standard library's source files, sorted.

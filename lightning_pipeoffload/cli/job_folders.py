@@ -1,0 +1,98 @@
+"""The folders of Hydra's jobs, and the processes of a sweep.
+
+A process can start the ranks of one training only, and they start it again by its own command
+line. So each job of ``--multirun`` is a command of its own:
+
+    pipeoffload-train -m schedule=1f1b,zb_h1      Hydra's sweeper, no training
+      pipeoffload-train schedule=1f1b             job 0: global rank 0, in multirun/.../0
+        pipeoffload-train schedule=1f1b           its global rank 1
+      pipeoffload-train schedule=zb_h1            job 1, when job 0 has ended
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["SweepJobError", "is_job_of_sweep", "removing_unused_folder", "run_job_apart"]
+
+_OF_SWEEP = ("hydra.mode=", "hydra.sweep", "hydra.run.dir=")
+
+
+class SweepJobError(Exception):
+    """A job of a sweep has ended with another status than 0."""
+
+
+def is_job_of_sweep() -> bool:
+    """Whether Hydra runs this job of a sweep in the sweeper's own process."""
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
+    from hydra.types import RunMode  # noqa: PLC0415
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return False
+    return str(HydraConfig.get().launcher._target_).endswith(".BasicLauncher")
+
+
+def run_job_apart(module: str) -> None:
+    """Run this job of a sweep as a command, in the folder that Hydra has made for it.
+
+    Args:
+        module: What the command runs: ``python -m module``.
+
+    Raises:
+        SweepJobError: The command failed; what it said is on the screen.
+    """
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
+
+    job = HydraConfig.get()
+    own = [word for word in job.overrides.hydra if not word.startswith(_OF_SWEEP)]
+    folder = f"hydra.run.dir='{job.runtime.output_dir}'"
+    words = [*_flags(sys.argv[1:]), *job.overrides.task, *own, folder]
+    done = subprocess.run([sys.executable, "-m", module, *words])
+    if done.returncode:
+        chosen = " ".join(job.overrides.task)
+        raise SweepJobError(
+            f"job {job.job.num} ({chosen}) ended with status {done.returncode}; its folder is "
+            f"{job.runtime.output_dir}"
+        )
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """Return what is neither an override nor the wish for a sweep: --config-dir, say."""
+    is_override = [not word.startswith("-") and ("=" in word or word[0] in "+~") for word in words]
+    found = [word for word, skipped in zip(words, is_override, strict=True) if not skipped]
+    return [word for word in found if word not in ("-m", "--multirun")]
+
+
+@contextmanager
+def removing_unused_folder() -> Iterator[None]:
+    """Leave no folder behind where a ValueError comes before anything was written to it."""
+    try:
+        yield
+    except ValueError:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _remove_unused()
+        raise
+
+
+def _remove_unused() -> None:
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
+
+    if not HydraConfig.initialized():
+        return
+    job = HydraConfig.get()
+    folder, subdir = Path(job.runtime.output_dir), job.output_subdir
+    if not subdir or {path.name for path in folder.iterdir()} != {subdir}:
+        return
+    shutil.rmtree(folder)
+    start = Path(job.runtime.cwd)
+    for parent in folder.parents:
+        if parent == start or start not in parent.parents:
+            return
+        with suppress(OSError):  # another run's folder is in it
+            parent.rmdir()
