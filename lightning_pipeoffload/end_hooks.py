@@ -68,6 +68,7 @@ class EndHooks:
             del owner.__dict__[hook]
             owner.__dict__.update(own)
         self._wrapped.clear()
+        del self._connector.describe
 
     def _wrap_all(self) -> None:
         # Not overridden maybe, but after it callbacks decide on what other callbacks have logged.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightning.pytorch.plugins.precision import Precision
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -17,11 +19,18 @@ def clip_by_norm_of_all(precision: Precision, group: PipelineGroup) -> None:
         precision: is asked by Lightning to clip.
         group: the pipeline's processes.
     """
+    precision.clip_grad_by_norm = partial(_clip, precision, group)  # type: ignore[method-assign]
 
-    def clip(optimizer: Optimizer, clip_val: float) -> None:
-        own = [p for p in precision.main_params(optimizer) if not isinstance(p, ShapeOnly)]
-        parameters = [p for p in own if p.grad is not None]
-        counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
-        clip_grads_with_norm_(parameters, clip_val, group.global_norm(counted))
 
-    precision.clip_grad_by_norm = clip  # type: ignore[method-assign]
+def clip_by_own_norm(precision: Precision) -> None:
+    """Let a precision plugin clip as any other one again."""
+    precision.__dict__.pop("clip_grad_by_norm", None)
+
+
+def _clip(
+    precision: Precision, group: PipelineGroup, optimizer: Optimizer, clip_val: float
+) -> None:
+    own = [p for p in precision.main_params(optimizer) if not isinstance(p, ShapeOnly)]
+    parameters = [p for p in own if p.grad is not None]
+    counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
+    clip_grads_with_norm_(parameters, clip_val, group.global_norm(counted))

@@ -67,6 +67,10 @@ class JointLauncher(_SubprocessScriptLauncher):
             raise
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the processes, which are nobody's but this one's."""
+        return {**self.__dict__, "procs": []}
+
     def _signing(self) -> AbstractContextManager[None]:
         if self.num_processes == 1 or self.cluster_environment.creates_processes_externally:
             return nullcontext()

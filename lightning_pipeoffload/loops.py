@@ -7,10 +7,12 @@ hooks around backward) is handed to the strategy, which runs it where its first 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import (
@@ -25,8 +27,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.end_hooks import EndHooks, refuse_other_callbacks
-from lightning_pipeoffload.monitor import SharedMetricsConnector, keep_metrics_local
+from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
+from lightning_pipeoffload.throughput import share_throughput
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -75,27 +78,44 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
         _note_sigterm, trainer
     )
     # While the module still trains: Lightning calls no hook of the strategy that early.
-    loop.val_loop.run = partial(  # type: ignore[method-assign]
-        _validate, trainer, type(loop.val_loop).run
-    )
+    loop.val_loop.run = partial(_validate, trainer)  # type: ignore[method-assign]
+    for evaluation in (trainer.validate_loop, trainer.test_loop):
+        evaluation.run = partial(_evaluate, evaluation)  # type: ignore[method-assign]
+    trainer.predict_loop.run = partial(_predict, trainer)  # type: ignore[method-assign]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
         loop._should_check_val_fx = partial(  # type: ignore[method-assign]
-            _agree_to_validate, trainer, type(loop)._should_check_val_fx
+            _agree_to_validate, trainer
         )
     connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store)
     trainer._logger_connector = connector
-    keep_metrics_local(trainer)
+    share_throughput(trainer)
     if metrics_store is None:
         return None
     refuse_other_callbacks(trainer)
     return EndHooks(trainer, connector)
 
 
-def _validate(trainer: Trainer, run: Callable[[Any], Any]) -> Any:
+def _validate(trainer: Trainer) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
-    return run(trainer.fit_loop.epoch_loop.val_loop)
+    return _evaluate(trainer.fit_loop.epoch_loop.val_loop)
+
+
+def _predict(trainer: Trainer) -> Any:
+    """Predict; other ranks than the last stage's have nothing to return."""
+    predictions = _evaluate(trainer.predict_loop)
+    return predictions if trainer.is_global_zero else None
+
+
+def _evaluate(loop: Any) -> Any:
+    """Run an evaluation in inference mode, if the trainer is to.
+
+    With process groups of gloo Lightning's own strategies do not: what they send may be an
+    inference tensor. What ranks of a pipeline send is none.
+    """
+    with torch.inference_mode() if loop.inference_mode else nullcontext():
+        return type(loop).run(loop)
 
 
 def _start_epoch(trainer: Trainer) -> None:
@@ -105,11 +125,10 @@ def _start_epoch(trainer: Trainer) -> None:
         type(loop).on_advance_start(loop)
 
 
-def _agree_to_validate(
-    trainer: Trainer, decide: Callable[[Any, Any], bool], data_fetcher: Any
-) -> bool:
+def _agree_to_validate(trainer: Trainer, data_fetcher: Any) -> bool:
     """Validate when the time has come for global rank 0."""
-    return trainer.strategy.broadcast(decide(trainer.fit_loop.epoch_loop, data_fetcher))
+    loop = trainer.fit_loop.epoch_loop
+    return trainer.strategy.broadcast(type(loop)._should_check_val_fx(loop, data_fetcher))
 
 
 def _note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:

@@ -14,12 +14,11 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
     _LoggerConnector,  # private: it answers trainer.callback_metrics
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torchmetrics import Metric
 from typing_extensions import override
@@ -183,10 +182,27 @@ def _key(tick: int) -> str:
     return f"metrics/{tick}"
 
 
-def keep_metrics_local(trainer: Trainer) -> None:
-    """Let metrics be computed where they are updated, instead of gathering over all ranks."""
-    # Each value is logged by the one rank that has it: there is nothing to synchronize.
-    warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
-    for module in trainer.lightning_module.modules():
-        if isinstance(module, Metric):
-            module.distributed_available_fn = lambda: False
+class LocalMetrics:
+    """Metrics that are computed where they are updated, instead of gathering over all ranks.
+
+    Each value is logged by the one rank that has it: there is nothing to synchronize.
+
+    Args:
+        module: whose metrics.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
+        metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._plain = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.distributed_available_fn = _never
+
+    def give_back(self) -> None:
+        """Let them synchronize as before, under another strategy."""
+        for metric, is_available in self._plain:
+            metric.distributed_available_fn = is_available
+
+
+def _never() -> bool:
+    return False

@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,  # private: as Lightning's own strategies
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -38,6 +37,7 @@ from lightning_pipeoffload.failure_cause import (
 )
 from lightning_pipeoffload.launched import LaunchedProcesses
 from lightning_pipeoffload.launcher import JointLauncher
+from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
 from lightning_pipeoffload.settings import PipelineSettings
 
@@ -120,7 +120,6 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self._set_world_ranks()
         if self.world_size > 1:
             children = getattr(self.launcher, "procs", ())
@@ -136,6 +135,7 @@ class PipelineProcesses(ParallelStrategy):
             self._group = PipelineGroup(schedule, self.global_rank, self.root_device, self._timeout)
         if self.world_size > 1:
             self._connect(self._group)
+        self.agree_on_randomness()  # a module may be made between here and ``setup``
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -151,15 +151,23 @@ class PipelineProcesses(ParallelStrategy):
         assert self._board is not None
         self._board.connect(connect_store(run, self._timeout))
 
+    def agree_on_randomness(self) -> None:
+        """Let every rank's global generators go on from where global rank 0's are."""
+        replay = self.broadcast(RandomnessReplay())
+        replay.restore()
+
+    # Before the first run there is nobody to wait for, as in Lightning's own strategies.
+
     @override
     def barrier(self, name: str | None = None) -> None:
         self._refuse_alone("barrier")
-        self.group.barrier()
+        if self._group is not None:
+            self._group.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_alone("broadcast")
-        return self.group.broadcast(obj, src)
+        return obj if self._group is None else self._group.broadcast(obj, src)
 
     @override
     def all_gather(
@@ -176,7 +184,7 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_alone("reduce_boolean_decision")
-        return self.group.agree(decision, all)
+        return decision if self._group is None else self._group.agree(decision, all)
 
     @property
     def is_in_step(self) -> bool:
@@ -214,7 +222,11 @@ class PipelineProcesses(ParallelStrategy):
         if isinstance(exception, KeyboardInterrupt):
             raise SystemExit(SIGINT_STATUS)
 
+    def give_back(self) -> None:
+        """After the run's last hook: leave the user's objects as they were."""
+
     def _fail(self, exception: BaseException) -> None:
+        self.give_back()
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             exception.code = SIGTERM_STATUS
         is_interrupt = isinstance(exception, KeyboardInterrupt)
@@ -243,6 +255,7 @@ class PipelineProcesses(ParallelStrategy):
             logger.finalize("failed")
 
     def _leave_together(self) -> None:
+        self.give_back()
         if self._board is not None:  # nobody leaves while another still watches
             self._board.expect_end()
             self.group.barrier()

@@ -36,9 +36,9 @@ from lightning_pipeoffload.checkpoint_folder import (
 )
 from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.end_hooks import EndHooks
-from lightning_pipeoffload.gradient_clipping import clip_by_norm_of_all
+from lightning_pipeoffload.gradient_clipping import clip_by_norm_of_all, clip_by_own_norm
 from lightning_pipeoffload.loops import join_loops, refuse_module
-from lightning_pipeoffload.monitor import SharedMetricsConnector
+from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
 from lightning_pipeoffload.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizer_state import name_optimizer_state
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
@@ -47,12 +47,18 @@ from lightning_pipeoffload.processes import PipelineProcesses
 from lightning_pipeoffload.requeue import Requeue, join_requeue
 from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
-from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
+from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
 from lightning_pipeoffload.state_collector import shapes_of
 from lightning_pipeoffload.users_hooks import hooks_between_batches
 from lightning_pipeoffload.users_steps import UsersSteps
+
+_SEED = "pipeoffload_seed"
+_OF_A_RUN = frozenset(
+    ("_group", "_board", "_metrics_store", "_run", "_parameters", "_state", "_loaders", "_steps")
+    + ("backward_of_batch", "_local_metrics", "_end_hooks", "_requeue")
+)
 
 
 class PipeOffloadStrategy(PipelineProcesses):
@@ -107,6 +113,11 @@ class PipeOffloadStrategy(PipelineProcesses):
     """
 
     strategy_name = "pipeoffload"
+    _run: PipelineRun | None = None
+    _local_metrics: LocalMetrics | None = None
+    _end_hooks: EndHooks | None = None
+    _requeue: Requeue | None = None
+    _loaded_seed: int | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
         self,
@@ -159,9 +170,11 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._saves_folder = save_distributed_checkpoint
-        self._run: PipelineRun | None = None
-        self._end_hooks: EndHooks | None = None
-        self._requeue: Requeue | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_A_RUN}
 
     # What is asked of the strategy
 
@@ -229,8 +242,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._seed = self.broadcast(torch.initial_seed())
-        seed_all(mix_seed(self._seed))
+        self._seed = self._choose_seed(trainer)
         self._loaders = PipelineLoaders(self._seed, lambda: trainer.current_epoch)
         self._attach()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -240,9 +252,17 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._end_hooks = join_loops(trainer, self._metrics_store)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
+        self._local_metrics = LocalMetrics(self._module)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
         )
+
+    def _choose_seed(self, trainer: Trainer) -> int:
+        """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
+        self.agree_on_randomness()
+        drawn = draw_seed()
+        resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
+        return self._loaded_seed if resumes and self._loaded_seed is not None else drawn
 
     def _attach(self) -> None:
         if self._run is not None and self._run.pipeline.module is self._module:
@@ -411,6 +431,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        checkpoint[_SEED] = self._seed
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -423,9 +444,14 @@ class PipeOffloadStrategy(PipelineProcesses):
     ) -> dict[str, Any]:
         folder = Path(present(checkpoint_path))
         if not is_checkpoint_folder(folder):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-        return read_checkpoint_folder(folder, rest, self.group, weights_only, self._used_places())
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        else:
+            rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
+            checkpoint = read_checkpoint_folder(
+                folder, rest, self.group, weights_only, self._used_places()
+            )
+        self._loaded_seed = checkpoint.get(_SEED)
+        return checkpoint
 
     def _used_places(self) -> Callable[[Sequence[Any]], bool]:
         """Return a function that says which entries of a checkpoint folder this rank uses."""
@@ -464,4 +490,11 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self._end_hooks is not None:
             self._end_hooks.remove()
             self._end_hooks = None
+        clip_by_own_norm(self.precision_plugin)
         super().teardown()
+
+    @override
+    def give_back(self) -> None:
+        if self._local_metrics is not None:
+            self._local_metrics.give_back()
+            self._local_metrics = None

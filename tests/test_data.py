@@ -271,3 +271,33 @@ def test_a_loader_gets_its_class_back():
     leave_out_seen(loader, lambda: 0)
     loaders.release()
     assert type(loader) is DataLoader
+
+
+def independent_trials(num_devices):
+    """Return what each trial of a loop starts from, reads and loses; seeded once."""
+    L.seed_everything(7, verbose=False)
+    found = []
+    for _ in range(3):
+        module, record = fits.Net(), fits.Record()
+        start = module.head.weight[0, 0].item()
+        trainer = L.Trainer(
+            **fits.SILENT,
+            devices=num_devices or 1,
+            strategy=fits.strategy(num_devices),
+            max_epochs=1,
+            callbacks=[record],
+            enable_checkpointing=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(module, fits.loader("shuffled"))
+        found.append((start, record.batches, record.losses))
+    return found
+
+
+def test_trials_in_a_loop_differ_as_on_one_device(ranks):
+    (alone,) = ranks(1).run(independent_trials, 1)
+    first, second = ranks(2).run(independent_trials, 2)
+    assert first == second == alone
+    starts, orders, _ = zip(*alone, strict=True)
+    assert len(set(starts)) == len(set(map(str, orders))) == 3
+    assert independent_trials(0)[0][0] == starts[0]

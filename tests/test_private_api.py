@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -85,6 +86,7 @@ USED = {
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
     "_checkpoint_io": TRAINER.strategy,
+    "_throughputs": ThroughputMonitor(len),
 }
 
 

@@ -88,11 +88,9 @@ def probe_step(
     probing = _ProbePass(chain, device)
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
+        stack.enter_context(_same_grad_mode())
         written = stack.enter_context(unchanged(module))
-        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(uncompiled())
-        if not torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
         stack.enter_context(probing.on(module))
         probing.result.assigned = stack.enter_context(noting_writes(module))
         try:
@@ -107,6 +105,14 @@ def probe_step(
     probing.check_complete()
     probing.result.written_in_place |= written
     return probing.result
+
+
+@contextmanager
+def _same_grad_mode() -> Iterator[None]:
+    """Leave inference mode, in which nothing counts writes, but stay without gradients."""
+    is_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+        yield
 
 
 class _ProbePass:

@@ -99,6 +99,11 @@ class RandomnessReplay:
             accelerator_module().set_rng_state(self._device_state)
 
 
+def draw_seed() -> int:
+    """Draw a seed from torch's global generator, as a pass through a shuffled loader does."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 class RandomStream:
     """Random numbers of its own: ``with stream:`` the global generators go on from its last end.
 
