@@ -6,10 +6,8 @@ import signal
 import subprocess
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipeoffload.runtime.transport import PeerLostError
 from lightning_pipeoffload.schedule import ScheduleError
 
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
@@ -85,14 +83,6 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
         return exception.code or 1
     refusal = ScheduleError if has_trained else ValueError
     return REFUSED_STATUS if isinstance(exception, refusal) else 1
-
-
-def is_of_another_rank(exception: BaseException) -> bool:
-    """Whether an exception only says that another rank is gone."""
-    if isinstance(exception, (PeerLostError, dist.DistError)):
-        return True
-    # A collective that the user calls raises what gloo says, without a type of its own.
-    return isinstance(exception, RuntimeError) and "gloo/transport" in str(exception)
 
 
 def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:

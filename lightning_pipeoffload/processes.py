@@ -32,12 +32,12 @@ from lightning_pipeoffload.failure_cause import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
     first_line,
-    is_of_another_rank,
     status_after,
 )
 from lightning_pipeoffload.launched import LaunchedProcesses
 from lightning_pipeoffload.launcher import JointLauncher
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
+from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
 from lightning_pipeoffload.settings import PipelineSettings
 
@@ -232,7 +232,7 @@ class PipelineProcesses(ParallelStrategy):
         is_interrupt = isinstance(exception, KeyboardInterrupt)
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if is_interrupt or is_of_another_rank(exception):  # Lightning will not come to it
+        if is_interrupt or says_peer_lost(exception):  # Lightning will not come to it
             self._finalize_loggers()
         board, self._board = self._board, None
         if board is not None:
@@ -240,7 +240,7 @@ class PipelineProcesses(ParallelStrategy):
             self._tell(board, exception)
 
     def _tell(self, board: FailureBoard, exception: BaseException) -> None:
-        if is_of_another_rank(exception):
+        if says_peer_lost(exception):
             board.stop_because_of_others(first_line(exception))
         place = self.place if isinstance(exception, Exception) else ""
         if place:

@@ -3,7 +3,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeoffload.failure_cause import (
@@ -11,10 +10,8 @@ from lightning_pipeoffload.failure_cause import (
     cause_of_end,
     describe,
     first_line,
-    is_of_another_rank,
     status_after,
 )
-from lightning_pipeoffload.runtime.transport import PeerLostError
 from lightning_pipeoffload.schedule import ScheduleError
 
 FROM_A_WORKER = "Caught KeyError in DataLoader worker process 0.\nTraceback:\n  line\nKeyError: 3\n"
@@ -55,20 +52,6 @@ def test_a_workers_own_exception_is_in_the_line():
 )
 def test_the_status_is_never_0(exception, has_trained, status):
     assert status_after(exception, has_trained) == status
-
-
-@pytest.mark.parametrize(
-    ("exception", "is_so"),
-    [
-        (PeerLostError("lost"), True),
-        (dist.DistNetworkError("gone"), True),
-        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error"), True),
-        (RuntimeError("on purpose"), False),
-        (ValueError("gloo/transport"), False),
-    ],
-)
-def test_errors_that_only_say_that_another_rank_is_gone(exception, is_so):
-    assert is_of_another_rank(exception) == is_so
 
 
 @pytest.mark.parametrize(

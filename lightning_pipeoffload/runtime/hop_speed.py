@@ -56,8 +56,9 @@ def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor])
     seconds = []
     for repetition in range(1 + _REPETITIONS):
         receive = Action(Kind.RECV_B, stage, repetition)
-        transport.post(receive, peer, specs)
+        # Before the post: NCCL receives in a kernel, for whose end this would wait, too.
         started = finished_at()
+        transport.post(receive, peer, specs)
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
         transport.wait(receive)
         seconds.append(finished_at() - started)

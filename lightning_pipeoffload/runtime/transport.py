@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,18 +32,24 @@ class PeerLostError(RuntimeError):
 
 @contextmanager
 def blaming_peers(what: str) -> Iterator[None]:
-    """Turn what gloo and NCCL raise when another rank is gone into :class:`PeerLostError`."""
+    """Turn what gloo and NCCL raise when another rank is gone into :class:`PeerLostError`.
+
+    An accelerator's own errors surface wherever something waits for it, and are this rank's.
+    """
     try:
         yield
     except RuntimeError as error:
-        _blame_peer(what, error)
+        if not says_peer_lost(error):
+            raise
+        raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
-def _blame_peer(what: str, error: RuntimeError) -> NoReturn:
-    # torch's signal handler raises this one wherever the main thread is.
-    if str(error).startswith("DataLoader worker"):
-        raise error
-    raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
+def says_peer_lost(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    if isinstance(error, (PeerLostError, dist.DistError)):
+        return True
+    # What gloo raises has no type of its own.
+    return isinstance(error, RuntimeError) and "gloo/" in str(error)
 
 
 class Transport(Protocol):
@@ -227,11 +233,9 @@ class _Message(NamedTuple):
     peer: int
 
     def wait(self, action: Action) -> None:
-        try:
+        with blaming_peers(f"global rank {self.peer}, lost in {action}"):
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            _blame_peer(f"global rank {self.peer}, lost in {action}", error)
 
 
 def _first_tag(receive: Action, num_tensors: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipeoffload.runtime import hop_speed
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.hop_speed import answer_hop, time_hop
@@ -26,6 +28,7 @@ from lightning_pipeoffload.runtime.transport import (
     ProcessGroupTransport,
     _first_tag,
     blaming_peers,
+    says_peer_lost,
 )
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.forks import FORKS, fork
@@ -103,6 +106,40 @@ def test_a_hop_is_measured_by_the_rank_that_sends(pool):
     last, seconds, first = pool.run(measure_a_hop)
     assert first is last is None
     assert 0 < seconds < 60
+
+
+class OpenReceives:
+    """A transport on which nothing may wait for the device while a receive is open.
+
+    NCCL receives in a kernel, which ends when the peer has sent; and that sends an answer only.
+    """
+
+    def __init__(self):
+        self.open = set()
+
+    def post(self, receive, peer, specs):
+        self.open.add(receive)
+
+    def wait(self, receive):
+        self.open.remove(receive)
+        return []
+
+    def send(self, send, peer, tensors):
+        pass
+
+    def finish_step(self):
+        assert not self.open
+
+    def finished_at(self):
+        assert not self.open
+        return time.perf_counter()
+
+
+@pytest.mark.parametrize("measure", [time_hop, answer_hop])
+def test_a_hop_waits_for_no_receive_that_is_open(monkeypatch, measure):
+    transport = OpenReceives()
+    monkeypatch.setattr(hop_speed, "finished_at", transport.finished_at)
+    measure(transport, 1, 2, [])
 
 
 def test_a_message_of_any_tensors_there_and_back(pool):
@@ -243,15 +280,36 @@ def test_a_dead_peer_is_noticed():
     assert message.startswith("global rank 1, lost in 0RECV_B0: ")
 
 
+@pytest.mark.parametrize(
+    ("exception", "is_so"),
+    [
+        (PeerLostError("lost"), True),
+        (dist.DistNetworkError("gone"), True),
+        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error"), True),
+        (RuntimeError("on purpose"), False),
+        (ValueError("gloo/transport"), False),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_errors_that_only_say_that_another_rank_is_gone(exception, is_so):
+    assert says_peer_lost(exception) == is_so
+
+
+GONE = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
 def test_only_errors_of_the_connection_blame_a_peer():
     with (
-        pytest.raises(PeerLostError, match="lost it: first line$") as caught,
+        pytest.raises(PeerLostError, match="lost it: .*Connection closed by peer$") as caught,
         blaming_peers("lost it"),
     ):
-        raise RuntimeError("first line\nsecond line")
+        raise RuntimeError(f"{GONE}\nsecond line")
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(KeyError), blaming_peers("lost it"):
-        raise KeyError
+    for own in (KeyError(), RuntimeError("mine"), torch.OutOfMemoryError("mine")):
+        with pytest.raises(type(own)) as found, blaming_peers("lost it"):
+            raise own
+        assert found.value is own
 
 
 def test_in_process_messages_keep_their_order():
