@@ -107,7 +107,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     model, costs = Model(setup), setup.costs(k)
     bytes_per_second = ACTIVATION / costs.per_stage("offload", 1)[0] if k else float("inf")
     lane = LateLane(lambda num_bytes: time.sleep(num_bytes / bytes_per_second))
-    memory = ActivationMemory(OffloadSettings(CopyLanes(lane, lane), HostMemory(pinned=False)))
+    memory = ActivationMemory(OffloadSettings(CPU, CopyLanes(lane, lane), HostMemory(pinned=False)))
     stage_ranks = tuple(plan.rank_of(stage) for stage in range(plan.num_stages))
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)

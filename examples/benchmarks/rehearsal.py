@@ -121,7 +121,7 @@ class Rehearsal:
         self.model.allocate(own, size.device)
         self.pipeline = Pipeline(self.model, size.rank, cut, size.device)
         budget = HostBudget.share_of_machine(1)
-        settings = OffloadSettings(make_lanes(size.device), HostMemory(pin, budget))
+        settings = OffloadSettings(size.device, make_lanes(size.device), HostMemory(pin, budget))
         self.memory = ActivationMemory(settings)
 
     def run(self, plan: Schedule, costs: Costs | None, num_steps: int) -> float:

@@ -25,3 +25,8 @@ def accelerator_in_use() -> Any:
     if module is None:
         return None
     return module if getattr(module, "is_initialized", module.is_available)() else None
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device, which without an index is any of its kind."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

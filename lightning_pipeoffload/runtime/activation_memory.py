@@ -61,7 +61,7 @@ class ActivationMemory:
             budget: the most host memory; None: what the machine has.
         """
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
-        return cls(OffloadSettings(make_lanes(device, count=1), host))
+        return cls(OffloadSettings(device, make_lanes(device, count=1), host))
 
     def use_lanes(self, lanes: CopyLanes) -> None:
         """Copy on other lanes from the next step on.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime import deferred_node
+from lightning_pipeoffload.runtime.accelerator import is_on
 from lightning_pipeoffload.runtime.host_copies import HostCopies
 from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.saved_tensor import (
@@ -42,12 +43,14 @@ class OffloadSettings:
     """Where activations go.
 
     Attributes:
+        device: of the rank; what is elsewhere stays there.
         lanes: for the copies.
         host: for the copied.
         largest_to_stay: elements of a tensor that is not worth a copy; as in the implementation
             that came with PipeOffload.
     """
 
+    device: torch.device
     lanes: CopyLanes
     host: HostMemory
     largest_to_stay: int = 1024
@@ -170,6 +173,9 @@ class ActivationStore:
 
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return True
+        # A tensor of the host would be copied by it, and not behind the lane's other copies.
+        if not is_on(tensor, self._settings.device):
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return True

@@ -44,7 +44,9 @@ def memory_of_all(
 ) -> ActivationMemory:
     """Keep small tensors too."""
     host = HostMemory(pinned=device.type != "cpu", budget=budget)
-    return ActivationMemory(OffloadSettings(lanes or make_lanes(device), host, largest_to_stay=0))
+    return ActivationMemory(
+        OffloadSettings(device, lanes or make_lanes(device), host, largest_to_stay=0)
+    )
 
 
 @dataclass

@@ -3,18 +3,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_pipeoffload.runtime.accelerator import is_on
 from lightning_pipeoffload.runtime.activation_store import ActivationStore, OffloadSettings
 from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.saved_tensor import Cast, Resident, WrittenInPlaceError
 from lightning_pipeoffload.runtime.streams import make_lanes
 from lightning_pipeoffload.schedule.actions import Part
 
+CPU = torch.device("cpu")
 EVERYTHING = Part.FOR_B | Part.FOR_W | Part.GRADIENT
 
 
 def make_store(resident=(), largest_to_stay=0):
-    lanes = make_lanes(torch.device("cpu"))
-    settings = OffloadSettings(lanes, HostMemory(pinned=False), largest_to_stay)
+    settings = OffloadSettings(CPU, make_lanes(CPU), HostMemory(pinned=False), largest_to_stay)
     return ActivationStore("stage 1, microbatch 2", resident, settings)
 
 
@@ -51,6 +52,23 @@ def test_a_tensor_comes_back_as_it_was(tensor):
     found = store.unpack(saved)
     assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
     assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_what_is_not_on_the_ranks_device_stays_where_it_is():
+    elsewhere = torch.empty(9, device="meta")
+    settings = OffloadSettings(elsewhere.device, make_lanes(CPU), HostMemory(False), 0)
+    store = ActivationStore("stage 1, microbatch 2", (), settings)
+    on_host = torch.ones(9)
+    assert isinstance(store.pack(on_host), Resident)
+    assert isinstance(store.pack_for_weight(on_host), Resident)
+    assert isinstance(make_store().pack(elsewhere), Resident)
+
+
+def test_a_device_without_an_index_is_any_of_its_kind():
+    meta = torch.empty(1, device="meta")
+    assert is_on(meta, torch.device("meta"))
+    assert is_on(torch.ones(1), CPU)
+    assert not is_on(torch.ones(1), torch.device("cpu", 1))
 
 
 def test_aliases_are_kept_once():

@@ -242,7 +242,7 @@ def test_a_copy_that_fails(lane):
     def memory(device):
         lanes = {"d2h": InlineLane(), "h2d": InlineLane(), lane: FailingLane(2)}
         return ActivationMemory(
-            OffloadSettings(CopyLanes(**lanes), HostMemory(False), largest_to_stay=0)
+            OffloadSettings(device, CopyLanes(**lanes), HostMemory(False), largest_to_stay=0)
         )
 
     plan = offloaded(build("1f1b", 2, 2), FOR_B)
