@@ -9,12 +9,13 @@ around everything and knows no origins.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
@@ -87,6 +88,8 @@ class ShapeOnly(Tensor):
             device=device,
             requires_grad=requires_grad,
         )
+        # Private: kernels in C++ do not ask Python for an address; to them it would be a null.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.meta = meta
         made.origins = origins
         return made
@@ -136,6 +139,19 @@ class ShapeOnly(Tensor):
         if not format_spec:
             return repr(self)
         return format(self._imagined(f"the format {format_spec!r}"), format_spec)
+
+    def data_ptr(self) -> int:
+        """Refuse: a kernel that asks for it is none of torch's, and would read what is not there.
+
+        But torch's RNNs ask whether their weights lie in one piece, which these do not.
+        """
+        if sys._getframe(1).f_globals["__name__"] == nn.modules.rnn.__name__:
+            return 0
+        raise ValueNeededError(
+            "a kernel that is called with the tensor's address (torch.library makes an operator "
+            "of it, with a function of shapes)",
+            self.origins,
+        )
 
     def tolist(self) -> Any:
         """Refuse, or make values up."""
@@ -307,8 +323,12 @@ def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
 
 
 def _advance_generator(func: torch._ops.OpOverload, like: ShapeOnly, device: torch.device) -> None:
-    """Draw what the owner draws here, so that what is drawn next is the same on every stage."""
-    if func.overloadpacket is aten.native_dropout or func.overloadpacket is aten.bernoulli_:
+    """Draw what the owner draws here, so that what is drawn next is the same on every stage.
+
+    Where operations are only observed nobody uses what is drawn, which may take much memory.
+    """
+    draws = func.overloadpacket is aten.native_dropout or func.overloadpacket is aten.bernoulli_
+    if draws and not _observers:
         torch.empty(like.shape, dtype=like.dtype, device=device).bernoulli_(0.5)
 
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from lightning_pipeoffload.runtime.shape_only import (
@@ -146,3 +147,28 @@ def test_a_view_in_place_leaves_others_as_they_are():
     first, second = weight + 1, weight + 1
     first.t_()
     assert second.meta.shape == (2, 3)
+
+
+def test_a_kernel_that_torch_does_not_know_gets_no_address():
+    found = shapes(2, 3, origin="the output of blocks.1")
+    with pytest.raises(ValueNeededError, match=r"address \(torch.library .* of blocks.1$"):
+        found.t().data_ptr()
+    with pytest.raises(RuntimeError, match="custom op"):  # as a kernel in C++ asks
+        torch.Tensor.data_ptr(found)
+
+
+def test_an_rnn_does_not_lay_out_weights_that_are_not_there(monkeypatch):
+    rnn = nn.LSTM(2, 2)
+    for name, weight in [*rnn._parameters.items()]:
+        rnn._parameters[name] = ShapeOnly.like(weight, name, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    rnn._init_flat_weights()
+
+
+def test_a_probe_draws_no_numbers():
+    found, before = shapes(2, 3), torch.get_rng_state()
+    with observing(lambda *seen: None):
+        torch.native_dropout(found, 0.5, True)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.native_dropout(found, 0.5, True)
+    assert not torch.equal(torch.get_rng_state(), before)
