@@ -51,6 +51,10 @@ IMPORTED = {
 USED = {
     "_C": torch,
     "_disabled_torch_function_impl": torch._C,
+    "_set_throw_on_mutable_data_ptr": torch._C,
+    "_AutoDispatchBelowAutograd": torch._C,
+    "_will_engine_execute_node": torch._C,
+    "_getframe": sys,
     "_autograd": torch._C,
     "_top_saved_tensors_default_hooks": torch._C._autograd,
     "_ops": torch,
@@ -163,3 +167,8 @@ def test_a_parameter_keeps_its_post_accumulate_hooks_where_they_are_looked_for()
 @pytest.mark.parametrize("name", ["linear", "mm", "addmm", "convolution"])
 def test_the_dispatcher_has_autograd_kernels_to_replace(name):
     assert torch.library.get_kernel(f"aten::{name}", "AutogradCPU") is not None
+
+
+@pytest.mark.parametrize("key", ["AutogradCPU", "AutogradCUDA", "AutogradOther"])
+def test_dispatch_keys_have_names_and_make_sets(key):
+    assert torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeoffload.runtime.deferred_calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad import active_queue
+
+# Private: the one way to run an operation without our own kernel, which would only pass it on.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# Stands for the weights among the inputs to autograd. The first layer's own input may need no
+# gradient, and then something must ask for one.
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+_ANCHORS_NODE = get_gradient_edge(_ANCHOR).node
 
 # Process-wide on purpose: see weight_grad.
 _saving = False
@@ -53,17 +62,16 @@ def for_backward() -> Iterator[None]:
 
 def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     """Run an operation on x whose backward leaves the weight's gradient for W."""
-    # The first layer's input needs no gradient, but its weight does: something must ask for one.
     if not x.requires_grad:
         with _saving_input():
-            return _Deferred.apply(x, torch.empty(0, requires_grad=True), None, call)
+            return _Deferred.apply(x, _ANCHOR, None, call)
     if not _is_saving_hooked():
-        return _Deferred.apply(x, None, None, call)
+        return _Deferred.apply(x, _ANCHOR, None, call)
     # A Function saves after its forward has run; a checkpoint's recomputation, which stops at the
     # last tensor saved, would so run the block's last operation in vain.
     with _saving_input():
         kept = _Keep.apply(x)
-    return _Deferred.apply(kept, None, kept.grad_fn, call)
+    return _Deferred.apply(kept, _ANCHOR, kept.grad_fn, call)
 
 
 @contextmanager
@@ -96,20 +104,19 @@ class _Keep(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """An operation whose only input to autograd is x; the weight is kept by reference.
+    """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
     ``keeper`` is the node that has saved x; None: this one does.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, keeper: Any, call: DeferredCall
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, keeper: Any, call: DeferredCall) -> Tensor:
         if keeper is None:
             ctx.save_for_backward(x)
         ctx.keeper = keeper
         ctx.call = call
-        return call.forward(x)
+        with _below_autograd():
+            return call.forward(x)
 
     @staticmethod
     @once_differentiable
@@ -117,8 +124,21 @@ class _Deferred(torch.autograd.Function):
         call: DeferredCall = ctx.call
         call.check_unchanged()
         x, fetch = _read_input(ctx.keeper or ctx)
-        _queue_or_run(call, x, fetch, grad)
-        return call.input_gradient(x, grad) if ctx.needs_input_grad[0] else None, None, None, None
+        if _is_for_weights():
+            _queue_or_run(call, x, fetch, grad)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        with _below_autograd():
+            return call.input_gradient(x, grad), None, None, None
+
+
+def _is_for_weights() -> bool:
+    """Whether the backward that runs is for the gradients of all that trains.
+
+    One for certain tensors, as ``torch.autograd.grad(y, x)`` in a step is, comes by no anchor.
+    """
+    # Private: nothing public tells what a backward is for.
+    return torch._C._will_engine_execute_node(_ANCHORS_NODE)
 
 
 def _read_input(node: Any) -> tuple[Tensor, Callable[[], Tensor] | None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,7 @@ class StageRunner:
         alive.queue.immediate = fused
         if alive.store:
             alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
-        with outside_autocast(microbatch.device), deferring(alive.queue):
+        with _backward_on(microbatch.device), deferring(alive.queue):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
@@ -167,7 +167,7 @@ class StageRunner:
         if alive.store:
             alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
-            with outside_autocast(microbatch.device):
+            with _backward_on(microbatch.device):
                 alive.queue.run()
 
     def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
@@ -197,6 +197,17 @@ class StageRunner:
                 f"ranks knowing; freeze or unfreeze parameters in hooks, alike on all ranks, or "
                 f"before fit"
             )
+
+
+@contextmanager
+def _backward_on(device: torch.device) -> Iterator[None]:
+    """Run B or W: outside of autocast, and in this thread.
+
+    autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this
+    one's autocast: a checkpoint in it would drop the casts that microbatches share.
+    """
+    with outside_autocast(device), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _check_differentiable(loss: Tensor) -> None:

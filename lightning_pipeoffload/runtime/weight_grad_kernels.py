@@ -19,6 +19,8 @@ from lightning_pipeoffload.runtime.deferred_calls import (
 from lightning_pipeoffload.runtime.deferred_node import apply_deferred
 from lightning_pipeoffload.runtime.weight_grad import active_queue
 
+_Original = Callable[..., Tensor]
+
 _MARK = "_pipeoffload_deferred"
 # Views and casts save no tensors, so backward may pass them once per use.
 _TRANSPARENT = {
@@ -64,11 +66,11 @@ def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None or not bias.requires_grad or _is_deferred(bias)
 
 
-def _linear(original: Any) -> Callable[..., Tensor]:
+def _linear(original: _Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _takes_part(weight, bias):
             return apply_deferred(Linear(weight, bias), x)
-        return original.call_boxed(keys, x, weight, bias)
+        return original(keys, x, weight, bias)
 
     return kernel
 
@@ -81,41 +83,41 @@ def _product(
             return apply_deferred(call(right, None), left)
         if _takes_part(left, None):
             return apply_deferred(call(left.mT, None), right.mT).mT
-        return original.call_boxed(keys, left, right)
+        return original(keys, left, right)
 
     return kernel
 
 
-def _addmm(original: Any) -> Callable[..., Tensor]:
+def _addmm(original: _Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
         unscaled = all(scale == 1 for scale in scales.values())
         if unscaled and bias.dim() == 1 and _takes_part(right, bias):
             return apply_deferred(MatrixProduct(right, bias), left)
-        return original.call_boxed(keys, bias, left, right, **scales)
+        return original(keys, bias, left, right, **scales)
 
     return kernel
 
 
-def _grouped_mm(original: Any) -> Callable[..., Tensor]:
+def _grouped_mm(original: _Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
         by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
         if by_rows and _takes_part(right, None):
             return apply_deferred(GroupedProduct(right, None, *options), left)
-        return original.call_boxed(keys, left, right, *options, **named)
+        return original(keys, left, right, *options, **named)
 
     return kernel
 
 
-def _convolution(original: Any) -> Callable[..., Tensor]:
+def _convolution(original: _Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         if _takes_part(weight, bias):
             return apply_deferred(Convolution(weight, bias, *options), x)
-        return original.call_boxed(keys, x, weight, bias, *options)
+        return original(keys, x, weight, bias, *options)
 
     return kernel
 
 
-_KERNELS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+_KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
     "linear": _linear,
     "mm": partial(_product, MatrixProduct),
     "bmm": partial(_product, BatchedProduct),  # of einsum too
@@ -136,9 +138,29 @@ def install_kernels(device_type: str) -> None:
     key = f"Autograd{device_type.upper()}"
     library = torch.library.Library("aten", "IMPL")
     for name, make_kernel in _KERNELS.items():
-        original = torch.library.get_kernel(f"aten::{name}", key)
-        library.impl(name, make_kernel(original), key, with_keyset=True)
+        library.impl(name, make_kernel(_original(name, key)), key, with_keyset=True)
     _libraries[device_type] = library
+
+
+def _original(name: str, key: str) -> _Original:
+    """Return what runs an operation as it was, and lets other threads run Python meanwhile.
+
+    A kernel that is called by itself keeps the interpreter for as long as it runs; where the queue
+    of an accelerator is full and another rank is dead, for ever. Where the key has torch's common
+    kernel, the dispatcher is sent to the same one at a key that nobody replaces.
+    """
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
+        return kernel.call_boxed
+    call = getattr(torch.ops.aten, name).default
+    # Private: nothing public names dispatch keys to go on at.
+    keys = torch._C.DispatchKey.__members__
+    replaced, common = map(torch._C.DispatchKeySet, (keys[key], keys["AutogradOther"]))
+
+    def run(found: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return call.redispatch((found - replaced) | common, *args, **kwargs)
+
+    return run
 
 
 def remove_kernels() -> None:

@@ -1,6 +1,8 @@
 """Each kind of weight gets the gradient, and each hook the calls, that plain autograd gives."""
 
 import copy
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -12,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.deferred_calls import Linear
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
-from lightning_pipeoffload.runtime.weight_grad_kernels import install_kernels, mark, remove_kernels
+from lightning_pipeoffload.runtime.weight_grad_kernels import (
+    _KERNELS,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
 
 
 class Product(nn.Module):
@@ -458,3 +465,89 @@ def test_installing_twice_is_harmless():
     install_kernels("cpu")
     _, waiting = backward(mark_all(nn.Linear(4, 4).double()), make_input())
     assert waiting == 1
+
+
+def hold_of_the_interpreter(run):
+    """Return the seconds that ``run`` takes, and the longest for which no other thread could go on.
+
+    The best of three, for the machine may stand still.
+    """
+    return min((_watch(run) for _ in range(3)), key=lambda found: found[1] / found[0])
+
+
+def _watch(run):
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started = time.perf_counter()
+    run()
+    ended = time.perf_counter()
+    done.set()
+    thread.join()
+    inside = [started, *(t for t in ticks if started < t < ended), ended]
+    return ended - started, max(b - a for a, b in zip(inside, inside[1:], strict=False))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_other_threads_run_python_during_an_operation(trains):
+    weight = nn.Parameter(torch.randn(1100, 1100))
+    if trains:
+        mark(weight)
+    x = torch.randn(1100, 1100, requires_grad=True)
+    with deferring(WeightGradQueue()):
+        output = functional.linear(x, weight)
+        passes = (
+            lambda: functional.linear(x, weight),
+            lambda: torch.autograd.grad(output, x, output, retain_graph=True),
+        )
+        for run in passes:
+            seconds, held = hold_of_the_interpreter(run)
+            assert held < seconds / 2
+
+
+@pytest.mark.parametrize("name", _KERNELS)
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_the_dispatcher_has_the_same_kernel_where_it_is_sent_to(name, device):
+    remove_kernels()
+    plain = torch.library.get_kernel(f"aten::{name}", f"Autograd{device}")
+    assert repr(plain) == repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther"))
+
+
+def test_a_kernel_that_somebody_else_has_put_in_place_is_run():
+    remove_kernels()
+    calls = []
+    plain = torch.library.get_kernel("aten::mm", "AutogradCPU")
+
+    def count(keys, left, right):
+        calls.append(left.shape)
+        return plain.call_boxed(keys, left, right)
+
+    others = torch.library.Library("aten", "IMPL")
+    others.impl("mm", count, "AutogradCPU", with_keyset=True)
+    install_kernels("cpu")
+    torch.mm(torch.ones(2, 3), torch.ones(3, 4))
+    remove_kernels()
+    others._destroy()
+    assert calls == [(2, 3)]
+
+
+def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
+    linear = nn.Linear(4, 4)
+    mark(linear.weight)
+    mark(linear.bias)
+    x, queue = torch.randn(2, 4, requires_grad=True), WeightGradQueue()
+    with deferring(queue):
+        output = linear(x)
+        (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
+        assert not queue.is_waiting
+        output.sum().backward()
+    queue.run()
+    assert torch.equal(found, linear.weight.sum(0).expand(2, 4))
+    assert torch.equal(linear.bias.grad, torch.full((4,), 2.0))

@@ -1,0 +1,129 @@
+"""On an accelerator autograd has threads of its own; B and W do not run in them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime.autocast import sharing_casts
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.rank_pool import RankPool
+from tests.runtime import python_device
+from tests.runtime.models import Regression, assert_same, call_step, run_pipeline, run_plain
+from tests.runtime.python_device import Block, set_up_device, through_device
+from tests.runtime.test_autocast import CountCasts
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process of its own, that may have the device."""
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+def threads_of_a_plain_backward():
+    set_up_device()
+    through_device(torch.ones(2, requires_grad=True)).sum().backward()
+    return [thread == threading.get_ident() for thread in python_device.threads]
+
+
+def test_the_devices_backward_has_another_thread(process):
+    assert process.run(threads_of_a_plain_backward) == [[False]]
+
+
+class Late(torch.autograd.Function):
+    """A product with a scale, whose gradient goes through the device too."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        defer_weight_grad(ctx.scale, lambda: gradient_through_device(ctx.scale, x, grad))
+        return grad * ctx.scale, None
+
+
+@torch.enable_grad()
+def gradient_through_device(scale, x, grad):
+    scale = scale.detach().requires_grad_()
+    return torch.autograd.grad(through_device(x * scale), scale, grad)[0]
+
+
+class Scaled(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Late.apply(super().forward(x), self.scale)
+
+
+def threads_of_a_step(schedule):
+    set_up_device()
+    blocks = [Scaled() for _ in range(4)]
+    pipeline = InProcessPipeline(Regression(blocks), build(schedule, 2, 4), call_step)
+    pipeline.run(torch.ones(4, 4), 1)
+    return [thread == threading.get_ident() for thread in python_device.threads]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_b_and_w_run_in_the_thread_that_calls_them(process, schedule):
+    ((*threads,),) = process.run(threads_of_a_step, schedule)
+    assert len(threads) == 2 * 4 * 4
+    assert all(threads)
+
+
+class Penalized(nn.Module):
+    """Starts a backward itself, in F, which is in the device's thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = through_device(self.linear(x))
+        (slope,) = torch.autograd.grad(y.pow(2).sum(), x, retain_graph=True)
+        return y + slope
+
+
+def compare_penalized():
+    set_up_device()
+    module = Regression([Penalized() for _ in range(4)]).double()
+    x = torch.randn(4, 4).double()
+    assert_same(run_pipeline(module, build("zb_h1", 2, 4), x, 1), run_plain(module, x, 1))
+    return len({*python_device.threads})
+
+
+def test_a_backward_that_the_user_starts_may_be_in_the_devices_thread(process):
+    assert process.run(compare_penalized) == [2]
+
+
+def count_casts(on_device):
+    """Count the casts of weights in a checkpointed step of one rank in bfloat16."""
+    set_up_device()
+    module = Regression([Block(on_device) for _ in range(4)])
+    pipeline = InProcessPipeline(module, build("zb_h1", 1, 4), call_step, recompute="full")
+    with (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        CountCasts() as casts,
+        sharing_casts(CPU),
+    ):
+        pipeline.run(torch.ones(4, 4), 1)
+    return casts.count
+
+
+def test_a_checkpointed_step_casts_as_often_as_in_the_main_thread(process):
+    (found,), (expected,) = process.run(count_casts, True), process.run(count_casts, False)
+    assert found == expected == 2 * 6
