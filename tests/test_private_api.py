@@ -85,7 +85,6 @@ USED = {
     "_progress_bar_metrics": TRAINER._logger_connector,
     "_results": TRAINER,
     "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
-    "_getframe": sys,
     "_forward_cache": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
