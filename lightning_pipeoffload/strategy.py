@@ -41,6 +41,7 @@ from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
 from lightning_pipeoffload.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizer_state import name_optimizer_state
+from lightning_pipeoffload.optimizer_trial import refuse_optimizer
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
@@ -282,6 +283,9 @@ class PipeOffloadStrategy(PipelineProcesses):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with EqualIsSame():
             super().setup_optimizers(trainer)
+        if self.group.num_ranks > 1:
+            for optimizer in self.optimizers:
+                refuse_optimizer(optimizer, self.root_device, self.group.num_ranks)
         if self._is_split:  # by a fit before this one
             self._parameters.narrow()
 

@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_pipeoffload.schedule import Action
 
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+OPTIMIZER = torch.optim.SGD([torch.ones(1)])
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
 
 # module: names of it
@@ -88,6 +89,8 @@ USED = {
     "_forward_cache": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
+    "_optimizer_step_pre_hooks": OPTIMIZER,
+    "_optimizer_step_post_hooks": OPTIMIZER,
     "_checkpoint_io": TRAINER.strategy,
     "_throughputs": ThroughputMonitor(len),
 }

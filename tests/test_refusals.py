@@ -50,6 +50,11 @@ class NoOptimizer(fits.Net):
         return None
 
 
+class WholeGradient(fits.Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
 class NoChain(fits.Net):
     def __init__(self):
         super().__init__()
@@ -153,6 +158,14 @@ CASES = [
         {"schedule": "interleaved_1f1b", "num_chunks": 5},
         "blocks has 8 blocks for 10 stages; use fewer devices or num_chunks, or a model of at "
         "least 10 blocks",
+    ),
+    (
+        WholeGradient,
+        {},
+        "LBFGS computes over all its parameters, or draws random numbers for them (two small "
+        "tensors together did not take the step of each by itself), and each of the 2 ranks has a "
+        "part of them only; use an optimizer that treats each parameter by itself, such as AdamW, "
+        "or devices=1",
     ),
     (Gathers, {}, None),  # over the replicas, of which there is one
     (NoOptimizer, {}, None),  # Lightning warns, and nothing trains
