@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.loss_scale import scaler_of
 from lightning_pipeoffload.pipeline_run import PipelineRun
 
 
@@ -39,6 +40,7 @@ class BatchBackward:
         self._precision = precision
         self._run = run
         self._group = group
+        self._scaler = scaler_of(precision)
         self._is_summed = False
         self.zero_grad: Callable[[], None] | None = None
 
@@ -54,6 +56,8 @@ class BatchBackward:
 
     def differentiate(self, loss: Tensor) -> None:
         """Run the backward of one microbatch's loss."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
         self._precision.backward(loss, self._module, None)
 
     def end(self, output: Any, accumulation: Accumulation) -> Any:

@@ -179,6 +179,13 @@ class PipelineGroup:
         """Whether this rank is the one that counts a parameter in what is summed over ranks."""
         return all(first for shared, _, first in self._shared if shared is parameter)
 
+    def largest(self, number: Tensor) -> Tensor:
+        """Return the largest of a number over all ranks."""
+        found = number.clone()
+        with blaming_peers("lost a rank while looking for infinite gradients"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found
+
     def global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm over all ranks' gradients."""
         local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

@@ -165,8 +165,3 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
             "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut "
             "into microbatches; use training_step(self, batch, batch_idx)"
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError(
-            'precision="16-mixed" is not built yet: its loss scale has to be agreed on over the '
-            'stages; use "bf16-mixed"'
-        )

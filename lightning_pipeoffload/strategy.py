@@ -38,6 +38,7 @@ from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.end_hooks import EndHooks
 from lightning_pipeoffload.gradient_clipping import clip_by_norm_of_all, clip_by_own_norm
 from lightning_pipeoffload.loops import join_loops, refuse_module
+from lightning_pipeoffload.loss_scale import leave_loss_scale, share_loss_scale
 from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
 from lightning_pipeoffload.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizer_state import name_optimizer_state
@@ -250,6 +251,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         clip_by_norm_of_all(self.precision_plugin, self.group)
+        share_loss_scale(self.precision_plugin, self.group)
         self._end_hooks = join_loops(trainer, self._metrics_store)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
@@ -495,6 +497,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._end_hooks.remove()
             self._end_hooks = None
         clip_by_own_norm(self.precision_plugin)
+        leave_loss_scale(self.precision_plugin)
         super().teardown()
 
     @override

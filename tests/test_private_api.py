@@ -92,6 +92,7 @@ USED = {
     "_optimizer_step_pre_hooks": OPTIMIZER,
     "_optimizer_step_post_hooks": OPTIMIZER,
     "_checkpoint_io": TRAINER.strategy,
+    "_unscale_grads_": torch.amp.GradScaler("cpu"),
     "_throughputs": ThroughputMonitor(len),
 }
 

@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
@@ -178,15 +177,8 @@ def test_it_is_refused(ranks, module, options, message):
     assert refusals == [message] * 2
 
 
-def test_a_scaled_loss_is_refused_before_the_first_step(ranks):
-    refusals = ranks(2).run(_refusal, fits.Net, {}, "16-mixed")
-    assert all('precision="16-mixed" is not built yet' in refusal for refusal in refusals)
-
-
-def _refusal(module, options, precision=None):
+def _refusal(module, options):
     """Return the message that a fit is refused with; None if it ran."""
-    # Lightning makes bf16-mixed of 16-mixed on CPU, but not of a plugin.
-    plugins = [MixedPrecision(precision, "cpu")] if precision else None
     try:
         trainer = L.Trainer(
             **fits.SILENT,
@@ -194,7 +186,6 @@ def _refusal(module, options, precision=None):
             enable_checkpointing=False,
             devices=2,
             strategy=fits.strategy(2, **options),
-            plugins=plugins,
         )
         fits.outlive_failures(trainer)
         trainer.fit(module(), fits.loader())
