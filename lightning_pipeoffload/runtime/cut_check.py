@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.flow import Crossing
@@ -38,6 +38,37 @@ def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
                 f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after that; "
                 f"each name is sent on its own, so the write would not be seen: compute a new "
                 f"tensor instead (x = x + y for x += y)"
+            )
+
+
+def check_weight_writes(
+    probe: Probe,
+    chain: BlockChain,
+    stages: Sequence[Stage],
+    owners_of: Callable[[str], frozenset[int]],
+) -> None:
+    """Check that the step writes no parameter where another stage has it.
+
+    Args:
+        probe: of the step.
+        chain: its blocks.
+        stages: of the whole model.
+        owners_of: says which stages have a parameter, under whatever name.
+
+    Raises:
+        ValueError: it does; that stage would not see it.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    for name, segment, line in probe.weight_writes:
+        elsewhere = owners_of(name) - {stage_of[segment]}
+        if elsewhere:
+            behind = len(chain) if segment < len(chain) else 0
+            place = f"before {chain.block_name(segment)}" if behind else "behind the blocks"
+            raise ValueError(
+                f"the step writes {name} {place}{in_brackets(line)}, on stage {stage_of[segment]}, "
+                f"but stage {min(elsewhere)} has this weight too and would not see it; write it "
+                f"between batches, in on_train_batch_start() say, or where only the stage that "
+                f"computes with it comes"
             )
 
 

@@ -92,9 +92,12 @@ class NamedTensors:
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
+    def owners_of(self, name: str) -> frozenset[int]:
+        """Return the stages that own a parameter or buffer, under whatever name."""
+        return frozenset().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
+
     def _ranks_of(self, name: str) -> tuple[int, ...]:
-        stages = set().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
-        return tuple(sorted({self._stage_ranks[stage] for stage in stages}))
+        return tuple(sorted({self._stage_ranks[stage] for stage in self.owners_of(name)}))
 
     def _aliases(self, name: str) -> list[str]:
         return [other for other, i in self.identity.items() if i == self.identity[name]]

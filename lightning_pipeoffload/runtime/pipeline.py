@@ -20,7 +20,11 @@ from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remove_replay
-from lightning_pipeoffload.runtime.cut_check import check_crossings, check_hooks
+from lightning_pipeoffload.runtime.cut_check import (
+    check_crossings,
+    check_hooks,
+    check_weight_writes,
+)
 from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors
@@ -188,6 +192,8 @@ class Pipeline:
         if not self.committed:
             self._learn(probe)
         if len(self.partition) > 1:
+            owners_of = self.tensors.owners_of
+            check_weight_writes(probe, self._chain, self.partition, owners_of)
             check_hooks(probe, self._chain)
             check_crossings(probe, self._chain, self.partition)
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,11 @@ from lightning_pipeoffload.runtime.shape_only import (
     ValueNeededError,
     dropping_writes,
     imagining_values,
+    memory_of,
     observing,
+    shape_only_leaves,
     uncompiled,
+    written_arguments,
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
@@ -41,6 +44,20 @@ from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
 from lightning_pipeoffload.runtime.written_state import Variable, noting_writes
 
 _MOST_IMAGINED = 1000
+
+
+class WeightWrite(NamedTuple):
+    """A write into a parameter.
+
+    Attributes:
+        name: of the parameter.
+        segment: of the step that writes.
+        line: of the user's code.
+    """
+
+    name: str
+    segment: int
+    line: str
 
 
 @dataclass
@@ -55,6 +72,7 @@ class Probe:
         weight_flops: the part of it that has a weight gradient of as many operations.
         written: names of buffers that the step writes from values that every stage has.
         written_in_place: what else of the modules' attributes is, and these buffers.
+        weight_writes: into parameters.
         aliases: between whose segments the step cannot be cut.
         assigned: what else of the module's, its classes' and their Python modules' it writes.
         briefly_hooked: blocks with a hook that the step takes away again.
@@ -66,6 +84,7 @@ class Probe:
     weight_flops: list[int]
     written: set[str] = field(default_factory=set)
     written_in_place: set[Attribute] = field(default_factory=set)
+    weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     assigned: list[Variable] = field(default_factory=list)
     briefly_hooked: set[int] = field(default_factory=set)
@@ -126,6 +145,7 @@ class _ProbePass:
         flow, aliases = self._trace.flow, self._trace.aliases
         self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
         self._names: dict[int, str] = {}
+        self._memories: dict[int, str] = {}
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
         self._checkpoint: Any = None
@@ -151,7 +171,8 @@ class _ProbePass:
         observed = observing(self._observe), dropping_writes(drop), imagining_values(self._imagine)
         try:
             with ExitStack() as stack:
-                for context in (self.chain.running(self), *observed, self._trace):
+                news = self._seeing_new_parameters(module)
+                for context in (self.chain.running(self), news, *observed, self._trace):
                     stack.enter_context(context)
                 yield
         finally:
@@ -182,6 +203,7 @@ class _ProbePass:
             if slot.kind == "_parameters":
                 stripped.is_weight = True  # type: ignore[attr-defined]
                 self._names[id(stripped)] = slot.name
+                self._memories[memory_of(stripped)] = slot.name
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         self._check_call(index)
@@ -221,6 +243,9 @@ class _ProbePass:
             if id(tensor) in self._names:
                 self.result.segments[self._names[id(tensor)]].add(self.segment)
         self._trace.observe(func, args, result)
+        for written in shape_only_leaves(list(written_arguments(func, args))):
+            if memory_of(written) in self._memories:
+                self._note_write(self._memories[memory_of(written)])
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in tree_iter(result):
             if isinstance(leaf, ShapeOnly):
@@ -230,6 +255,28 @@ class _ProbePass:
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         if trains and not all(weights):
             self.result.weight_flops[self.segment] += flops
+
+    def _note_write(self, name: str) -> None:
+        line = deepest_users_line(traceback.extract_stack())
+        self.result.weight_writes.append(WeightWrite(name, self.segment, line))
+
+    @contextmanager
+    def _seeing_new_parameters(self, module: nn.Module) -> Iterator[None]:
+        """Note where the step puts another parameter into the place of one."""
+        names = {(id(slot.module), slot.attribute): slot.name for slot in find_slots(module)}
+        plain = nn.Module.register_parameter
+
+        def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if (id(owner), name) in names:
+                self._note_write(names[id(owner), name])
+                self._names[id(parameter)] = names[id(owner), name]
+            plain(owner, name, parameter)
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
     def _imagine(self) -> bool:
         """Go on behind the blocks, where all values will be; not for ever, in a loop, say."""

@@ -10,8 +10,9 @@ around everything and knows no origins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ aten.new_empty,
 }  # fmt: skip
 
 # What the user wrote, where torch calls it otherwise.
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _USERS_WORDS = {"index": "indexing with a mask"}
 
 
@@ -123,6 +125,7 @@ class ShapeOnly(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Take another dtype or device, or another shape; a value is not there to be changed."""
+        _tell_of_write(self)
         if not isinstance(value, ShapeOnly):
             value = ShapeOnly(_to_meta(value), self.device, self.origins)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -189,7 +192,7 @@ class ShapeOnly(Tensor):
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         _refuse_values(func, args, origins)
-        _refuse_writes(func, args, origins)
+        _refuse_writes(func, args, kwargs, origins)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _advance_generator(func, shape_only[0], device)
         if torch.Tag.inplace_view in func.tags:
@@ -200,6 +203,8 @@ class ShapeOnly(Tensor):
         result = _wrap(func, args, out, device, origins)
         for observe in _observers:
             observe(func, args, result)
+        for written in shape_only_leaves(kwargs.get("out")):
+            _tell_of_write(written)
         return result
 
 
@@ -230,6 +235,12 @@ def observing(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def _tell_of_write(tensor: ShapeOnly) -> None:
+    """Let observers know of a write that is in no operation's arguments."""
+    for observe in _observers:
+        observe(aten.set_.source_Tensor, (tensor, tensor), None)
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled modules as they are written: a compiler would follow each of our operations."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -241,11 +252,19 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
     return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
 
 
-def written_arguments(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the arguments that an operation writes in place."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+def memory_of(tensor: ShapeOnly) -> int:
+    """Return what two tensors have in common that share memory."""
+    return tensor.meta.untyped_storage()._cdata  # private: nothing else tells
+
+
+def written_arguments(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_OPTIONS
+) -> Iterator[Any]:
+    """Yield the arguments that an operation writes in place; ``out=`` is one."""
+    for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield value
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _rebuild(kind: type[ShapeOnly], made: tuple[Any, ...], is_param: bool) -> ShapeOnly:
@@ -296,10 +315,13 @@ def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> 
 
 
 def _refuse_writes(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    origins: frozenset[str],
 ) -> None:
     """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
-    for value in written_arguments(func, args):
+    for value in written_arguments(func, args, kwargs):
         is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
         if is_real and not any(drop(value) for drop in _drop_rules):
             name = func.overloadpacket.__name__

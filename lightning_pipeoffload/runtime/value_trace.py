@@ -18,6 +18,7 @@ from lightning_pipeoffload.runtime.flow import Crossing, Flow, Port
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
+    memory_of,
     shape_only_leaves,
     written_arguments,
 )
@@ -95,7 +96,7 @@ class ValueTrace(CallCounter):
         for tensor in tensors:
             self._use(tensor)
             if not is_view:
-                self._check_memory(tensor)
+                self._checkmemory_of(tensor)
         for leaf in shape_only_leaves(result):
             if not hasattr(leaf, "birth"):
                 birth = _Birth(self.segment)
@@ -103,7 +104,7 @@ class ValueTrace(CallCounter):
                 self._made.append(leaf)  # a custom function makes it require a gradient later
         for value in written_arguments(func, args):
             if isinstance(value, ShapeOnly) and hasattr(value, "birth"):
-                self._written[_memory(value)].append((value, self.segment))
+                self._written[memory_of(value)].append((value, self.segment))
 
     def enter_block(self, index: int, arguments: Any) -> Any:
         """Return the arguments as the block is to see them."""
@@ -178,8 +179,8 @@ class ValueTrace(CallCounter):
         crossing.used_in = self.segment
         crossing.trains_from = birth.trains_from
 
-    def _check_memory(self, tensor: Any) -> None:
-        for written, written_in in self._written.get(_memory(tensor), ()):
+    def _checkmemory_of(self, tensor: Any) -> None:
+        for written, written_in in self._written.get(memory_of(tensor), ()):
             apart_from = _apart_from(tensor, written)
             if apart_from is not None and apart_from < written_in:
                 line = deepest_users_line(traceback.extract_stack())
@@ -221,7 +222,3 @@ def _shape_only_with_birth(tree: Any) -> Iterator[Any]:
     return (
         leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "birth")
     )
-
-
-def _memory(tensor: ShapeOnly) -> int:
-    return tensor.meta.untyped_storage()._cdata  # private: tells whether two tensors share memory

@@ -4,10 +4,11 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.schedule import build
-from tests.runtime.models import Regression, linear_blocks, run_pipeline
+from tests.runtime.models import Regression, assert_exact, linear_blocks, run_pipeline
 
 HERE = "# <- named in the message"
 
@@ -217,6 +218,75 @@ BESIDE = {
     ),
 }
 
+# Writes into weights that another stage has
+
+
+def normal(weight):
+    return weight / weight.norm()
+
+
+def writing(write):
+    """Make a step that writes the head's weight before the blocks."""
+
+    def step(m, x):
+        with torch.no_grad():
+            write(m.head)
+        return loss_of(m, through(m.blocks, m.embed(x)))
+
+    step.__name__ = write.__name__
+    return step
+
+
+def copies(head):
+    head.weight.copy_(normal(head.weight))  # <- named in the message
+
+
+def divides(head):
+    head.weight.div_(head.weight.norm())  # <- named in the message
+
+
+def clamps(head):
+    head.weight.clamp_(-1, 1)  # <- named in the message
+
+
+def assigns_data(head):
+    head.weight.data = normal(head.weight.data)  # <- named in the message
+
+
+def writes_data(head):
+    head.weight.data.div_(2)  # <- named in the message
+
+
+def writes_a_row(head):
+    head.weight[0] = 1.0  # <- named in the message
+
+
+def writes_with_out(head):
+    torch.mul(head.weight, 0.5, out=head.weight)  # <- named in the message
+
+
+def writes_several(head):
+    torch._foreach_mul_([head.weight, head.bias], 0.5)  # <- named in the message
+
+
+def initializes(head):
+    nn.init.zeros_(head.weight)  # <- named in the message
+
+
+def assigns_a_parameter(head):
+    head.weight = nn.Parameter(normal(head.weight))  # <- named in the message
+
+
+WRITES = [
+    copies, divides, clamps, assigns_data, writes_data, writes_a_row, writes_with_out,
+    writes_several, initializes, assigns_a_parameter,
+]  # fmt: skip
+WRITTEN = (
+    "the step writes head.weight before blocks.0 {line}, on stage 0, but stage 1 has this weight "
+    "too and would not see it; write it between batches, in on_train_batch_start() say, or where "
+    "only the stage that computes with it comes"
+)
+
 REFUSED = {**CALLS, **EARLY, **BESIDE}
 
 
@@ -230,6 +300,22 @@ def refusal(module):
 def test_a_step_that_cannot_be_cut_is_refused(step, message):
     line = line_of(step) if "{line}" in message else ""
     assert refusal(Step(step)) == message.format(line=line)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_another_stage_would_not_see_is_refused(write):
+    assert refusal(Step(writing(write))) == WRITTEN.format(line=line_of(write))
+
+
+@pytest.mark.parametrize("write", [copies, assigns_data, writes_data])
+def test_a_write_where_the_weight_is_used_is_not(write):
+    def step(m, x):
+        x = through(m.blocks, m.embed(x))
+        with torch.no_grad():
+            write(m.head)
+        return loss_of(m, x)
+
+    assert_exact(Step(step).double(), torch.randn(4, 4).double())
 
 
 def one_missing(m, x):

@@ -130,3 +130,28 @@ def test_what_is_written_between_steps_counts_for_every_stage():
     rank.module.count, rank.module.seen = 0, []
     pipeline.run(torch.randn(8, 4).double(), 2)
     assert rank.module.written()[:2] == [4, [0, 1, 2, 3]]
+
+
+OLD, NEW = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+
+
+class Named(Regression):
+    """Finds its layers by name."""
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+@pytest.mark.parametrize("norm", [OLD, NEW], ids=["old", "new"])
+@pytest.mark.parametrize("where", ["embed", "blocks", "head"])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "trains"), [("zb_h1", 2, True), ("zb_v", 1, True), ("1f1b", 3, False)]
+)
+def test_what_is_written_as_out_is_saved_from_where_it_is(norm, where, schedule, num_ranks, trains):
+    model = Named([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    for layer in [block[0] for block in model.blocks] if where == "blocks" else [model[where]]:
+        norm(layer)
+    pipeline, plain = run_both(model.train(trains), schedule, num_ranks)
+    for name, expected in plain.state_dict().items():
+        saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of(name)].module
+        torch.testing.assert_close(saver.state_dict()[name], expected)
