@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime.cheap_calls import CHEAP, CheapCall, Source, bernoulli
+from lightning_pipeoffload.runtime.cheap_calls import (
+    CHEAP,
+    CheapCall,
+    Source,
+    bernoulli,
+    dropout_mask,
+)
 from lightning_pipeoffload.runtime.randomness import generator_state
 
 aten = torch.ops.aten
@@ -24,6 +30,7 @@ aten = torch.ops.aten
 # A longer row of calls is not cheap, and its inputs would stay alive meanwhile.
 _MAX_DEPTH = 16
 _BERNOULLI = aten.bernoulli_.float
+_DROPOUT = aten.native_dropout.default
 # Dropout on CPU scales its mask in place.
 _IN_PLACE = {aten.div_.Scalar: aten.div.Tensor}
 
@@ -87,6 +94,9 @@ class CallRecorder(TorchDispatchMode):
             call = CheapCall(func, [self._source_of(a) for a in args], options, generator)
             for index, output in enumerate(outputs):
                 self._remember(output, Source(call=call, index=index), output._version)
+            if func is _DROPOUT:
+                mask = CheapCall(dropout_mask(*args), [], {}, generator)
+                self._remember(outputs[1], Source(call=mask), outputs[1]._version)
         return results
 
     def _run_writing(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

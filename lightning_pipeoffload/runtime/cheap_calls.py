@@ -193,10 +193,17 @@ CHEAP = {operation: name in _RANDOM for name in _NAMES if (operation := _overloa
 
 def bernoulli(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
     """Return what makes ``like`` as ``like.bernoulli_(probability)`` did, from its shape alone."""
+    make = _empties_like(like)
+    return lambda: make().bernoulli_(probability)
+
+
+def dropout_mask(like: Tensor, *options: Any) -> Callable[[], Tensor]:
+    """Return what makes the mask of ``native_dropout(like, *options)``, from the shape alone."""
+    make = _empties_like(like)
+    return lambda: aten.native_dropout.default(make(), *options)[1]
+
+
+def _empties_like(like: Tensor) -> Callable[[], Tensor]:
+    """Return what makes tensors of the layout, dtype and device of ``like``, without keeping it."""
     size, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
-
-    def draw() -> Tensor:
-        empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        return empty.bernoulli_(probability)
-
-    return draw
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)

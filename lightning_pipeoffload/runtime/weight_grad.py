@@ -122,12 +122,13 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, hooks included."""
     assert parameter is not None
-    if not parameter.is_leaf or _has_hooks(parameter):
+    leaf = parameter if parameter.is_leaf else _widened(parameter)
+    if leaf is None or _has_hooks(leaf):
         torch.autograd.backward(parameter, gradient)
-    elif parameter.grad is None:
-        parameter.grad = gradient
+    elif leaf.grad is None:
+        leaf.grad = gradient.to(leaf.dtype)
     else:
-        parameter.grad.add_(gradient)
+        leaf.grad.add_(gradient)
 
 
 def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -137,6 +138,21 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
         add_to_grad(parameter, left.mm(right))
     else:
         grad.addmm_(left, right)
+
+
+def _widened(cast: Tensor) -> Tensor | None:
+    """Return the parameter whose gradient is that of ``cast``, exactly, in its own wider dtype.
+
+    Under bf16-mixed each weight is such a cast, and a run of autograd's engine costs more than what
+    it would do.
+    """
+    node: Any = cast.grad_fn
+    if node.name() != "ToCopyBackward0" or cast._backward_hooks or cast.retains_grad:
+        return None
+    leaf: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    if leaf is None or leaf.device != cast.device or leaf.is_complex() != cast.is_complex():
+        return None
+    return leaf if torch.promote_types(leaf.dtype, cast.dtype) == leaf.dtype else None
 
 
 def _has_hooks(parameter: Tensor) -> bool:

@@ -213,6 +213,7 @@ def rms_norm(x, weight):
         (lambda x, w: (functional.silu(x) * x) @ w, 2, 0),
         (lambda x, w: functional.relu(x * 2) @ w, 2, 0),  # either x or the output
         (lambda x, w: functional.dropout(x * 2, 0.5) @ w, 2, 0),
+        (lambda x, w: torch.native_dropout(x.cos(), 0.5, True)[0] + w[0], 2, 0),  # as on CUDA
         (lambda x, w: functional.glu(x) @ w[:16], 2, 0),
     ],
 )

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.deferred_calls import Linear
-from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, add_to_grad, deferring
 from lightning_pipeoffload.runtime.weight_grad_kernels import (
     _KERNELS,
     install_kernels,
@@ -551,3 +551,52 @@ def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
     queue.run()
     assert torch.equal(found, linear.weight.sum(0).expand(2, 4))
     assert torch.equal(linear.bias.grad, torch.full((4,), 2.0))
+
+
+def gradients_in_bfloat16(module, passes, deferred, monkeypatch):
+    """Return the gradients after so many passes under autocast, and the engine's runs in W."""
+    module, x = copy.deepcopy(module), torch.ones(2, 4, requires_grad=True)
+    for parameter in module.parameters() if deferred else ():
+        mark(parameter)
+    runs, backward = [], torch.autograd.backward
+    for _ in range(passes):
+        queue = WeightGradQueue()
+        with deferring(queue):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module(x).sum()
+            loss.backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd, "backward", lambda *a: (runs.append(a), backward(*a)))
+            queue.run()
+    return [p.grad for p in module.parameters()], len(runs)
+
+
+def test_a_casts_gradient_goes_to_its_parameter_without_the_engine(monkeypatch):
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    plain, _ = gradients_in_bfloat16(module, 3, False, monkeypatch)
+    found, runs = gradients_in_bfloat16(module, 3, True, monkeypatch)
+    assert runs == 0
+    assert all(map(torch.equal, found, plain))
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+
+
+def test_a_casts_gradient_reaches_the_hooks():
+    module, seen = nn.Linear(4, 4), []
+    module.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    mark(module.weight)
+    queue = WeightGradQueue()
+    with deferring(queue):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(torch.ones(2, 4)).sum()
+        loss.backward()
+    queue.run()
+    assert seen == [torch.float32]
+
+
+def test_a_cast_to_more_than_the_parameter_has_is_rounded_first():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    wide = weight.float()
+    for value in (1.0, 2**-9):
+        add_to_grad(wide, torch.full((4, 4), value))
+    expected = torch.ones(4, 4, dtype=torch.bfloat16) + torch.tensor(2**-9, dtype=torch.bfloat16)
+    assert torch.equal(weight.grad, expected)
