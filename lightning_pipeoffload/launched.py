@@ -7,8 +7,10 @@ talk to another, each can be seen to end: a child by its parent, the parent by i
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +19,9 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 )
 
 from lightning_pipeoffload.failure_cause import Failure, cause_of_end
+
+# What has made a rank abort has this long to show up.
+_SECONDS_FOR_A_CAUSE = 5.0
 
 _LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
 
@@ -48,6 +53,7 @@ class LaunchedProcesses:
     ) -> None:
         self._first = global_rank - local_rank
         self._launcher = int(os.environ.get(_LAUNCHER, "0")) if local_rank else 0
+        self._aborted: dict[int, float] = {}
         self._children = dict(enumerate(children, start=global_rank + 1))
         _retire_observer()
 
@@ -65,9 +71,20 @@ class LaunchedProcesses:
                 with status 0; later one that is done may leave a moment before the others.
         """
         for global_rank, child in self._children.items():
-            if child.poll() is not None and (is_connecting or child.returncode):
+            has_ended = child.poll() is not None and (is_connecting or child.returncode)
+            is_aborted = child.returncode == -signal.SIGABRT
+            if has_ended and (not is_aborted or self._has_stayed_alone(global_rank)):
                 return cause_of_end(child, global_rank)
         return None
+
+    def _has_stayed_alone(self, global_rank: int) -> bool:
+        """Whether nothing else has come up since a rank was first seen to have aborted itself.
+
+        NCCL's watchdog aborts who waits for a rank that is gone, and may do so before anyone has
+        said which.
+        """
+        first_seen = self._aborted.setdefault(global_rank, time.monotonic())
+        return time.monotonic() - first_seen > _SECONDS_FOR_A_CAUSE
 
     def has_ended(self, global_rank: int) -> bool:
         """Whether that rank is known to have ended."""

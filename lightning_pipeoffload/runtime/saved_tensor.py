@@ -193,13 +193,12 @@ def cast_parameter(tensor: Tensor) -> Tensor | None:
     for _ in range(3):
         if node is None or tensor._version:  # private: counts the writes
             return None
-        source = node.next_functions[0][0]
         if node.name() == "ToCopyBackward0":
-            parameter = getattr(source, "variable", None)
+            parameter = getattr(node.next_functions[0][0], "variable", None)
             return parameter if _covers(tensor, parameter) else None
         if node.name() not in _VIEWS:
             return None
-        node = source
+        node = node.next_functions[0][0]
     return None
 
 
