@@ -1,4 +1,4 @@
-"""What the README says of arguments and files is so."""
+"""What the README and the pages of docs/ say of arguments and files is so."""
 
 import re
 from datetime import timedelta
@@ -11,19 +11,24 @@ from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKS = {
+    (page, link)
+    for page in PAGES
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+}
 GIVEN_BY_THE_TRAINER = {
     *("self", "accelerator", "parallel_devices", "cluster_environment"),
     *("checkpoint_io", "precision_plugin"),
 }
 
 
-def section(title):
-    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+def page(name):
+    return (ROOT / "docs" / name).read_text()
 
 
 def test_every_argument_is_in_the_table_with_its_default():
-    written = re.findall(r"^\| `(\w+)` \| (\S.*?) \|", section("Arguments"), re.MULTILINE)
+    written = re.findall(r"^\| `(\w+)` \| (\S.*?) \|", page("arguments.md"), re.MULTILINE)
     defaults = {
         name: parameter.default
         for name, parameter in signature(PipeOffloadStrategy.__init__).parameters.items()
@@ -44,9 +49,14 @@ def test_every_argument_is_in_the_docstring():
 
 
 def test_every_schedule_is_in_the_table():
-    assert set(re.findall(r"`(\w+)`", section("Schedules"))) == set(SCHEDULES)
+    table = page("schedules.md").partition("## Schedules\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(SCHEDULES)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_every_link_leads_somewhere(path):
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize(("page", "link"), sorted(LINKS), ids=str)
+def test_every_link_leads_somewhere(page, link):
+    assert (page.parent / link).exists()
+
+
+def test_the_first_ten_minutes_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
