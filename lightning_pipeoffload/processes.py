@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
@@ -36,9 +37,11 @@ from lightning_pipeoffload.failure_cause import (
 )
 from lightning_pipeoffload.launched import LaunchedProcesses
 from lightning_pipeoffload.launcher import JointLauncher
+from lightning_pipeoffload.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
+from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings
 
 
@@ -132,6 +135,7 @@ class PipelineProcesses(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
+            self._refuse_other_settings(schedule)
             self._group = PipelineGroup(schedule, self.global_rank, self.root_device, self._timeout)
         if self.world_size > 1:
             self._connect(self._group)
@@ -143,6 +147,13 @@ class PipelineProcesses(ParallelStrategy):
         self.cluster_environment.set_global_rank(global_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _refuse_other_settings(self, schedule: Schedule) -> None:
+        """Compare what decides on the pipeline's groups, without any of them."""
+        if self.world_size > 1:
+            group = dist.new_group(timeout=self._timeout, backend="gloo")
+            refuse_differences(describe_settings(self.settings, schedule), group)
+            dist.destroy_process_group(group)
 
     def _connect(self, group: PipelineGroup) -> None:
         """Hear of the other ranks' failures and metrics, for one fit or evaluation."""

@@ -46,6 +46,12 @@ from lightning_pipeoffload.optimizer_trial import refuse_optimizer
 from lightning_pipeoffload.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepOutput
 from lightning_pipeoffload.processes import PipelineProcesses
+from lightning_pipeoffload.rank_differences import (
+    describe_module,
+    describe_optimizers,
+    describe_trainer,
+    refuse_differences,
+)
 from lightning_pipeoffload.requeue import Requeue, join_requeue
 from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
@@ -249,6 +255,8 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._attach()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+        if self.world_size > 1:
+            refuse_differences(self._described(trainer), self.group.host_group)
         self.setup_precision_plugin()
         clip_by_norm_of_all(self.precision_plugin, self.group)
         share_loss_scale(self.precision_plugin, self.group)
@@ -258,6 +266,15 @@ class PipeOffloadStrategy(PipelineProcesses):
         self._local_metrics = LocalMetrics(self._module)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
+        )
+
+    def _described(self, trainer: Trainer) -> dict[str, str]:
+        described = describe_trainer(trainer)
+        described["the strategy's save_distributed_checkpoint"] = str(self._saves_folder)
+        if not self._is_split:  # training goes on with what each rank has written
+            described |= describe_module(self._module)
+        return described | describe_optimizers(
+            self.optimizers, self._parameters.names, self.lr_scheduler_configs
         )
 
     def _choose_seed(self, trainer: Trainer) -> int:
