@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.cut_check import (
     check_hooks,
     check_weight_writes,
 )
+from lightning_pipeoffload.runtime.draw_check import DrawCheck, check_repeatable, drawn_before
 from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors
@@ -93,7 +94,7 @@ class Pipeline:
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
         self._writes = StepWrites(module, self._chain, self.local_stages)
-        self.probes = StepProbes(module, self._chain, device)
+        self.probes = StepProbes(module, self._chain, device, len(settings.stage_ranks) > 1)
         self._segments: dict[str, set[int]] = {}
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
@@ -194,6 +195,10 @@ class Pipeline:
         if len(self.partition) > 1:
             owners_of = self.tensors.owners_of
             check_weight_writes(probe, self._chain, self.partition, owners_of)
+            check_repeatable(probe, self.partition)
+            self._draw_check.check(probe)
+            last = self.partition[max(self.local_stages)]
+            self._writes.expect_sources(drawn_before(probe, last))
             check_hooks(probe, self._chain)
             check_crossings(probe, self._chain, self.partition)
 
@@ -222,6 +227,7 @@ class Pipeline:
         costs = estimate_costs(self.module, self._chain, probe)
         ranks = self._settings.stage_ranks
         self.partition = cut(self._chain, costs, ranks, self._settings.split)
+        self._draw_check = DrawCheck(self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition

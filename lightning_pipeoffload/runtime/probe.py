@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.flow import Flow
+from lightning_pipeoffload.runtime.random_sources import Place, Source
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
@@ -38,8 +39,10 @@ from lightning_pipeoffload.runtime.shape_only import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
+from lightning_pipeoffload.runtime.source_watch import Draw, SourceWatch
 from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
+from lightning_pipeoffload.runtime.value_log import Entry, ValueLog
 from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
 from lightning_pipeoffload.runtime.written_state import Variable, noting_writes
 
@@ -76,6 +79,11 @@ class Probe:
         aliases: between whose segments the step cannot be cut.
         assigned: what else of the module's, its classes' and their Python modules' it writes.
         briefly_hooked: blocks with a hook that the step takes away again.
+        draws: where the step draws from what the user has made, and changes what classes and
+            Python modules have.
+        made: what it has made to draw from, with its place.
+        lines: of the user's code that draw from sources drawn from in several places.
+        unrepeatable: the first value that a second run did not have; None if it had all.
     """
 
     flow: Flow
@@ -88,10 +96,18 @@ class Probe:
     aliases: list[Alias] = field(default_factory=list)
     assigned: list[Variable] = field(default_factory=list)
     briefly_hooked: set[int] = field(default_factory=set)
+    draws: dict[Source, set[Draw]] = field(default_factory=dict)
+    made: list[tuple[Place, Any]] = field(default_factory=list)
+    lines: dict[Source, list[str]] = field(default_factory=dict)
+    unrepeatable: Entry | None = None
 
 
 def probe_step(
-    module: nn.Module, chain: BlockChain, run: Callable[[], Any], device: torch.device
+    module: nn.Module,
+    chain: BlockChain,
+    run: Callable[[], Any],
+    device: torch.device,
+    log: ValueLog | None = None,
 ) -> Probe:
     """Run the user's step once without values.
 
@@ -100,14 +116,17 @@ def probe_step(
         chain: its blocks.
         run: calls the step on one microbatch.
         device: of that microbatch, on which the module seems to be, wherever it is.
+        log: keeps the values that the step has nevertheless.
 
     Raises:
         ValueError: the step cannot be cut at its blocks; says what it does and where.
     """
-    probing = _ProbePass(chain, device)
+    watch = SourceWatch(module)
+    probing = _ProbePass(chain, device, watch, log)
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
         stack.enter_context(_same_grad_mode())
+        stack.callback(watch.finish)
         written = stack.enter_context(unchanged(module))
         stack.enter_context(uncompiled())
         stack.enter_context(probing.on(module))
@@ -120,10 +139,12 @@ def probe_step(
         except Exception:
             if not probing.num_imagined:
                 raise
-        probing.compare_hooks()
+        probing.finish()
     probing.check_complete()
-    probing.result.written_in_place |= written
-    return probing.result
+    result = probing.result
+    result.written_in_place |= written
+    result.draws = watch.draws
+    return result
 
 
 @contextmanager
@@ -137,11 +158,14 @@ def _same_grad_mode() -> Iterator[None]:
 class _ProbePass:
     """Watches the calls of blocks and the operations in between."""
 
-    def __init__(self, chain: BlockChain, device: torch.device) -> None:
+    def __init__(
+        self, chain: BlockChain, device: torch.device, watch: SourceWatch, log: ValueLog | None
+    ) -> None:
         count = len(chain) + 1
         self.chain = chain
         self._device = device
-        self._trace = ValueTrace(chain)
+        self._watch = watch
+        self._trace = ValueTrace(chain, log)
         flow, aliases = self._trace.flow, self._trace.aliases
         self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
         self._names: dict[int, str] = {}
@@ -209,9 +233,11 @@ class _ProbePass:
         self._check_call(index)
         args, kwargs = self._trace.enter_block(index, arguments)
         self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
+        self._watch.look(Draw(index, is_in_block=False))
         self._is_in_block = True
         output = self.chain.run_block(index, *args, **kwargs)
         self._is_in_block = False
+        self._watch.look(Draw(index, is_in_block=True))
         return self._trace.leave_block(index, arguments, output)
 
     def _check_call(self, index: int) -> None:
@@ -291,7 +317,13 @@ class _ProbePass:
                 f"each entry of {self.chain.name} called once and in order"
             )
 
-    def compare_hooks(self) -> None:
+    def finish(self) -> None:
+        """Look once more when the step is over, before all is set back."""
+        self._compare_hooks()
+        self._watch.look(Draw(self.segment, is_in_block=False))
+        self.result.made = self._watch.made()
+
+    def _compare_hooks(self) -> None:
         """Find the blocks that had more hooks when they were called than they have now."""
         for index, (block, before) in enumerate(
             zip(self.chain.blocks, self._num_hooks, strict=False)

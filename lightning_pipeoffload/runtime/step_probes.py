@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.draw_lines import tracing_lines
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.probe import Probe, probe_step
+from lightning_pipeoffload.runtime.random_sources import Place, Source
+from lightning_pipeoffload.runtime.value_log import Entry, ValueLog, first_difference
 
 _MOST_PROBES = 64
 
@@ -23,15 +27,20 @@ class StepProbes:
         module: the user's.
         chain: its blocks.
         device: of the microbatches.
+        is_cut: whether there are several stages, which have to compute alike.
 
     Attributes:
         known: probes by kind of step, mode of the module and shapes.
     """
 
-    def __init__(self, module: nn.Module, chain: BlockChain, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, chain: BlockChain, device: torch.device, is_cut: bool
+    ) -> None:
         self._module = module
         self._chain = chain
         self._device = device
+        self._is_cut = is_cut
+        self._compared: set[Any] = set()
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
 
@@ -50,13 +59,53 @@ class StepProbes:
         if key in self.known:
             self.known.move_to_end(key)
             return self.known[key]
-        probe = self.known[key] = probe_step(self._module, self._chain, call, self._device)
+        probe = self.known[key] = self._probe(call, is_first=key[:2] not in self._compared)
+        self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
         if self._first_of_training is None and torch.is_grad_enabled():
             self._first_of_training = probe
         learn(probe)
         return probe
+
+    def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
+        log = ValueLog() if is_first and self._is_cut else None
+        probe = self._run(call, log)
+        if not self._is_cut:
+            return probe
+        if probe.made:
+            with _having(probe.made):
+                probe.draws.update(self._run(call).draws)
+        if any(len(draws) > 1 for draws in probe.draws.values()):
+            probe.lines = self._find_lines(call, probe)
+        if log is not None:
+            probe.unrepeatable = self._find_difference(call, log)
+        return probe
+
+    def _find_lines(self, call: Callable[[], Any], probe: Probe) -> dict[Source, list[str]]:
+        lines: dict[Source, list[str]] = {}
+
+        def traced() -> None:
+            with tracing_lines(probe.draws) as found:
+                lines.update(found)  # the lists, which are filled
+                call()
+
+        with _having(probe.made):
+            self._run(traced)
+        return lines
+
+    def _find_difference(self, call: Callable[[], Any], log: ValueLog) -> Entry | None:
+        """Run the step again from the same state; what only the first run makes is a cache."""
+        for _ in range(2):
+            before, log = log, ValueLog()
+            self._run(call, log)
+            found = first_difference(before, log)
+            if found is None:
+                break
+        return found
+
+    def _run(self, call: Callable[[], Any], log: ValueLog | None = None) -> Probe:
+        return probe_step(self._module, self._chain, call, self._device, log)
 
     def forget(self) -> None:
         """Look anew: what blocks hand on may need a gradient now, or none."""
@@ -71,3 +120,19 @@ class StepProbes:
         """
         probe = self._first_of_training
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
+
+
+@contextmanager
+def _having(made: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+    """Let what a step has made, and would make once, be there already."""
+    before = [(place, place.exists(), place.find()) for place, _ in made]
+    for place, value in made:
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, existed, value in before:
+            if existed:
+                place.put(value)
+            else:
+                place.remove()

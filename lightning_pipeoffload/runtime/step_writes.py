@@ -17,6 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
+from lightning_pipeoffload.runtime.random_sources import (
+    Source,
+    forget_readings,
+    make_rewindable,
+    take_snapshot,
+)
+from lightning_pipeoffload.runtime.source_kinds import generator_kind, is_iterator
 from lightning_pipeoffload.runtime.unchanged import Attribute, private_copy
 from lightning_pipeoffload.runtime.written_state import WrittenState
 
@@ -46,10 +53,16 @@ class StepWrites:
         self._own: dict[int, list[_Values]] = {}
         self._in_place: set[Attribute] = set()
         self.state = WrittenState()
+        self._sources: list[Source] = []
+        self._own_states: dict[int, dict[Source, Any]] = {}
 
     def expect(self, attributes: Iterable[Attribute]) -> None:
         """Learn whose values the step changes in place, which are copied for each stage."""
         self._in_place.update(attributes)
+
+    def expect_sources(self, sources: Iterable[Source]) -> None:
+        """Learn what goes on in a step, and so has a state for each stage."""
+        self._sources += [source for source in sources if source not in self._sources]
 
     def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
@@ -60,11 +73,31 @@ class StepWrites:
         if stage == max(self._num_passes):
             yield
         else:
-            with self._exchanged(stage):
+            make_rewindable(self._sources)
+            with self._exchanged(stage), self._drawing(stage):
                 yield
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:
             self._own.clear()
+            self._own_states.clear()
+            forget_readings(self._sources)
+
+    @contextmanager
+    def _drawing(self, stage: int) -> Iterator[None]:
+        """Let sources go on from where this stage has come, and then from where they are now."""
+        before = {source: take_snapshot(source) for source in self._sources}
+        own = self._own_states.get(stage, {})
+        for source, found in before.items():
+            if found is not None and source in own and source.kind.goes_on:
+                source.kind.write(found.found, own[source])
+        try:
+            yield
+        finally:
+            after = ((source, take_snapshot(source)) for source in self._sources)
+            self._own_states[stage] = {source: now.state for source, now in after if now}
+            for found in before.values():
+                if found is not None:
+                    found.restore()
 
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
@@ -103,10 +136,15 @@ class StepWrites:
 def _made_once(before: _Values, after: _Values) -> _Values:
     """Return what a first pass has made for all that follow: a flag that hooks are there, a cache.
 
-    Each stage would make it again, hooks too. A number or tensor that is new may be a count.
+    Each stage would make it again, hooks too. A number or tensor that is new may be a count, and
+    from what is drawn from each stage has to draw.
     """
     made = {name: value for name, value in after.items() if name not in before}
-    return {n: v for n, v in made.items() if isinstance(v, bool) or not isinstance(v, _COUNTS)}
+    return {n: v for n, v in made.items() if isinstance(v, bool) or not _goes_on(v)}
+
+
+def _goes_on(value: Any) -> bool:
+    return isinstance(value, _COUNTS) or is_iterator(value) or generator_kind(value) is not None
 
 
 def _difference(before: _Values, after: _Values) -> _Values:

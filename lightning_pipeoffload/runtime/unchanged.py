@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.source_kinds import generator_kind
+
 _DEPTH = 3
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, dict, set, deque)
-_LIBRARIES = {"builtins", "torch", "lightning", "functools"}
+_LIBRARIES = {"builtins", "torch", "lightning", "lightning_pipeoffload", "functools"}
 
 
 Attribute = tuple[nn.Module, str]
@@ -125,6 +127,8 @@ def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _NOT_COLLECTIONS) or type(value).__module__.split(".")[0] in _LIBRARIES:
+        return None
+    if generator_kind(value) is not None:  # see random_sources
         return None
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None  # a generic alias has its class's

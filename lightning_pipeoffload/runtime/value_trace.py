@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code import deepest_users_line
+from lightning_pipeoffload.runtime.value_log import ValueLog
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,12 @@ class ValueTrace(CallCounter):
 
     Args:
         chain: the blocks.
+        log: keeps the values beside the blocks.
     """
 
-    def __init__(self, chain: BlockChain) -> None:
+    def __init__(self, chain: BlockChain, log: ValueLog | None = None) -> None:
         super().__init__()
+        self._log = log
         self.flow = Flow()
         self.aliases: list[Alias] = []
         self._chain = chain
@@ -78,6 +81,19 @@ class ValueTrace(CallCounter):
         self._made: list[ShapeOnly] = []
         self._crossings: dict[Port | _Birth, Crossing] = {}
         self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, look at its result and note its values."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        if self._log is not None and self._block is None:
+            self._log.note(self.segment, func, (args, kwargs), result)
+        return result
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Give new tensors a port."""
