@@ -22,6 +22,7 @@ from lightning_pipeoffload.runtime.host_memory import HostBudget
 from lightning_pipeoffload.runtime.recompute import check_recompute
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
+    TRANSFERS,
     Costs,
     Schedule,
     ScheduleError,
@@ -227,7 +228,23 @@ class PipelineSettings:
                     f"{num_microbatches} microbatches; it must return a Schedule"
                 )
         accept(given, costs, memory_limit)
+        _refuse_no_schedule(given)
         return given
+
+
+def _refuse_no_schedule(given: Schedule) -> None:
+    """Refuse what is valid, but no schedule to train by."""
+    if given.is_forward_only:
+        raise ScheduleError(
+            f"schedule {given.name} has no backward, and trains nothing; give each stage BW, or B "
+            f"and W, for each microbatch (evaluations leave them out)"
+        )
+    if given.has_transfers:
+        first = next(action for rank in given for action in rank if action.kind in TRANSFERS)
+        raise ScheduleError(
+            f"schedule {given.name} has transfers ({first}), which are put in when it is lowered; "
+            f"give it as it was before lower()"
+        )
 
 
 def refuse_unbuilt(**arguments: Any) -> None:

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.schedule import Schedule, ScheduleError, build
+from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 from lightning_pipeoffload.settings import PipelineSettings, refuse_unbuilt
 
 BAD_ARGUMENTS = {
@@ -145,7 +145,28 @@ def test_a_schedule_may_be_a_file(tmp_path, as_path):
     assert settings.make_schedule(2, 6) == build("zb_h2", 2, 6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 0, 0REDUCE0: nothing runs REDUCE yet; take it out"),
+        ("0F0\n1F0", "schedule mine has no backward, and trains nothing; give each stage BW"),
+        ("0F0 0SEND_F0,0B0\n1F0,1B0", "rank 0, 0F0: another rank needs its result; add 1RECV_F0"),
+    ],
+)
+def test_a_file_whose_actions_cannot_run_is_refused(tmp_path, rows, message):
+    path = tmp_path / "mine.csv"
+    path.write_text(rows)
+    with pytest.raises(ScheduleError, match=message):
+        PipelineSettings(schedule=path).make_schedule(2, 1)
+
+
 IMPOSSIBLE = [
+    (
+        PipelineSettings(schedule=lower(build("1f1b", 2, 4))),
+        2,
+        4,
+        "has transfers .0SEND_F0., which",
+    ),
     (PipelineSettings(schedule="interleaved_1f1b"), 4, 6, r"num_microbatches \(6\) must be a mult"),
     (PipelineSettings(schedule="1f1b", num_chunks=2), 2, 4, r"num_chunks \(2\) must be 1 for 1f1b"),
     (PipelineSettings(schedule=build("1f1b", 2, 6)), 4, 6, "is for 2 ranks and 6 micro.* has 4"),

@@ -6,17 +6,21 @@ LightningModule's batch is one object of any shape, with strings beside.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from numbers import Complex, Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _Leaf = Callable[[Any], Any]
 _PRIME = 1_000_003
+_WHOLE = (Integral, np.bool_)
 
 
 def batch_size(batch: Any) -> int:
@@ -46,16 +50,21 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut ``batch`` into microbatches of ``size`` samples, the last one possibly smaller.
 
-    Tensors, lists of plain values and tuples of strings with an entry for each sample are cut; what
-    has one row for all samples goes to each microbatch.
+    Tensors, arrays, lists of plain values and tuples of strings with an entry for each sample are
+    cut; what has one row for all samples goes to each microbatch.
+
+    Raises:
+        ValueError: there is no telling whether a list of numbers has one for each sample.
     """
     total = batch_size(batch)
+    if size < total:
+        _refuse_lists_of_numbers(batch, total)
 
     def cut(start: int) -> Any:
         def leaf(value: Any) -> Any:
             if _is_column(value):
                 return value[start : start + size] if len(value) == total else value
-            if isinstance(value, Tensor) and value.dim() and len(value) == total:
+            if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == total:
                 return value[start : start + size]
             return value
 
@@ -90,13 +99,17 @@ def weigh_parts(weigh: Callable[[Any], Any], parts: Sequence[Any]) -> list[float
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """Put the steps' results of one batch together.
 
-    Numbers and tensors without dimensions become their weighted mean, other tensors and lists are
-    joined along dimension 0; None stays None.
+    Numbers and tensors without dimensions become their weighted mean, whole numbers only where they
+    differ; other tensors, arrays and lists are joined along dimension 0; None stays None.
     """
     first = outputs[0]
-    if isinstance(first, Tensor) and first.dim():
+    if isinstance(first, Tensor) and first.ndim:
         return torch.cat(list(outputs))
-    if isinstance(first, (Tensor, float)):
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(outputs)
+    if isinstance(first, _WHOLE) and all(output == first for output in outputs):
+        return first
+    if isinstance(first, Tensor | np.ndarray | np.bool_ | Complex):  # numpy's numbers are, too
         return sum(w * output for w, output in zip(weights, outputs, strict=True))
     if _is_column(first):
         return type(first)(entry for output in outputs for entry in output)
@@ -153,6 +166,26 @@ def _refuse_layout(tensor: Tensor) -> None:
         )
 
 
+def _refuse_lists_of_numbers(batch: Any, total: int) -> None:
+    for name, value in _named_lists(batch, "batch"):
+        if len(value) == total and all(isinstance(entry, Complex) for entry in value):
+            raise ValueError(
+                f"{name} is a list of {total} numbers, and the batch has as many samples: there is "
+                f"no telling whether it has one for each; let collate_fn make it a tensor if so, "
+                f"and a tuple if not"
+            )
+
+
+def _named_lists(tree: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
+    if isinstance(tree, list) and _is_column(tree):
+        yield name, tree
+        return
+    parts = _parts(tree) or []
+    keys = list(tree) if isinstance(tree, Mapping) else _field_names(tree) or range(len(parts))
+    for key, part in zip(keys, parts, strict=True):
+        yield from _named_lists(part, f"{name}[{key!r}]")
+
+
 def _sizes(batch: Any) -> list[int]:
     return [len(leaf) for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
@@ -194,18 +227,32 @@ def _parts(tree: Any) -> list[Any] | None:
         return list(tree.values())
     if isinstance(tree, (list, tuple)):
         return list(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
-    return None
+    names = _field_names(tree)
+    return [getattr(tree, name) for name in names] if names else None
+
+
+def _field_names(tree: Any) -> list[str]:
+    """Name the fields of an object of a dataclass, or of a class by attrs; none of any other."""
+    if isinstance(tree, type):
+        return []
+    if dataclasses.is_dataclass(tree):
+        return [field.name for field in dataclasses.fields(tree)]
+    return [field.name for field in getattr(type(tree), "__attrs_attrs__", ())]
 
 
 def _rebuild(tree: Any, parts: list[Any]) -> Any:
-    """Make a container like ``tree`` of other parts."""
-    if isinstance(tree, Mapping):
-        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    """Make a container like ``tree`` of other parts, whatever its constructor takes."""
     if isinstance(tree, tuple):
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    made = copy.copy(tree)
     if isinstance(tree, list):
-        return parts
-    names = [field.name for field in dataclasses.fields(tree)]
-    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))
+        made[:] = parts
+    elif isinstance(tree, MutableMapping):
+        for key, part in zip(tree, parts, strict=True):
+            made[key] = part
+    else:
+        for name, part in zip(_field_names(tree), parts, strict=True):
+            object.__setattr__(made, name, part)  # it may be frozen
+    return made

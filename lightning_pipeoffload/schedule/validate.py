@@ -49,10 +49,10 @@ COPY_RULES = {
 def validate(schedule: Schedule) -> None:
     """Check a schedule of compute actions, or a lowered plan.
 
-    Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
-    every stage does only F. What is offloaded is freed and reloaded, in this order, before what
-    needs it. What is sent is received, in the same order on every directed edge. The ranks never
-    wait for each other in a circle.
+    Every action has a kind that runs. Every stage is on one rank. Every stage does F, then BW or B
+    and W, once for each microbatch; or every stage does only F. What is offloaded is freed and
+    reloaded, in this order, before what needs it. What is sent is received, in the same order on
+    every directed edge. The ranks never wait for each other in a circle.
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
@@ -60,6 +60,7 @@ def validate(schedule: Schedule) -> None:
     """
     _check_not_empty(schedule)
     _check_placement(schedule)
+    _check_kinds(schedule)
     _check_compute(schedule)
     if schedule.has_copies:
         _check_copies(schedule)
@@ -103,6 +104,13 @@ def _check_placement(schedule: Schedule) -> None:
             raise _broken(schedule, place, rule)
     if missing := sorted(set(range(schedule.num_stages)) - owner.keys()):
         raise ScheduleError(f"no rank has stages {missing}; number the stages from 0 without gaps")
+
+
+def _check_kinds(schedule: Schedule) -> None:
+    for place in _places(schedule):
+        if place.action.kind not in COMPUTE | COPIES | TRANSFERS:
+            rule = f"nothing runs {place.action.kind.value} yet; take it out"
+            raise _broken(schedule, place, rule)
 
 
 def _check_compute(schedule: Schedule) -> None:

@@ -1,9 +1,14 @@
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, TypedDict
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
@@ -22,6 +27,49 @@ class Sample:
     names: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    names: list[str]
+
+
+@dataclass
+class Derived:
+    """Counts what it is made of, which a microbatch made of its parts would count anew."""
+
+    x: Tensor
+    names: list[str]
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.doubled = 2 * self.x
+
+
+@attrs.frozen
+class ByAttrs:
+    x: Tensor
+    names: list[str]
+
+
+class Typed(TypedDict):
+    x: Tensor
+    names: list[str]
+
+
+class Named(NamedTuple):
+    x: Tensor
+    names: list[str]
+
+
+class OwnConstructor(dict):
+    def __init__(self, x, names):
+        super().__init__(x=x, names=names)
+
+
+class OwnList(list):
+    pass
+
+
 X = torch.arange(5.0)
 NAMES = list("abcde")
 CONTAINERS = {
@@ -31,6 +79,18 @@ CONTAINERS = {
     "dict": lambda x, names: {"x": x, "names": names},
     "ordered dict": lambda x, names: OrderedDict(x=x, names=names),
     "dataclass": Sample,
+    "frozen dataclass": Frozen,
+    "dataclass with a derived field": Derived,
+    "attrs": ByAttrs,
+    "typed dict": lambda x, names: Typed(x=x, names=names),
+    "typed named tuple": Named,
+    "default dict": lambda x, names: defaultdict(list, x=x, names=names),
+    "user dict": lambda x, names: UserDict(x=x, names=names),
+    "read-only dict": lambda x, names: MappingProxyType({"x": x, "names": names}),
+    "batch encoding": lambda x, names: BatchEncoding({"x": x, "names": names}),
+    "dict with a constructor of its own": OwnConstructor,
+    "list of its own class": lambda x, names: OwnList([x, names]),
+    "array": lambda x, names: (x, x.numpy()),
     "nested": lambda x, names: {"a": [x, (names, None)], "b": "text"},
 }
 
@@ -65,6 +125,36 @@ def test_what_all_samples_share_goes_to_each():
         assert all(same(part[name], value) for name, value in shared.items())
 
 
+def test_a_default_stays_one():
+    part = split_batch(defaultdict(list, x=X), 2)[0]
+    assert part["others"] == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        ({"x": X, "weights": [0.1, 0.2, 0.3, 0.4, 0.5]}, "batch['weights']"),
+        ((X, {"lengths": [1, 2, 3, 4, 5]}), "batch[1]['lengths']"),
+        (Sample(X, [True] * 5), "batch['names']"),
+        ([X, [np.float32(1)] * 5], "batch[1]"),
+    ],
+)
+def test_a_list_of_numbers_as_long_as_the_batch_is_refused(batch, name):
+    with pytest.raises(ValueError, match="list of 5 numbers") as raised:
+        split_batch(batch, 2)
+    assert str(raised.value) == (
+        f"{name} is a list of 5 numbers, and the batch has as many samples: there is no telling "
+        f"whether it has one for each; let collate_fn make it a tensor if so, and a tuple if not"
+    )
+    assert same(split_batch(batch, 5), [batch])
+
+
+def test_numbers_that_are_not_for_samples_go_to_each():
+    shared = {"five": (1.0, 2.0, 3.0, 4.0, 5.0), "four": [1.0, 2.0, 3.0, 4.0], "one": 1.0}
+    for part in split_batch({"x": X, **shared}, 2):
+        assert all(part[name] == value for name, value in shared.items())
+
+
 def test_parts_are_views():
     assert split_batch(X, 2)[1].data_ptr() == X[2:].data_ptr()
 
@@ -93,6 +183,14 @@ def test_tensors_of_different_lengths_are_refused():
 OUTPUTS = [
     (torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.5)),
     (1.0, 3.0, 2.5),
+    (1, 3, 2.5),
+    (3, 3, 3),
+    (True, True, True),
+    (True, False, 0.25),
+    (np.float32(1), np.float32(3), np.float32(2.5)),
+    (np.int64(1), np.int64(3), np.float64(2.5)),
+    (np.array([1.0]), np.array([2.0, 3.0]), np.array([1.0, 2.0, 3.0])),
+    (defaultdict(list, n=1), defaultdict(list, n=3), defaultdict(list, n=2.5)),
     (torch.tensor([1.0]), torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0, 3.0])),
     (["a"], ["b", "c"], ["a", "b", "c"]),
     (("a",), ("b", "c"), ("a", "b", "c")),

@@ -18,6 +18,10 @@ ERRORS = {
     "no W": ("0F0 0B0", "rank 0, 0B0: stage 0 has F B for microbatch 0"),
     "no backward on one rank": ("0F0\n1F0 1BW0", "rank 0, 0F0: stage 0 has F for microbatch 0"),
     "no action at all": ("0F0 0F1\n1F0", "rank 1: stage 1 has nothing for microbatch 1"),
+    "a kind that nothing runs": (
+        "0F0 0BW0 0REDUCE0\n1F0 1BW0 1REDUCE0",
+        "rank 0, 0REDUCE0: nothing runs REDUCE yet; take it out",
+    ),
     "a deadlock": (
         "0F0 0BW0 0F1 0BW1\n1F0 1F1 1BW0 1BW1",
         "deadlock: rank 0 is at 0BW0 and waits for 1B0; rank 1 is at 1F1 and waits for 0F1",
