@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
+from lightning_pipeoffload.runtime.batch_writes import copy_part
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
@@ -76,7 +77,8 @@ class InProcessPipeline:
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
             step = partial(self._step, pipeline.module)
-            microbatches = pipeline.make_microbatches(batch, size, step, "train", seed)
+            own = batch if pipeline is self.ranks[0] else copy_part(batch)
+            microbatches = pipeline.make_microbatches(own, size, step, "train", seed)
             for microbatch in microbatches:
                 microbatch.weight = batch_size(microbatch.part) / batch_size(batch)
             executor.stages = pipeline.stages

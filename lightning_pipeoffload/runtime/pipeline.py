@@ -11,12 +11,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime import weight_grad_kernels
+from lightning_pipeoffload.runtime.batch_writes import CallOnCopies, without_shared
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remove_replay
@@ -139,9 +141,13 @@ class Pipeline:
         """
         self._notice_frozen()
         microbatches = []
-        for index, part in enumerate(split_batch(batch, size)):
-            call = _bind(run, part)
-            probe = self.probes.find(kind, part, call, self._take_in)
+        parts = split_batch(batch, size)
+        for index, part in enumerate(parts):
+            probe = self.probes.find(kind, part, run, self._take_in)
+            call: Callable[[], Any] = partial(run, part)
+            if probe.changes_batch:
+                own = without_shared(part, batch) if part is not parts[-1] else part
+                call = CallOnCopies(run, own, len(self.stages))
             microbatches.append(
                 Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
             )
@@ -257,7 +263,3 @@ class Pipeline:
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
         return [self._chain.block_name(index) for index in self.partition[stage].blocks]
-
-
-def _bind(run: Callable[[Any], Any], part: Any) -> Callable[[], Any]:
-    return lambda: run(part)

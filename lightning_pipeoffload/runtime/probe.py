@@ -83,6 +83,7 @@ class Probe:
             Python modules have.
         made: what it has made to draw from, with its place.
         lines: of the user's code that draw from sources drawn from in several places.
+        changes_batch: the step changes its microbatch in place.
         unrepeatable: the first value that a second run did not have; None if it had all.
     """
 
@@ -99,6 +100,7 @@ class Probe:
     draws: dict[Source, set[Draw]] = field(default_factory=dict)
     made: list[tuple[Place, Any]] = field(default_factory=list)
     lines: dict[Source, list[str]] = field(default_factory=dict)
+    changes_batch: bool = False
     unrepeatable: Entry | None = None
 
 

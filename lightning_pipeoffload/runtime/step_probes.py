@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.batch_writes import Trial
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.draw_lines import tracing_lines
 from lightning_pipeoffload.runtime.microbatch import shape_signature
@@ -45,21 +46,23 @@ class StepProbes:
         self._first_of_training: Probe | None = None
 
     def find(
-        self, kind: str, part: Any, call: Callable[[], Any], learn: Callable[[Probe], None]
+        self, kind: str, part: Any, run: Callable[[Any], Any], learn: Callable[[Probe], None]
     ) -> Probe:
         """Return what a step does with a microbatch.
 
         Args:
             kind: of the step.
             part: the microbatch.
-            call: calls the step on it.
+            run: calls the step on one.
             learn: is told of a probe that is new.
         """
         key = kind, self._module.training, shape_signature(part)
         if key in self.known:
             self.known.move_to_end(key)
             return self.known[key]
-        probe = self.known[key] = self._probe(call, is_first=key[:2] not in self._compared)
+        trial = Trial(run, part)
+        probe = self.known[key] = self._probe(trial, is_first=key[:2] not in self._compared)
+        probe.changes_batch = trial.has_changed
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
