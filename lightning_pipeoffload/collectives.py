@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,28 @@ def global_ranks_of(schedule: Schedule) -> list[int]:
     if last == 0:
         return list(range(schedule.num_ranks))
     return [(last - rank) % schedule.num_ranks for rank in range(schedule.num_ranks)]
+
+
+class _Shared(NamedTuple):
+    """A parameter of this rank that others have too.
+
+    Attributes:
+        parameter: this rank's.
+        group: of the ranks that have it.
+        is_first: whether this rank is the first of them.
+        always_trains: tells whether each step gives one of them a gradient.
+    """
+
+    parameter: Tensor
+    group: Any
+    is_first: bool
+    always_trains: Callable[[], bool]
+
+    def sum(self) -> None:
+        """Sum the gradients of all of them."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(self.parameter.grad, group=self.group)
 
 
 class PipelineGroup:
@@ -61,7 +84,7 @@ class PipelineGroup:
         self.transport = ProcessGroupTransport(
             self.global_ranks, self.rank, self._edges(), device, timeout
         )
-        self._shared: list[tuple[Tensor, Any, bool]] = []
+        self._shared: list[_Shared] = []
         self._comparing: tuple[Any, Tensor] | None = None
 
     @property
@@ -153,31 +176,39 @@ class PipelineGroup:
             for ranks in pipeline.tensors.ranks_sharing()
         }
         self._shared = []
-        for _, parameter, ranks in pipeline.tensors.shared_parameters():
+        for name, parameter, ranks in pipeline.tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
             dist.broadcast(parameter.data, source, group=groups[ranks])
-            self._shared.append((parameter, groups[ranks], self.rank == ranks[0]))
+            names = frozenset(pipeline.tensors.aliases(name))
+            trains = partial(pipeline.probes.always_train, names)
+            self._shared.append(_Shared(parameter, groups[ranks], self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
             dist.broadcast(buffer, self.root)
 
     def sum_shared_gradients(self) -> None:
-        """Give all owners of a parameter the sum of their gradients."""
+        """Give all owners of a parameter the sum of their gradients; none where nobody has one."""
         with blaming_peers("lost a rank while summing tied weights' gradients"):
-            trained = (entry for entry in self._shared if entry[0].requires_grad)
-            for parameter, group, _ in trained:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+            for shared in self._shared:
+                if shared.parameter.requires_grad and self._has_gradient(shared):
+                    shared.sum()
+
+    def _has_gradient(self, shared: _Shared) -> bool:
+        """Whether a gradient of it is on any rank; asks only where that is not known."""
+        if shared.always_trains():
+            return True
+        found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, shared.group)
+        return bool(found)
 
     def part_shared_gradients(self) -> None:
         """Leave each sum to one of its owners, so that what follows is counted once."""
-        for parameter, _, is_first in self._shared:
-            if not is_first:
-                parameter.grad = None
+        for shared in self._shared:
+            if not shared.is_first:
+                shared.parameter.grad = None
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank is the one that counts a parameter in what is summed over ranks."""
-        return all(first for shared, _, first in self._shared if shared is parameter)
+        return all(shared.is_first for shared in self._shared if shared.parameter is parameter)
 
     def largest(self, number: Tensor) -> Tensor:
         """Return the largest of a number over all ranks."""

@@ -61,6 +61,8 @@ USED = {
     "_ops": torch,
     "_make_wrapper_subclass": torch.Tensor,
     "_version": torch.ones(1),
+    "_get_sequence_nr": torch._C._autograd,
+    "_sequence_nr": (torch.ones(1, requires_grad=True) * 2).grad_fn,
     "_neg_view": torch.ones(1),
     "_cdata": torch.ones(1).untyped_storage(),
     "_backward_hooks": torch.ones(1),

@@ -95,11 +95,12 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
@@ -111,6 +112,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, keeper: Any, call: DeferredCall) -> Tensor:
+        ctx.set_materialize_grads(False)
         if keeper is None:
             ctx.save_for_backward(x)
         ctx.keeper = keeper
@@ -120,7 +122,9 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:  # as where a function of the user's returns no gradient
+            return None, None, None, None
         call: DeferredCall = ctx.call
         call.check_unchanged()
         x, fetch = _read_input(ctx.keeper or ctx)

@@ -197,7 +197,7 @@ class Executor:
             self.transport.post(action, self._plan.rank_of(action.stage - 1), specs)
         else:
             sent = self.stages[action.stage].payload_out(microbatch)
-            specs = [spec for spec in sent if spec.requires_grad]
+            specs = [spec for spec in sent if spec.gets_gradient]
             self.transport.post(action, self._plan.rank_of(action.stage + 1), specs)
 
     def _forward(self, action: Action) -> None:

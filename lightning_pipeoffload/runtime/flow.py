@@ -39,6 +39,7 @@ class Crossing:
         origins: what it is computed from, by name.
         line: of the user's code that needs it; "" if none is found.
         digest: of the calls in the segment up to the one that makes it.
+        led_back: segments between which the loss leads back to it; None: all that there are.
     """
 
     port: Port | None
@@ -50,6 +51,7 @@ class Crossing:
     origins: frozenset[str]
     line: str
     digest: int = 0
+    led_back: list[tuple[int, int]] | None = None
 
     def crosses(self, block: int) -> bool:
         """Whether it goes over the cut before ``block``."""
@@ -58,7 +60,10 @@ class Crossing:
     def spec_before(self, block: int) -> TensorSpec:
         """Describe it as it goes over the cut before ``block``."""
         trains = self.trains_from is not None and self.trains_from < block
-        return TensorSpec(self.shape, self.dtype, trains)
+        return TensorSpec(self.shape, self.dtype, trains, trains and self._is_led_back_over(block))
+
+    def _is_led_back_over(self, block: int) -> bool:
+        return self.led_back is None or any(made < block <= used for made, used in self.led_back)
 
 
 @dataclass

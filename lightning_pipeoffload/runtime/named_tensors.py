@@ -87,17 +87,18 @@ class NamedTensors:
     def canonical_parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters by their first name in the whole module."""
         parameters = {
-            min(self._aliases(name), key=self._order.__getitem__): tensor
+            min(self.aliases(name), key=self._order.__getitem__): tensor
             for name, tensor in self.ownership.local_tensors().items()
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
     def owners_of(self, name: str) -> frozenset[int]:
         """Return the stages that own a parameter or buffer, under whatever name."""
-        return frozenset().union(*(self.ownership.owners[alias] for alias in self._aliases(name)))
+        return frozenset().union(*(self.ownership.owners[alias] for alias in self.aliases(name)))
+
+    def aliases(self, name: str) -> list[str]:
+        """List all names of a tensor."""
+        return [other for other, i in self.identity.items() if i == self.identity[name]]
 
     def _ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({self._stage_ranks[stage] for stage in self.owners_of(name)}))
-
-    def _aliases(self, name: str) -> list[str]:
-        return [other for other, i in self.identity.items() if i == self.identity[name]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,16 +17,24 @@ _CONSTANT = (type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it exists."""
+    """What is known of a tensor before it exists.
+
+    Attributes:
+        shape: of it.
+        dtype: of it.
+        requires_grad: whether autograd follows it.
+        gets_gradient: whether the loss leads back to it, too.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    gets_gradient: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """Describe ``tensor``."""
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.requires_grad)
 
     def has_shape_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is as described, but for its gradient."""
@@ -66,6 +74,15 @@ class BlockOutput:
         with torch.inference_mode(False):
             return [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.payload]
 
+    def with_gradients(self, arrives: Sequence[bool]) -> BlockOutput:
+        """Return the same, with whether a gradient of each tensor comes back."""
+        flags = iter(arrives)
+        leaves = tuple(
+            replace(leaf, gets_gradient=next(flags)) if isinstance(leaf, TensorSpec) else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, leaves=leaves)
+
     def fill(self, tensors: Iterator[Tensor]) -> Any:
         """Build the output from one tensor for each spec."""
         if self.treespec.is_leaf():
@@ -83,7 +100,6 @@ class Received:
     """What came from the previous stage, and the gradients that go back."""
 
     specs: list[TensorSpec]
-    device: torch.device | None = None
     gradients: tuple[Tensor | None, ...] = ()
 
 
@@ -113,16 +129,29 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
     """Make what was received the start of this stage's graph; its gradients go to ``received``."""
-    received.device = tensors[0].device if tensors else None
     anchor = torch.empty(0, requires_grad=True)
     return _Enter.apply(anchor, tensors, received)
 
 
-def gradients_to_send(received: Received) -> list[Tensor]:
-    """Return a gradient for each tensor that requires one, zero where nothing used it."""
+def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
+    """Return the gradients of what was received, of those tensors of which one is expected.
+
+    Args:
+        received: from the previous stage.
+        sender: its last block.
+
+    Raises:
+        RuntimeError: others have one than the step's first run has shown.
+    """
     gradients = received.gradients or (None,) * len(received.specs)
-    return [
-        torch.zeros(spec.shape, dtype=spec.dtype, device=received.device) if grad is None else grad
-        for spec, grad in zip(received.specs, gradients, strict=True)
-        if spec.requires_grad
-    ]
+    arrived = [gradient is not None for gradient in gradients]
+    if arrived != [spec.gets_gradient for spec in received.specs]:
+        raise RuntimeError(
+            f"the loss does not lead back to the same values behind {sender} as it did when the "
+            f"step was first run on a batch of these shapes, which is all that the stages before "
+            f"know: a detach(), or the use of a value, depends on chance, on the batch's values or "
+            f"on the step's number, or the backward of a custom function returns None; multiply by "
+            f"0 what is left out, detach() for what never gets a gradient, and freeze blocks by "
+            f"requires_grad_(False)"
+        )
+    return [gradient for gradient in gradients if gradient is not None]

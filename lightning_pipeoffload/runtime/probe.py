@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -85,6 +85,7 @@ class Probe:
         lines: of the user's code that draw from sources drawn from in several places.
         changes_batch: the step changes its microbatch in place.
         unrepeatable: the first value that a second run did not have; None if it had all.
+        trained: names of the parameters that the loss leads back to; None: it is not known.
     """
 
     flow: Flow
@@ -102,6 +103,7 @@ class Probe:
     lines: dict[Source, list[str]] = field(default_factory=dict)
     changes_batch: bool = False
     unrepeatable: Entry | None = None
+    trained: set[str] | None = None
 
 
 def probe_step(
@@ -134,7 +136,7 @@ def probe_step(
         stack.enter_context(probing.on(module))
         probing.result.assigned = stack.enter_context(noting_writes(module))
         try:
-            run()
+            probing.lead_back(run())
         except ValueNeededError as error:
             if probing.segment < len(chain):
                 raise ValueError(_explain(error, chain, probing.segment)) from None
@@ -311,6 +313,13 @@ class _ProbePass:
         is_behind = self.segment == len(self.chain) and self.num_imagined < _MOST_IMAGINED
         self.num_imagined += is_behind
         return is_behind
+
+    def lead_back(self, result: Any) -> None:
+        """Find what gets a gradient from what the step returned."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if self._training and isinstance(loss, Tensor) and self.segment == len(self.chain):
+            leaves = self._trace.lead_back(loss)
+            self.result.trained = {self._names[id(x)] for x in leaves if id(x) in self._names}
 
     def check_complete(self) -> None:
         if self.segment < len(self.chain):

@@ -78,6 +78,11 @@ class StageRunner:
         """Return the parameters and buffers of the rank."""
         return self._context.ownership.local_tensors().values()
 
+    @property
+    def _sender(self) -> str:
+        start = self._context.stage.blocks.start
+        return "" if self.is_first else self._context.chain.block_name(start - 1)
+
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What the previous stage sends."""
         start = self._context.stage.blocks.start
@@ -125,9 +130,11 @@ class StageRunner:
                 return output
             alive.loss = _loss_of(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
-        self._check_payload(output, self.payload_out(microbatch))
+        specs = self.payload_out(microbatch)
+        self._check_payload(output, specs)
+        pairs = zip(output, specs, strict=True)
         # The edge, not the tensor: the output's memory may go as soon as it is sent.
-        alive.sent = [get_gradient_edge(leaf) for leaf in output if leaf.requires_grad]
+        alive.sent = [get_gradient_edge(leaf) for leaf, spec in pairs if spec.gets_gradient]
         return [leaf.detach() for leaf in output]
 
     def backward(
@@ -137,12 +144,11 @@ class StageRunner:
 
         Args:
             microbatch: what to run.
-            gradients: of the tensors sent on that require one, in their order; none on the last
-            stage.
+            gradients: of the tensors sent on that get one, in their order; none on the last stage.
             fused: compute the weight gradients too.
 
         Returns:
-            The gradients of the tensors received that require one, in their order.
+            The gradients of the tensors received that get one, in their order.
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
@@ -159,7 +165,7 @@ class StageRunner:
         self.memory.measure_backward(alive.queue, alive.store)
         if fused:
             self.weight(microbatch)
-        return gradients_to_send(received)
+        return gradients_to_send(received, self._sender)
 
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ class StepProbes:
 
     Attributes:
         known: probes by kind of step, mode of the module and shapes.
+        always_trained: names of the parameters that get a gradient in each training step that was
+            looked at.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class StepProbes:
         self._compared: set[Any] = set()
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
+        self.always_trained: set[str] = set()
 
     def find(
         self, kind: str, part: Any, run: Callable[[Any], Any], learn: Callable[[Probe], None]
@@ -66,10 +69,22 @@ class StepProbes:
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
-        if self._first_of_training is None and torch.is_grad_enabled():
-            self._first_of_training = probe
+        if torch.is_grad_enabled():
+            self._note_training(probe)
         learn(probe)
         return probe
+
+    def _note_training(self, probe: Probe) -> None:
+        trained = probe.trained or set()
+        if self._first_of_training is None:
+            self._first_of_training = probe
+            self.always_trained = set(trained)
+        else:
+            self.always_trained &= trained
+
+    def always_train(self, names: Set[str]) -> bool:
+        """Whether every training step gives a parameter of these names a gradient."""
+        return not self.always_trained.isdisjoint(names)
 
     def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
         log = ValueLog() if is_first and self._is_cut else None

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map  # private: see shape_only
 
+from lightning_pipeoffload.runtime.backward_reach import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import CallCounter
 from lightning_pipeoffload.runtime.flow import Crossing, Flow, Port
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shape_only import (
     ShapeOnly,
@@ -80,6 +82,9 @@ class ValueTrace(CallCounter):
         self._block: int | None = None
         self._made: list[ShapeOnly] = []
         self._crossings: dict[Port | _Birth, Crossing] = {}
+        self._reach = BackwardReach()
+        self._edges: defaultdict[Port | _Birth, set[Edge]] = defaultdict(set)
+        self._handed_on: list[list[Edge | None]] = []
         self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
 
     def __torch_function__(
@@ -161,9 +166,31 @@ class ValueTrace(CallCounter):
             self._block = None
             output = tree_map(alias, output)
             self.start(index + 1)
+            self._reach.start_segment()
             self._note_training(output)
             self.flow.outputs.append(BlockOutput.of(output))
+            self._handed_on.append([edge_of(leaf) for leaf in tensors_in(output)])
         return output
+
+    def lead_back(self, loss: Tensor) -> list[Tensor]:
+        """Find what the loss leads back to; return the weights among it.
+
+        Args:
+            loss: that the step has returned.
+        """
+        self._use_result(loss)
+        if loss.grad_fn is not None:
+            self._reach.walk(loss)
+        for key, crossing in self._crossings.items():
+            crossing.led_back = self._reach.spans(self._edges[key])
+        for index, edges in enumerate(self._handed_on):
+            arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
+            self.flow.outputs[index] = self.flow.outputs[index].with_gradients(arrives)
+        return self._reach.leaves
+
+    def _use_result(self, loss: Tensor) -> None:
+        for leaf in _shape_only_with_birth(loss):
+            self._use(leaf)
 
     def _name(self, leaf: ShapeOnly, port: Port) -> None:
         if not hasattr(leaf, "birth"):
@@ -192,6 +219,9 @@ class ValueTrace(CallCounter):
                 birth.digest,
             )  # fmt: skip
             self.flow.crossings.append(crossing)
+        edge = edge_of(tensor)
+        if edge is not None:
+            self._edges[birth.port or birth].add(edge)
         crossing.used_in = self.segment
         crossing.trains_from = birth.trains_from
 

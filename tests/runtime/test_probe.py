@@ -80,7 +80,7 @@ def test_which_segments_use_which_weights():
 
 def test_what_blocks_hand_on():
     found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
-    expected = TensorSpec(torch.Size((2, 4)), torch.float32, True)
+    expected = TensorSpec(torch.Size((2, 4)), torch.float32, True, True)
     assert [output.payload for output in found.flow.outputs] == [[expected], [expected]]
 
 
