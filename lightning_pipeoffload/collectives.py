@@ -169,6 +169,24 @@ class PipelineGroup:
 
         return compare
 
+    def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
+        """Return, on this rank's device, a tensor that a rank of the pipeline has.
+
+        Args:
+            tensor: that rank's, or what has its shape.
+            rank: of the pipeline; None: the root.
+        """
+        if self.num_ranks == 1:
+            return tensor.to(self.device)
+        source = self.root if rank is None else self.global_ranks[rank]
+        is_source = source == self._global_rank
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if is_source:
+            found.copy_(tensor.detach())
+        with blaming_peers("lost a rank while weights were lent"):
+            dist.broadcast(found, source)
+        return tensor if is_source and tensor.device == self.device else found
+
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
         groups = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,14 +26,20 @@ from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
     checksum,
     merge_outputs,
+    shape_signature,
     weigh_parts,
 )
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.randomness import seed_all
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings
 from lightning_pipeoffload.training_plan import TrainingPlan
+
+log = logging.getLogger(__name__)
+
+_WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class PipelineRun:
         pipeline: this rank's part of the module.
         executor: runs its actions.
         measurements: of what they cost.
+        is_whole: a step is running on every rank, which cannot be cut.
     """
 
     def __init__(
@@ -106,6 +114,8 @@ class PipelineRun:
         self._group = group
         self._settings = settings
         self._size: int | None = None
+        self._runs_whole: dict[Any, bool] = {}
+        self.is_whole = False
 
     @property
     def plan(self) -> Schedule:
@@ -115,6 +125,8 @@ class PipelineRun:
     @property
     def is_on_last_stage(self) -> bool:
         """Whether the last stage is running right now."""
+        if self.is_whole:
+            return self._group.is_root
         action = self.executor.current
         return action is not None and action.stage == self._training.schedule.num_stages - 1
 
@@ -186,9 +198,46 @@ class PipelineRun:
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
-        microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+        microbatches = self._cut_evaluation(inputs)
+        if microbatches is None:
+            return self._evaluate_whole(inputs)
         plan = self._training.of_evaluation(len(microbatches))
         return self._run(inputs, microbatches, 1, lambda: self.executor.run(plan, microbatches))
+
+    def _cut_evaluation(self, inputs: StepInputs) -> list[Microbatch] | None:
+        """Cut a batch; None: the step cannot be cut, or that is still to be seen."""
+        key = inputs.kind, shape_signature(inputs.batch)
+        if self._runs_whole.get(key):
+            return None
+        microbatches, obstacle = None, ""
+        try:
+            microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+        except ValueError as error:
+            obstacle = str(error)
+        if key not in self._runs_whole:
+            is_certain = microbatches is not None and all(m.flow.is_certain for m in microbatches)
+            self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
+            if obstacle and self._group.is_root:
+                log.info(_WHOLE, inputs.kind, obstacle)
+        return None if self._runs_whole[key] else microbatches
+
+    def _evaluate_whole(self, inputs: StepInputs) -> StepOutput:
+        """Run a step on every rank alike; global rank 0's results count."""
+        finish_comparing = self._group.start_comparing(
+            checksum(inputs.batch), self.pipeline.trained_digest
+        )
+        seed_all(inputs.seed)
+        lending = self.pipeline.lending(self._group.send_to_all, inputs.seed)
+        self.is_whole = True
+        try:
+            with lending.running():
+                value = inputs.call(inputs.batch)
+        finally:
+            self.is_whole = False
+        finish_comparing(f"batch in {inputs.kind}")
+        key = inputs.kind, shape_signature(inputs.batch)
+        self._runs_whole[key] = not lending.could_be_cut
+        return StepOutput(value if self._group.is_root else None, [_size_of(inputs.batch)])
 
     def _run(
         self,
@@ -263,3 +312,11 @@ class PipelineRun:
         """Leave the module, after an error in the middle of a step too."""
         self._training.abandon()
         self.pipeline.detach()
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples; 1 of what has no dimension of them."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1

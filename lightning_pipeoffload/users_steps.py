@@ -46,7 +46,7 @@ class UsersSteps:
         step = getattr(self._module, kind)
 
         def call(part: Any) -> Any:
-            is_probe = self._run.executor.current is None
+            is_probe = self._run.executor.current is None and not self._run.is_whole
             capturing = self._capture.capturing(self._run.is_on_last_stage, is_probe)
             with capturing, nullcontext() if is_probe else self.watching():
                 return step(part, *rest, **kwargs)

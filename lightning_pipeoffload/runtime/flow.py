@@ -74,12 +74,15 @@ class Flow:
         outputs: of each block.
         crossings: what goes beside them.
         opened: blocks that set values free inside, by a hook or an attribute, that are used behind
-            them; such a block has to run shape-only where another stage has it.
+        them; such a block has to run shape-only where another stage has it.
+        is_certain: no value had to be made up behind the blocks, which might decide to call them
+            again.
     """
 
     outputs: list[BlockOutput] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
     opened: set[int] = field(default_factory=set)
+    is_certain: bool = True
 
     def __post_init__(self) -> None:
         self._over: dict[int, list[Crossing]] = {}

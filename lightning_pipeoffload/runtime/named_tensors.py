@@ -82,7 +82,7 @@ class NamedTensors:
         None for what is no parameter or buffer: what ``get_extra_state`` or a hook has added.
         """
         slot = self._slot_of.get(key)
-        return None if slot is None else self._stage_ranks[max(self.ownership.owners[slot])]
+        return None if slot is None else self.owner_of_slot(slot)
 
     def canonical_parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters by their first name in the whole module."""
@@ -91,6 +91,14 @@ class NamedTensors:
             for name, tensor in self.ownership.local_tensors().items()
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
+
+    def owner_of_slot(self, name: str) -> int:
+        """Return the rank whose value of a parameter or buffer counts."""
+        return self._stage_ranks[max(self.ownership.owners[name])]
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether every stage has a parameter or buffer."""
+        return len(self.ownership.owners[name]) == len(self._stage_ranks)
 
     def owners_of(self, name: str) -> frozenset[int]:
         """Return the stages that own a parameter or buffer, under whatever name."""

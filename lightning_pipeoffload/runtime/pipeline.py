@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.batch_writes import CallOnCopies, without_shared
@@ -29,6 +29,7 @@ from lightning_pipeoffload.runtime.cut_check import (
 )
 from lightning_pipeoffload.runtime.draw_check import DrawCheck, check_repeatable, drawn_before
 from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.lending import Lending
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors
 from lightning_pipeoffload.runtime.ownership import Ownership
@@ -41,7 +42,7 @@ from lightning_pipeoffload.runtime.partition import (
 )
 from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.slots import find_slots
+from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.step_probes import StepProbes
@@ -152,6 +153,22 @@ class Pipeline:
                 Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
             )
         return microbatches
+
+    def lending(self, send: Callable[[Tensor, int | None], Tensor], seed: int) -> Lending:
+        """Make what runs a step as a whole, on every rank.
+
+        Args:
+            send: returns a tensor as a pipeline rank has it, to all; None: as the root has it.
+            seed: of the step.
+        """
+
+        def fetch(slot: Slot) -> Tensor:
+            if self.committed and self.tensors.is_everywhere(slot.name):
+                return slot.tensor
+            source = self.tensors.owner_of_slot(slot.name) if self.committed else None
+            return send(slot.tensor, source)
+
+        return Lending(self.module, self._chain, fetch, seed)
 
     def commit(self) -> None:
         """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""

@@ -146,6 +146,7 @@ def probe_step(
         probing.finish()
     probing.check_complete()
     result = probing.result
+    result.flow.is_certain = not probing.num_imagined
     result.written_in_place |= written
     result.draws = watch.draws
     return result
