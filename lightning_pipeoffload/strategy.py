@@ -61,6 +61,7 @@ from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refus
 from lightning_pipeoffload.state_collector import shapes_of
 from lightning_pipeoffload.users_hooks import hooks_between_batches
 from lightning_pipeoffload.users_steps import UsersSteps
+from lightning_pipeoffload.whole_again import make_whole
 
 _SEED = "pipeoffload_seed"
 _OF_A_RUN = frozenset(
@@ -288,6 +289,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self._run is not None and self._run.pipeline.module is self._module:
             self._run.pipeline.attach()
         else:
+            make_whole(self._module, self.group)
             self._run = PipelineRun(
                 self._module, self.group, self.settings, self.root_device, self.num_processes
             )

@@ -73,6 +73,7 @@ USED = {
     "_destroy": torch.library.Library,
     "_parameters": nn.Module(),
     "_buffers": nn.Module(),
+    "_non_persistent_buffers_set": nn.Module(),
     "_compiled_call_impl": nn.Module(),
     "_orig_mod": torch.compile(nn.Module()),
     "_reconstructor": copyreg,

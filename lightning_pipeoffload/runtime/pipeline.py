@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import weight_grad_kernels
+from lightning_pipeoffload.runtime.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.batch_writes import CallOnCopies, without_shared
 from lightning_pipeoffload.runtime.block_chain import find_chain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
@@ -93,6 +94,8 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
+        self._absent: AbsentValues | None = None
+        self._unsaved: dict[str, Tensor] = {}
         self.tensors = NamedTensors(module, settings.stage_ranks)
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
@@ -173,8 +176,16 @@ class Pipeline:
     def commit(self) -> None:
         """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""
         self.committed = True
+        self._unsaved = {
+            slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
+        }
         self.ownership.drop_foreign()
         self._parameters = list(self.module.parameters())
+
+    def _is_lost(self, slot: Slot) -> bool:
+        # Private: which buffers no state dict has, so that loading one does not bring them back.
+        is_unsaved = slot.attribute in slot.module._non_persistent_buffers_set
+        return is_unsaved and not self.ownership.is_local(slot.name)
 
     def _notice_frozen(self) -> None:
         """Look at the steps anew where a hook has frozen or unfrozen parameters, of any stage."""
@@ -194,6 +205,9 @@ class Pipeline:
 
     def attach(self) -> None:
         """Take charge of the blocks' calls and of their weight gradients."""
+        if self._absent is not None:
+            self._absent.leave()
+            self._absent = None
         self._chain.intercept()
         if self.stages:
             self._move()
@@ -203,6 +217,8 @@ class Pipeline:
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self._chain.release()
+        if self.committed and self._absent is None:
+            self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
         remove_replay()
 

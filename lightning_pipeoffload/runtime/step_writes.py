@@ -58,7 +58,8 @@ class StepWrites:
 
     def expect(self, attributes: Iterable[Attribute]) -> None:
         """Learn whose values the step changes in place, which are copied for each stage."""
-        self._in_place.update(attributes)
+        # A copy of a registry would come in its place, for good, with copies of all its buffers.
+        self._in_place.update(place for place in attributes if place[1] not in _REGISTRIES)
 
     def expect_sources(self, sources: Iterable[Source]) -> None:
         """Learn what goes on in a step, and so has a state for each stage."""
