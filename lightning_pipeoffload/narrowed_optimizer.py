@@ -14,6 +14,18 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
+def narrow_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer step with what this rank owns, from its first step on; again is harmless."""
+    # Private: a user may give every fit the same optimizer.
+    if not any(map(narrows, optimizer._optimizer_step_pre_hooks.values())):
+        NarrowedOptimizer(optimizer)
+
+
+def narrows(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a step is one of those that narrow it."""
+    return isinstance(getattr(hook, "__self__", None), NarrowedOptimizer)
+
+
 class NarrowedOptimizer:
     """Narrows an optimizer's groups around its step.
 

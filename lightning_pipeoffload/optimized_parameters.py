@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.narrowed_optimizer import NarrowedOptimizer
+from lightning_pipeoffload.narrowed_optimizer import narrow_steps
 from lightning_pipeoffload.optimizer_groups import (
     GroupNames,
     fill_groups,
@@ -52,14 +52,18 @@ class OptimizedParameters:
         names = self.names
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
-        self.narrow()
+        self.forget_foreign()
         for optimizer in self._optimizers():
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
 
-    def narrow(self) -> None:
-        """Let the optimizers step with what this rank owns."""
+    def narrow_steps(self) -> None:
+        """Let the optimizers step with what this rank owns, even where a step's closure splits."""
+        for optimizer in self._optimizers():
+            narrow_steps(optimizer)
+
+    def forget_foreign(self) -> None:
+        """Let the optimizers forget what they know of what other ranks own."""
         own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
-            NarrowedOptimizer(optimizer)

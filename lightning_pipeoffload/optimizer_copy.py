@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.narrowed_optimizer import NarrowedOptimizer
+from lightning_pipeoffload.narrowed_optimizer import narrows
 
 # What every optimizer has, and what a scheduler leaves on the one whose rates it sets.
 _OF_EVERY_OPTIMIZER = {*vars(Optimizer([torch.ones(1)], {})), "step", "_opt_called"}
@@ -70,8 +70,8 @@ def _refuse_changed_step(optimizer: Any) -> None:
     # Private: hooks have no other list, and may reach for any parameter that they know.
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         for hook in getattr(optimizer, hooks, {}).values():
-            if isinstance(getattr(hook, "__self__", None), NarrowedOptimizer):
-                continue  # ours, of a fit before this one
+            if narrows(hook):  # of a fit before this one
+                continue
             name = getattr(hook, "__qualname__", type(hook).__name__)
             raise NotRebuiltError(f"its step has a hook, {name}")
 

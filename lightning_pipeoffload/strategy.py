@@ -307,8 +307,9 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self.group.num_ranks > 1:
             for optimizer in self.optimizers:
                 refuse_optimizer(optimizer, self.root_device, self.group.num_ranks)
+            self._parameters.narrow_steps()
         if self._is_split:  # by a fit before this one
-            self._parameters.narrow()
+            self._parameters.forget_foreign()
 
     @property
     def _is_split(self) -> bool:

@@ -9,6 +9,7 @@ import warnings
 from functools import partial
 from types import MethodType
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from lightning_pipeoffload.optimizer_trial import (
     refuse_optimizer,
     try_optimizer,
 )
+from tests import fits
 
 CPU = torch.device("cpu")
 BY_ELEMENT = OptimizerTrial(needs_all_parameters=False, needs_whole_tensors=False)
@@ -359,7 +361,7 @@ def with_hook(optimizer):
         (lambda: AroundClass(parameters(), SGD, lr=0.1), "TypeError: 'SGD' object is not callable"),
         (lambda: HasModel(nn.Linear(2, 2)), "'list' object has no attribute 'parameters'"),
         (lambda: ClipsModel(parameters(), nn.Linear(2, 2).parameters), "takes norm_of_all, which"),
-        (lambda: Around(SGD(parameters())), "object has no attribute 'register_step_pre_hook'"),
+        (lambda: Around(SGD(parameters())), "has no attribute '_optimizer_step_pre_hooks'"),
         (lambda: Forgetful(parameters(), 1.0), "its constructor takes limit, which it does not"),
         (lambda: with_another_step(SGD(parameters())), "its step has been replaced"),
         (lambda: with_hook(SGD(parameters())), "its step has a hook, with_hook.<locals>.<lambda>"),
@@ -432,3 +434,37 @@ def test_a_refusal_is_one_line_that_names_class_cause_and_remedy():
     with pytest.raises(ValueError, match="^Forgetful cannot be tried on small tensors .*AdamW, or"):
         refuse_optimizer(Forgetful(parameters(), 0.1), CPU, num_ranks=2)
     refuse_optimizer(AdamW(parameters()), CPU, num_ranks=2)
+
+
+class OneOptimizer(fits.Net):
+    """Gives every fit the same optimizer, which asks each of its parameters for a gradient."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, depth=4)
+        self.optimizer = TrustRatio(self.parameters(), lr=0.01)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def _fit_twice(num_devices):
+    L.seed_everything(3, verbose=False)
+    module, record = OneOptimizer(), fits.Record()
+    for _ in range(2):
+        trainer = L.Trainer(
+            **fits.SILENT,
+            max_steps=3,
+            enable_checkpointing=False,
+            devices=num_devices or 1,
+            strategy=fits.strategy(num_devices),
+            callbacks=[record],
+        )
+        trainer.fit(module, fits.loader())
+        assert len(all_members(module.optimizer)) == len([*module.parameters()])
+    return record.losses
+
+
+def test_an_optimizer_of_the_users_own_steps_with_its_rank_s_part_in_every_fit(ranks):
+    expected = _fit_twice(0)
+    for losses in ranks(2).run(_fit_twice, 2):
+        assert losses == pytest.approx(expected, abs=1e-12)
