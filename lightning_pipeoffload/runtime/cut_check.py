@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.flow import Crossing
+from lightning_pipeoffload.runtime.named_tensors import SharedWeight
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.shape_only import describe
 from lightning_pipeoffload.runtime.users_code import in_brackets
+from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 
 def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
@@ -85,6 +87,23 @@ def check_hooks(probe: Probe, chain: BlockChain) -> None:
             f"removes that hook itself, but only the last stage comes to where it is removed; "
             f"register it once, in __init__ or in setup()"
         )
+
+
+def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
+    """Check that nothing looks at gradients of which each stage has a part.
+
+    Raises:
+        ValueError: a hook is registered on such a weight.
+    """
+    for weight in weights:
+        if has_hooks(weight.parameter):
+            stages = " and ".join(map(str, weight.stages))
+            raise ValueError(
+                f"a hook is registered on {' = '.join(weight.names)}, a weight that stages "
+                f"{stages} use: each of them has a part of its gradient only, and would call the "
+                f"hook with that; do it in on_after_backward or on_before_optimizer_step, where "
+                f"the parts are summed"
+            )
 
 
 def _origins(origins: frozenset[str]) -> str:

@@ -7,12 +7,21 @@ stands for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.slots import find_slots
+
+
+class SharedWeight(NamedTuple):
+    """A parameter, all its names, and the stages that use it."""
+
+    parameter: Tensor
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
 
 
 class NamedTensors:
@@ -103,6 +112,14 @@ class NamedTensors:
     def owners_of(self, name: str) -> frozenset[int]:
         """Return the stages that own a parameter or buffer, under whatever name."""
         return frozenset().union(*(self.ownership.owners[alias] for alias in self.aliases(name)))
+
+    def on_several_stages(self) -> list[SharedWeight]:
+        """List this rank's parameters that more than one stage uses, of this rank or others."""
+        found = (
+            SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owners_of(name))))
+            for name, tensor in self.canonical_parameters().items()
+        )
+        return [weight for weight in found if len(weight.stages) > 1]
 
     def aliases(self, name: str) -> list[str]:
         """List all names of a tensor."""

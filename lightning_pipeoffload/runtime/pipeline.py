@@ -26,13 +26,14 @@ from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remo
 from lightning_pipeoffload.runtime.cut_check import (
     check_crossings,
     check_hooks,
+    check_shared_weights,
     check_weight_writes,
 )
 from lightning_pipeoffload.runtime.draw_check import DrawCheck, check_repeatable, drawn_before
 from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.lending import Lending
 from lightning_pipeoffload.runtime.microbatch import split_batch
-from lightning_pipeoffload.runtime.named_tensors import NamedTensors
+from lightning_pipeoffload.runtime.named_tensors import NamedTensors, SharedWeight
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import (
     SegmentCosts,
@@ -102,6 +103,7 @@ class Pipeline:
         self._writes = StepWrites(module, self._chain, self.local_stages)
         self.probes = StepProbes(module, self._chain, device, len(settings.stage_ranks) > 1)
         self._segments: dict[str, set[int]] = {}
+        self._shared_weights: list[SharedWeight] = []
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
@@ -141,7 +143,7 @@ class Pipeline:
             seed: of the batch.
 
         Raises:
-            ValueError: the step cannot be cut at its blocks.
+            ValueError: the step cannot be cut at its blocks, or a hook would see part of a gradient.
         """
         self._notice_frozen()
         microbatches = []
@@ -155,6 +157,8 @@ class Pipeline:
             microbatches.append(
                 Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
             )
+        if torch.is_grad_enabled():
+            check_shared_weights(self._shared_weights)
         return microbatches
 
     def lending(self, send: Callable[[Tensor, int | None], Tensor], seed: int) -> Lending:
@@ -280,6 +284,7 @@ class Pipeline:
         self.tensors.ownership = Ownership(
             self.module, self._chain, owners, self.local_stages, self.device
         )
+        self._shared_weights = self.tensors.on_several_stages()
         self._move()
         count = len(self.partition)
         for index in self.local_stages:

@@ -123,7 +123,7 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, hooks included."""
     assert parameter is not None
     leaf = parameter if parameter.is_leaf else _widened(parameter)
-    if leaf is None or _has_hooks(leaf):
+    if leaf is None or has_hooks(leaf):
         torch.autograd.backward(parameter, gradient)
     elif leaf.grad is None:
         leaf.grad = gradient.to(leaf.dtype)
@@ -134,7 +134,7 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
 def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right`` to ``.grad``, without a temporary where that is possible."""
     grad = parameter.grad if parameter.is_leaf else None
-    if grad is None or _has_hooks(parameter) or not grad.dtype == left.dtype == right.dtype:
+    if grad is None or has_hooks(parameter) or not grad.dtype == left.dtype == right.dtype:
         add_to_grad(parameter, left.mm(right))
     else:
         grad.addmm_(left, right)
@@ -155,7 +155,9 @@ def _widened(cast: Tensor) -> Tensor | None:
     return leaf if torch.promote_types(leaf.dtype, cast.dtype) == leaf.dtype else None
 
 
-def _has_hooks(parameter: Tensor) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something is called with a parameter's gradient when that is added."""
+    # Private, both: nothing public tells.
     return bool(
         parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     )

@@ -17,7 +17,7 @@ from lightning_pipeoffload.runtime.deferred_calls import (
     MatrixProduct,
 )
 from lightning_pipeoffload.runtime.deferred_node import apply_deferred
-from lightning_pipeoffload.runtime.weight_grad import active_queue
+from lightning_pipeoffload.runtime.weight_grad import active_queue, has_hooks
 
 _Original = Callable[..., Tensor]
 
@@ -43,15 +43,20 @@ def _is_deferred(weight: Tensor | None) -> bool:
     if weight is None or not weight.requires_grad:
         return False
     if weight.is_leaf:
-        return getattr(weight, _MARK, False)
+        return _may_wait(weight)
     return _leads_to_mark(weight.grad_fn)
+
+
+def _may_wait(parameter: Tensor) -> bool:
+    # Autograd calls a hook with the sum of all uses, of which W would add one after another.
+    return getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
 def _leads_to_mark(node: Any) -> bool:
     for _ in range(_LONGEST_VIEW):
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return getattr(variable, _MARK, False)
+            return _may_wait(variable)
         if node.name() not in _TRANSPARENT:
             return False
         node = node.next_functions[0][0]

@@ -338,6 +338,31 @@ def test_hooks_of_parameters_run_once_per_microbatch(kind):
     assert len(calls) == 4 * len(list(module.parameters()))
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zb_h1", 3), ("zb_v", 1)])
+def test_a_hook_on_a_weight_of_several_stages_is_refused(schedule, num_ranks, kind):
+    module = Task(Net(tied=True), loss).double()
+    pipeline, _ = train(module, schedule, num_ranks, tokens())  # without one
+    for rank in pipeline.ranks:
+        getattr(rank.module.model.embed.weight, kind)(lambda _: None)
+    message = "on model.embed.weight = model.head.weight, .* stages 0 and . use: .* a part"
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(tokens(), 2)
+
+
+def test_a_hook_on_a_tied_weight_of_one_stage_sees_the_sum():
+    module, batch = Task(Net(tied=True), loss).double(), tokens()
+    pipeline, _ = train(module, "zb_h1", 1, batch)
+    model = pipeline.ranks[0].module.model
+    model.zero_grad()
+    for weight in (model.embed.weight, module.model.embed.weight):
+        weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    pipeline.run(batch, 2)
+    for part in batch.split(2):
+        (loss(module.model, part) / 4).backward()
+    torch.testing.assert_close(model.embed.weight.grad, module.model.embed.weight.grad)
+
+
 def assert_goes_on_exactly(pipeline, module, batch):
     """Compare one more step of ``pipeline`` with the module's."""
     for rank in pipeline.ranks:
