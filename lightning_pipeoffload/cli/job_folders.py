@@ -35,7 +35,7 @@ def is_job_of_sweep() -> bool:
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return False
-    return str(HydraConfig.get().launcher._target_).endswith(".BasicLauncher")
+    return str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
 
 
 def run_job_apart(module: str) -> None:
