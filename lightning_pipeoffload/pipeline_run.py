@@ -131,6 +131,12 @@ class PipelineRun:
         return action is not None and action.stage == self._training.schedule.num_stages - 1
 
     @property
+    def is_on_last_local_stage(self) -> bool:
+        """Whether that stage of this rank is running that comes farthest in the step."""
+        action = self.executor.current
+        return action is not None and action.stage == self.pipeline.local_stages[-1]
+
+    @property
     def place(self) -> str:
         """Where in the plan this rank is: "stage 3, B of microbatch 5"; empty between steps."""
         action = self.executor.current

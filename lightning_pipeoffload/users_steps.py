@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_pipeoffload.log_capture import LogCapture
 from lightning_pipeoffload.pipeline_run import PipelineRun, StepInputs
+from lightning_pipeoffload.quiet_passes import LoggersQuiet, PrintQuiet
 from lightning_pipeoffload.runtime.randomness import mix_seed
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -48,12 +49,19 @@ class UsersSteps:
         def call(part: Any) -> Any:
             is_probe = self._run.executor.current is None and not self._run.is_whole
             capturing = self._capture.capturing(self._run.is_on_last_stage, is_probe)
-            with capturing, nullcontext() if is_probe else self.watching():
+            watching = nullcontext() if is_probe else self.watching()
+            with self._loggers_quiet(), self._print_quiet(), capturing, watching:
                 return step(part, *rest, **kwargs)
 
         trainer = self._module.trainer
         position = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, *rest
         return StepInputs(kind, batch, call, mix_seed(self._seed, _KINDS.index(kind), *position))
+
+    def _loggers_quiet(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run.is_on_last_stage else LoggersQuiet(self._module)
+
+    def _print_quiet(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run.is_on_last_local_stage else PrintQuiet()
 
     def log(self, sizes: Sequence[int]) -> None:
         """Log what the step has logged, once for the whole batch.
