@@ -143,7 +143,7 @@ class Pipeline:
             seed: of the batch.
 
         Raises:
-            ValueError: the step cannot be cut at its blocks, or a hook would see part of a gradient.
+            ValueError: the step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
         microbatches = []
