@@ -73,6 +73,7 @@ class BatchBackward:
         if accumulation.is_last or accumulation.watched_by:
             self._group.sum_shared_gradients()
             self._is_summed = True
+        self._run.pipeline.gradient_age.change()
         output = self._no_loss() if output is None else output
         self._precision.post_backward(self._loss_of(output), self._module)
         return output

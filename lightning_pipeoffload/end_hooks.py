@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +18,7 @@ from torchmetrics import Metric
 from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.outputs_elsewhere import ElsewhereError, OutputsElsewhere
 from lightning_pipeoffload.users_hooks import is_users_hook, owners_of_hooks
+from lightning_pipeoffload.wrapped_hook import WrappedHook
 from lightning_pipeoffload.written_attributes import WrittenAttributes, attributes_watched
 
 _KINDS = ("train", "validation", "test", "predict")
@@ -52,7 +52,7 @@ class EndHooks:
             for owner in self._owners
         ]
         self._metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
-        self._wrapped: list[tuple[Any, str, dict[str, Any]]] = []
+        self._wrapped: list[WrappedHook] = []
         self._known: set[str] = set()
         self.left = ""
         self._wrap_all()
@@ -64,9 +64,8 @@ class EndHooks:
 
     def remove(self) -> None:
         """Give the module and the callbacks their own hooks back."""
-        for owner, hook, own in self._wrapped:
-            del owner.__dict__[hook]
-            owner.__dict__.update(own)
+        for wrapped in self._wrapped:
+            wrapped.remove()
         self._wrapped.clear()
         del self._connector.describe
 
@@ -79,20 +78,15 @@ class EndHooks:
             self._wrap(place, hook)
 
     def _wrap(self, place: int, hook: str) -> None:
-        owner = self._owners[place]
-        plain = getattr(owner, hook)
         run = self._run_at_batch_end if hook in _BATCH_END else self._run_at_epoch_end
 
-        @wraps(plain)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def watched(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
                 return run(place, hook, lambda *given: plain(*given, **kwargs), args)
             except ElsewhereError:
                 return None
 
-        own = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
-        self._wrapped.append((owner, hook, own))
-        owner.__dict__[hook] = wrapped
+        self._wrapped.append(WrappedHook(self._owners[place], hook, watched))
 
     def _run_at_batch_end(
         self, place: int, hook: str, plain: Callable[..., Any], args: tuple[Any, ...]
@@ -151,18 +145,19 @@ class EndHooks:
         plain = [metric.__dict__["compute"] for metric in missing]
         for metric in missing:
             metric.__dict__["compute"] = _leave
-        self._module.__dict__["log"] = self._log
+        log = WrappedHook(self._module, "log", _log)
         try:
             yield
         finally:
-            del self._module.__dict__["log"]
+            log.remove()
             for metric, compute in zip(missing, plain, strict=True):
                 metric.__dict__["compute"] = compute
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Metric) and not value.update_called:
-            raise ElsewhereError
-        type(self._module).log(self._module, name, value, *args, **kwargs)
+
+def _log(plain: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(value, Metric) and not value.update_called:
+        raise ElsewhereError
+    plain(name, value, *args, **kwargs)
 
 
 def _leave(*args: Any) -> None:

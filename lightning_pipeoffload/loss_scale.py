@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.collectives import PipelineGroup
+from lightning_pipeoffload.runtime.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
@@ -24,18 +25,19 @@ def scaler_of(precision: Precision) -> GradScaler | None:
     return getattr(precision, "scaler", None)
 
 
-def share_loss_scale(precision: Precision, group: PipelineGroup) -> None:
+def share_loss_scale(precision: Precision, group: PipelineGroup, age: GradientAge) -> None:
     """Let a precision plugin's scaler skip a step where the gradients of any rank overflow.
 
     Args:
         precision: unscales gradients when Lightning asks it for a step.
         group: the pipeline's processes.
+        age: of the gradients that other ranks have, which they unscale alike.
     """
     scaler = scaler_of(precision)
     if scaler is not None:
         # Private: unscale_ and step both look for infinities by it, and by nothing else.
         scaler._unscale_grads_ = partial(  # type: ignore[method-assign]
-            _unscale, scaler, group
+            _unscale, scaler, group, age
         )
 
 
@@ -46,9 +48,10 @@ def leave_loss_scale(precision: Precision) -> None:
         scaler.__dict__.pop("_unscale_grads_", None)
 
 
-def _unscale(
+def _unscale(  # noqa: PLR0913 - torch's own, and whom to ask
     scaler: GradScaler,
     group: PipelineGroup,
+    age: GradientAge,
     optimizer: Optimizer,
     inv_scale: Tensor,
     found_inf: Tensor,
@@ -60,5 +63,6 @@ def _unscale(
         param_groups=[{"params": [p for p in members if not isinstance(p, ShapeOnly)]}]
     )
     found = type(scaler)._unscale_grads_(scaler, own, inv_scale, found_inf, allow_fp16)
+    age.change()
     # A rank whose parameters are frozen has looked at nothing.
     return {found_inf.device: group.largest(found.get(found_inf.device, found_inf))}

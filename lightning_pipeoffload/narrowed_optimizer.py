@@ -1,7 +1,8 @@
 """An optimizer whose groups have the whole module's parameters, and whose step has this rank's.
 
 Hooks, schedulers and callbacks see the groups that one device's optimizer would have. While it
-computes, they are narrowed to what this rank owns; the closure, in which hooks run, sees all again.
+computes, or sets gradients to zero, they are narrowed to what this rank owns; the closure, in which
+hooks run, sees all again.
 """
 
 from __future__ import annotations
@@ -11,14 +12,24 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.runtime.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
-def narrow_steps(optimizer: Optimizer) -> None:
-    """Let an optimizer step with what this rank owns, from its first step on; again is harmless."""
+def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
+    """Let an optimizer step with what this rank owns, from its first step on; again is harmless.
+
+    Args:
+        optimizer: of the whole module's parameters.
+        age: of the gradients of those that other ranks own.
+    """
     # Private: a user may give every fit the same optimizer.
-    if not any(map(narrows, optimizer._optimizer_step_pre_hooks.values())):
-        NarrowedOptimizer(optimizer)
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if narrows(hook):
+            found: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
+            found.age = age
+            return found
+    return NarrowedOptimizer(optimizer, age)
 
 
 def narrows(hook: Callable[..., Any]) -> bool:
@@ -31,13 +42,25 @@ class NarrowedOptimizer:
 
     Args:
         optimizer: of the whole module's parameters, those of other ranks as shapes.
+        age: of those parameters' gradients.
+
+    Attributes:
+        age: the same.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
         self._optimizer = optimizer
+        self.age = age
+        self._zero_own = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._whole: list[tuple[dict[str, Any], list[Any]]] = []
-        optimizer.register_step_pre_hook(self._start_step)
         optimizer.register_step_post_hook(self._end_step)
+        self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
+
+    def come_last(self) -> None:
+        """Let the user's hooks before a step, which were registered since, see all."""
+        self._pre_hook.remove()
+        self._pre_hook = self._optimizer.register_step_pre_hook(self._start_step)
 
     def _start_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -51,6 +74,12 @@ class NarrowedOptimizer:
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._widen()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._narrow()
+        self._zero_own(set_to_none)
+        self._widen()
+        self.age.change(are_none=set_to_none)
 
     def _narrow(self) -> None:
         self._widen()  # where a step has ended in an error

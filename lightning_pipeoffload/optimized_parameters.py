@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.narrowed_optimizer import narrow_steps
+from lightning_pipeoffload.narrowed_optimizer import NarrowedOptimizer, narrow_steps
 from lightning_pipeoffload.optimizer_groups import (
     GroupNames,
     fill_groups,
@@ -33,6 +33,7 @@ class OptimizedParameters:
     def __init__(self, pipeline: Pipeline, optimizers: Callable[[], list[Optimizer]]) -> None:
         self._pipeline = pipeline
         self._optimizers = optimizers
+        self._narrowed: list[NarrowedOptimizer] = []
 
     @property
     def names(self) -> list[GroupNames]:
@@ -47,6 +48,16 @@ class OptimizedParameters:
         """Return each optimizer with the names in each of its groups."""
         return list(zip(self._optimizers(), self.names, strict=True))
 
+    def narrow_steps(self) -> None:
+        """Let the optimizers step with what this rank owns, even where a step's closure splits."""
+        age = self._pipeline.gradient_age
+        self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
+
+    def start_training(self) -> None:
+        """Heed the hooks that were registered with the optimizers since they were made."""
+        for narrowed in self._narrowed:
+            narrowed.come_last()
+
     def leave_foreign(self) -> None:
         """Before the first training step: leave what other ranks own to them, for good."""
         names = self.names
@@ -56,11 +67,6 @@ class OptimizedParameters:
         for optimizer in self._optimizers():
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
-
-    def narrow_steps(self) -> None:
-        """Let the optimizers step with what this rank owns, even where a step's closure splits."""
-        for optimizer in self._optimizers():
-            narrow_steps(optimizer)
 
     def forget_foreign(self) -> None:
         """Let the optimizers forget what they know of what other ranks own."""

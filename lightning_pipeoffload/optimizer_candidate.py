@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.narrowed_optimizer import narrow_steps
 from lightning_pipeoffload.optimizer_copy import optimizer_like
 from lightning_pipeoffload.optimizer_groups import forget_states
-from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.randomness import seed_all
 
@@ -82,7 +82,7 @@ class OptimizerCandidate:
                 for p in group["params"]
             ]
         forget_states(self._optimizer, lambda p: self._places.get(p, -1) not in self._own)
-        narrow_steps(self._optimizer)
+        narrow_steps(self._optimizer, GradientAge())
 
     def step(self, scale: float) -> dict[int, Kept]:
         """Take a step with gradients of this scale; return what it has left of each place."""

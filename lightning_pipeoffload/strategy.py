@@ -16,6 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -36,7 +37,9 @@ from lightning_pipeoffload.checkpoint_folder import (
 )
 from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.end_hooks import EndHooks
-from lightning_pipeoffload.gradient_clipping import clip_by_norm_of_all, clip_by_own_norm
+from lightning_pipeoffload.gradient_clipping import clip_by_own_norm, clip_over_ranks
+from lightning_pipeoffload.gradient_hooks import GradientHooks
+from lightning_pipeoffload.gradient_sizes import share_gradient_sizes
 from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.loss_scale import leave_loss_scale, share_loss_scale
 from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
@@ -59,6 +62,7 @@ from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomnes
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
 from lightning_pipeoffload.state_collector import shapes_of
+from lightning_pipeoffload.tensor_gather import gather_tensor
 from lightning_pipeoffload.users_hooks import hooks_between_batches
 from lightning_pipeoffload.users_steps import UsersSteps
 from lightning_pipeoffload.whole_again import make_whole
@@ -66,7 +70,7 @@ from lightning_pipeoffload.whole_again import make_whole
 _SEED = "pipeoffload_seed"
 _OF_A_RUN = frozenset(
     ("_group", "_board", "_metrics_store", "_run", "_parameters", "_state", "_loaders", "_steps")
-    + ("backward_of_batch", "_local_metrics", "_end_hooks", "_requeue")
+    + ("backward_of_batch", "_local_metrics", "_end_hooks", "_gradient_hooks", "_requeue")
 )
 
 
@@ -125,6 +129,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     _run: PipelineRun | None = None
     _local_metrics: LocalMetrics | None = None
     _end_hooks: EndHooks | None = None
+    _gradient_hooks: GradientHooks | None = None
     _requeue: Requeue | None = None
     _loaded_seed: int | None = None
 
@@ -232,6 +237,24 @@ class PipeOffloadStrategy(PipelineProcesses):
     def left_hook(self) -> str:
         return self._end_hooks.left if self._end_hooks is not None else ""
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the value of a parameter, a buffer or a gradient, on whatever rank it is.
+
+        All ranks call it, in the same order, in hooks.
+
+        Args:
+            tensor: of the module, or the gradient of one.
+
+        Returns:
+            A copy.
+
+        Raises:
+            ValueError: it is neither, or not the one that the other ranks ask for.
+            RuntimeError: inside a step, or in a hook that the other ranks have left.
+        """
+        self._refuse_alone("trainer.strategy.gather")
+        return gather_tensor(self.run.pipeline, self.group, tensor)
+
     # Setting up
 
     @property
@@ -259,11 +282,13 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self.world_size > 1:
             refuse_differences(self._described(trainer), self.group.host_group)
         self.setup_precision_plugin()
-        clip_by_norm_of_all(self.precision_plugin, self.group)
-        share_loss_scale(self.precision_plugin, self.group)
+        age = self.run.pipeline.gradient_age
+        clip_over_ranks(self.precision_plugin, self.group, age)
+        share_loss_scale(self.precision_plugin, self.group, age)
         self._end_hooks = join_loops(trainer, self._metrics_store)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
+            self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
         self._local_metrics = LocalMetrics(self._module)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
@@ -337,6 +362,10 @@ class PipeOffloadStrategy(PipelineProcesses):
     # Steps
 
     @override
+    def on_train_start(self) -> None:
+        self._parameters.start_training()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), forked_randomness():
             inputs = self._steps.inputs("training_step", args, kwargs)
@@ -345,6 +374,8 @@ class PipeOffloadStrategy(PipelineProcesses):
             if not self._is_split:
                 self._parameters.leave_foreign()
                 self.run.begin_training(accumulation)
+            elif self._gradient_hooks is not None:
+                self._gradient_hooks.start_batch()
             for microbatch in microbatches:
                 microbatch.differentiate = self.backward_of_batch.differentiate
             with sharing_casts(self.root_device):
@@ -352,6 +383,10 @@ class PipeOffloadStrategy(PipelineProcesses):
                 done = self.run.train(inputs, microbatches, accumulation, start)
             self._log(done)
         return self.backward_of_batch.end(done.value, accumulation)
+
+    def _share_gradient_sizes(self) -> None:
+        if self._is_split:
+            share_gradient_sizes(self.run.pipeline, self.group)
 
     def _accumulation(self) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -513,9 +548,10 @@ class PipeOffloadStrategy(PipelineProcesses):
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):
                 connector.leave()
-        if self._end_hooks is not None:
-            self._end_hooks.remove()
-            self._end_hooks = None
+        for hooks in (self._gradient_hooks, self._end_hooks):  # the last that were wrapped first
+            if hooks is not None:
+                hooks.remove()
+        self._gradient_hooks = self._end_hooks = None
         clip_by_own_norm(self.precision_plugin)
         leave_loss_scale(self.precision_plugin)
         super().teardown()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.narrowed_optimizer import NarrowedOptimizer
-from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.slots import Slot
 
 
@@ -15,8 +15,9 @@ def make(kind=torch.optim.SGD, **options):
     foreign = ForeignTensor.standing_for(
         Slot("weight", place, "weight", "_parameters"), "weight (of stage 1)", torch.device("cpu")
     )
+    foreign.age = GradientAge()
     optimizer = kind([own, foreign], lr=0.5, **options)
-    NarrowedOptimizer(optimizer)
+    NarrowedOptimizer(optimizer, foreign.age)
     return optimizer, own, foreign
 
 
@@ -71,3 +72,38 @@ def test_after_an_error_in_the_step_the_next_step_sees_all_again():
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_what_is_set_to_zero_has_no_gradient_elsewhere_either():
+    optimizer, own, foreign = make()
+    own.grad = torch.ones(2)
+    foreign.age.change()
+    assert foreign.grad.shape == (2, 2)
+    optimizer.zero_grad()
+    assert own.grad is None
+    assert foreign.grad is None
+
+
+def test_hooks_after_a_step_see_all():
+    optimizer, _, _ = make()
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append(len(optimizer.param_groups[0]["params"]))
+    )
+    optimizer.step()
+    assert seen == [2]
+
+
+def test_hooks_registered_before_training_starts_see_all():
+    own, place = nn.Parameter(torch.ones(2)), nn.Linear(2, 2, bias=False)
+    slot = Slot("weight", place, "weight", "_parameters")
+    foreign = ForeignTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
+    optimizer = torch.optim.SGD([own, foreign], lr=0.5)
+    narrowed = NarrowedOptimizer(optimizer, GradientAge())
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(len(optimizer.param_groups[0]["params"]))
+    )
+    narrowed.come_last()
+    optimizer.step()
+    assert seen == [2]

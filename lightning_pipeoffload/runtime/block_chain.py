@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_pipeoffload.runtime.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.running_steps import note_end, note_start
 
 
 class Pass(Protocol):
@@ -99,9 +100,11 @@ class _Running:
 
     def __enter__(self) -> None:
         self._chain._pass = self._step_pass
+        note_start(self._step_pass)
 
     def __exit__(self, *error: object) -> None:
         self._chain._pass = None
+        note_end()
 
 
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:

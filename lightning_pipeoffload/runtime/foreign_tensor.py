@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeoffload.runtime.foreign_gradient import ForeignGradient
+from lightning_pipeoffload.runtime.known_size import KnownSize
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly, ValueNeededError
 from lightning_pipeoffload.runtime.slots import Slot
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
+
+
+@dataclass
+class GradientAge:
+    """Tells the parameters of other ranks, without a visit to each, what became of their gradients.
+
+    Attributes:
+        num_changes: of all gradients together: backwards, what sets them to zero, clipping.
+        are_none: there are none, after the last one.
+    """
+
+    num_changes: int = 0
+    are_none: bool = True
+
+    def change(self, are_none: bool = False) -> None:
+        """Nothing holds that was known of a gradient."""
+        self.num_changes += 1
+        self.are_none = are_none
 
 
 class ForeignTensor(ShapeOnly):
     """A parameter or buffer that this rank, or the stage that runs, does not have.
 
     It stays in its place and under its name, so that the module is whole wherever code looks at it.
+
+    Attributes:
+        age: of the gradients of all such parameters of the rank.
     """
 
     _is_param = False
+    _grad: Tensor | None = None
+    _grad_age = 0
+    age = GradientAge()
 
     @classmethod
     def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> ForeignTensor:
@@ -38,6 +66,22 @@ class ForeignTensor(ShapeOnly):
     @override
     def written_from(self, origins: frozenset[str]) -> None:
         """Stay what it is: the one who has it writes it alike."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient's shape, with its norm where the ranks have told each other."""
+        if self._grad_age != self.age.num_changes:
+            self.know_gradient(not self.age.are_none and self.requires_grad)
+        return self._grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._grad = gradient
+        self._grad_age = self.age.num_changes
+
+    def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
+        """Take note of a gradient, of which ``size`` is known."""
+        self.grad = ForeignGradient.of(self, size) if is_there else None
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> ForeignTensor:

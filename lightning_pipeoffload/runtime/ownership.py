@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.block_chain import BlockChain
-from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 
@@ -90,14 +90,19 @@ class Ownership:
         """Return what this rank owns, by name."""
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
-    def drop_foreign(self) -> None:
-        """Let what other ranks own be shapes, in all views; a tied weight under all its names."""
+    def drop_foreign(self, age: GradientAge) -> None:
+        """Let what other ranks own be shapes, in all views; a tied weight under all its names.
+
+        Args:
+            age: of their gradients.
+        """
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot))
             slot.module.__dict__[slot.kind][slot.attribute] = found
             _put(self._home, slot, found)
             if isinstance(found, ForeignTensor):
+                found.age = age
                 for view in (self._hidden, *self._views.values()):
                     _put(view, slot, found)
         self._blocks.clear()

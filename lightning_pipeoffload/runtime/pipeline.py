@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.cut_check import (
     check_weight_writes,
 )
 from lightning_pipeoffload.runtime.draw_check import DrawCheck, check_repeatable, drawn_before
-from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.lending import Lending
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.named_tensors import NamedTensors, SharedWeight
@@ -81,6 +81,7 @@ class Pipeline:
     Attributes:
         tensors: parameters and buffers by name.
         probes: of the steps.
+        gradient_age: of the parameters that other ranks own.
         trained_digest: tells apart which parameters train.
 
     Raises:
@@ -97,6 +98,7 @@ class Pipeline:
         self.committed = False
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
+        self.gradient_age = GradientAge()
         self.tensors = NamedTensors(module, settings.stage_ranks)
         self._settings = settings
         self._chain = find_chain(module, settings.blocks)
@@ -183,7 +185,7 @@ class Pipeline:
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
         }
-        self.ownership.drop_foreign()
+        self.ownership.drop_foreign(self.gradient_age)
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:

@@ -10,7 +10,7 @@ around everything and knows no origins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
 
+from lightning_pipeoffload.runtime.foreach import is_foreach, num_members, run_members
+from lightning_pipeoffload.runtime.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.meta_kernels import remember_on_meta, run_on_meta
+from lightning_pipeoffload.runtime.running_steps import is_any_step_running
 
 aten = torch.ops.aten
 
@@ -184,6 +187,8 @@ class ShapeOnly(Tensor):
     ) -> Any:
         """Run ``func`` on meta tensors and unite the origins of its arguments."""
         kwargs = kwargs or {}
+        if is_foreach(func) and num_members(args) > 1:
+            return run_members(func, args, kwargs, _has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in _FACTORIES:
@@ -193,14 +198,16 @@ class ShapeOnly(Tensor):
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         _refuse_values(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            _advance_generator(func, shape_only[0], device)
+        # Where operations are only observed nobody uses what is drawn, which may take much memory.
+        if torch.Tag.nondeterministic_seeded in func.tags and not _observers:
+            advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         # What is observed may want to know which results share memory: none does by being new.
         run = run_on_meta if _observers else remember_on_meta
         out = run(func, tree_map(_to_meta, args), _on_meta(kwargs), device)
         result = _wrap(func, args, out, device, origins)
+        _refuse_reduction(func, shape_only, result)
         for observe in _observers:
             observe(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
@@ -255,6 +262,10 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
 def memory_of(tensor: ShapeOnly) -> int:
     """Return what two tensors have in common that share memory."""
     return tensor.meta.untyped_storage()._cdata  # private: nothing else tells
+
+
+def _has_shapes(tree: Any) -> bool:
+    return next(shape_only_leaves(tree), None) is not None
 
 
 def written_arguments(
@@ -328,6 +339,17 @@ def _refuse_writes(
             raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
 
 
+def _refuse_reduction(
+    func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
+) -> None:
+    """Refuse in hooks what makes one number: it is used, or logged, where no line tells of it."""
+    if is_any_step_running() or not isinstance(result, ShapeOnly) or result.dim():
+        return
+    is_view = func._schema.returns[0].alias_info is not None
+    if not is_view and any(leaf.dim() for leaf in operands):
+        raise ValueNeededError(f"{func.overloadpacket.__name__}()", operands[0].origins)
+
+
 _drop_rules: list[Callable[[Tensor], bool]] = []
 
 
@@ -342,16 +364,6 @@ def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
         yield
     finally:
         _drop_rules.remove(drop)
-
-
-def _advance_generator(func: torch._ops.OpOverload, like: ShapeOnly, device: torch.device) -> None:
-    """Draw what the owner draws here, so that what is drawn next is the same on every stage.
-
-    Where operations are only observed nobody uses what is drawn, which may take much memory.
-    """
-    draws = func.overloadpacket is aten.native_dropout or func.overloadpacket is aten.bernoulli_
-    if draws and not _observers:
-        torch.empty(like.shape, dtype=like.dtype, device=device).bernoulli_(0.5)
 
 
 def _wrap(

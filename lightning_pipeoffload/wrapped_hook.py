@@ -1,0 +1,39 @@
+"""A hook of a module or callback, with something done around it on this one instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+
+class WrappedHook:
+    """Stands for a hook among its owner's attributes; copies and pickles have the plain one.
+
+    Args:
+        owner: a module or callback.
+        hook: the name.
+        run: is called with the plain hook and the arguments.
+    """
+
+    def __init__(self, owner: Any, hook: str, run: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._hook = hook
+        self._run = run
+        self._plain = getattr(owner, hook)
+        self._own = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
+        update_wrapper(self, self._plain, updated=())
+        owner.__dict__[hook] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self._run(self._plain, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of the owner have what its class has."""
+        return getattr, (self._owner, self._hook)
+
+    def remove(self) -> None:
+        """Give the owner its hook back."""
+        del self._owner.__dict__[self._hook]
+        self._owner.__dict__.update(self._own)
