@@ -69,6 +69,7 @@ USED = {
     "_forward_hooks": nn.Module(),
     "_forward_pre_hooks": nn.Module(),
     "_local_scalar_dense": torch.ops.aten,
+    "_foreach_norm": torch.ops.aten,
     "_schema": torch.ops.aten.add.Tensor,
     "_destroy": torch.library.Library,
     "_parameters": nn.Module(),

@@ -54,7 +54,7 @@ class Derived:
         return self if func.overloadpacket in _WHOLE_VIEWS else Derived(self.size, "part")
 
 
-_WHOLE_VIEWS = {aten.detach, aten.alias, aten.view, aten._unsafe_view, aten._reshape_alias}
+_WHOLE_VIEWS = {aten.detach, aten.alias, aten.view}
 _STEPS = {
     (aten.abs, "value"): "magnitude",
     (aten.isnan, "value"): "nan",
