@@ -9,16 +9,21 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+_NORM = aten._foreach_norm  # private: by it torch clips, and of a gradient its answer may be known
 
 
 @cache
-def is_foreach(func: torch._ops.OpOverload) -> bool:
+def _is_foreach(func: torch._ops.OpOverload) -> bool:
     """Whether an operation takes lists, and does the same to each member."""
     return func.overloadpacket.__name__.startswith("_foreach_")
 
 
-def num_members(args: tuple[Any, ...]) -> int:
-    """Return how many members the lists of such an operation have."""
+def goes_member_by_member(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is left to :func:`run_members`, which calls it with one member again."""
+    return _is_foreach(func) and (_num_members(args) > 1 or func.overloadpacket is _NORM)
+
+
+def _num_members(args: tuple[Any, ...]) -> int:
     return len(next(value for value in args if isinstance(value, (list, tuple))))
 
 
@@ -39,7 +44,7 @@ def run_members(
     Returns:
         What ``func`` returns: a list, or nothing where it writes in place.
     """
-    count = num_members(args)
+    count = _num_members(args)
     members = [_take((args, kwargs), [index]) for index in range(count)]
     shapes = [index for index, member in enumerate(members) if is_shape(member)]
     real = [index for index in range(count) if index not in set(shapes)]
@@ -57,7 +62,7 @@ def _listed(indices: list[int], found: Any) -> dict[int, Any]:
 
 
 def _run_alone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func.overloadpacket is aten._foreach_norm:  # private: whose answer may be known
+    if func.overloadpacket is _NORM:
         (tensor,), *order = args
         return [aten.linalg_vector_norm(tensor, *order, **kwargs)]
     return func(*args, **kwargs)

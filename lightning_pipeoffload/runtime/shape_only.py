@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
 
-from lightning_pipeoffload.runtime.foreach import is_foreach, num_members, run_members
+from lightning_pipeoffload.runtime.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.meta_kernels import remember_on_meta, run_on_meta
@@ -187,7 +187,7 @@ class ShapeOnly(Tensor):
     ) -> Any:
         """Run ``func`` on meta tensors and unite the origins of its arguments."""
         kwargs = kwargs or {}
-        if is_foreach(func) and num_members(args) > 1:
+        if goes_member_by_member(func, args):
             return run_members(func, args, kwargs, _has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
