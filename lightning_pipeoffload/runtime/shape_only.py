@@ -198,8 +198,10 @@ class ShapeOnly(Tensor):
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         _refuse_values(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
-        # Where operations are only observed nobody uses what is drawn, which may take much memory.
-        if torch.Tag.nondeterministic_seeded in func.tags and not _observers:
+        # Where operations are only observed nobody uses what is drawn, which may take much memory;
+        # but a probe has to see that a generator of the user's goes on.
+        is_seen = not _observers or kwargs.get("generator") is not None
+        if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one

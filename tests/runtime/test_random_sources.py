@@ -240,6 +240,28 @@ def test_draws_in_a_block_are_those_of_one_device(schedule, num_ranks):
     run_both(module, lambda module: module.blocks[1].generator.manual_seed(1), schedule, num_ranks)
 
 
+class NoisyEmbedding(Noisy):
+    """Draws into and by what the first stage alone has, before the blocks."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        noise = torch.empty_like(hidden.detach() * 2).normal_(generator=self.source)
+        kept = torch.bernoulli(hidden.detach().sigmoid(), generator=self.source)
+        later = torch.rand(4, generator=self.source)
+        hidden = hidden + noise * kept
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + later)
+
+    def step(self, x):
+        return self(x).pow(2).mean()
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
+def test_draws_into_what_is_elsewhere_go_on_everywhere(schedule, num_ranks):
+    run_both(NoisyEmbedding(None), seeded, schedule, num_ranks)
+
+
 def test_draws_on_both_sides_of_a_cut_are_refused():
     with pytest.raises(
         ValueError, match=r"draws from self\.source .*x = x \+ .* stage 0 .*\(out \+"
