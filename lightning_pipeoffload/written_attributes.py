@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.instance_class import subclass_like
+from lightning_pipeoffload.runtime.users_namespaces import is_users
 
 _Look = list[tuple[object, int]]
 
@@ -29,7 +30,7 @@ _FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
 
 
 class WrittenAttributes:
-    """Watches an object's attributes; buffers of a module are among them.
+    """Watches an object's attributes; buffers of a module are among them, and what classes have.
 
     Args:
         owner: the object.
@@ -42,6 +43,7 @@ class WrittenAttributes:
     def __init__(self, owner: object, ignored: Set[str]) -> None:
         self._owner = owner
         self._ignored = ignored
+        self._of_classes = _values_of_classes(owner)
         self.names: set[str] = set()
 
     def watching(self) -> AbstractContextManager[None]:
@@ -51,12 +53,24 @@ class WrittenAttributes:
     def look(self) -> dict[str, _Look]:
         """Look at all attributes that may be written for the first time."""
         attributes = vars(self._owner)
+        of_classes = {name: vars(cls).get(name) for name, cls in self._of_classes.items()}
         return {
             name: _look(value)
-            for space in (attributes, attributes.get("_buffers", {}))
+            for space in (of_classes, attributes, attributes.get("_buffers", {}))
             for name, value in space.items()
             if name not in self._ignored and name not in self.names
         }
+
+
+def _values_of_classes(owner: object) -> dict[str, type[Any]]:
+    """Return where values are that the user's classes have: ``losses = []``."""
+    return {
+        name: cls
+        for cls in reversed(type(owner).__mro__)
+        if is_users(cls.__module__)
+        for name, value in vars(cls).items()
+        if not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
 
 
 class _Watch:

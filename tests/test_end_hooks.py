@@ -14,6 +14,8 @@ from lightning_pipeoffload.end_hooks import EndHooks, refuse_other_callbacks
 
 
 class Module(L.LightningModule):
+    of_class = []
+
     def __init__(self):
         super().__init__()
         self.metric, self.losses, self.passed = SumMetric(), [], []
@@ -25,6 +27,10 @@ class Module(L.LightningModule):
         self.passed.append("start")
         torch.stack(self.losses)
         self.passed.append("end")
+
+    def on_predict_epoch_end(self):
+        torch.stack(self.of_class)
+        self.passed.append("stacked")
 
     def on_test_epoch_end(self):
         self.metric.compute()
@@ -80,6 +86,20 @@ def test_another_rank_leaves_at_what_only_global_rank_0_has_written(build):
     _, module, _ = build(is_root=False, written=(["losses"], []))
     module.on_train_epoch_end()
     assert module.passed == ["start"]
+
+
+def test_a_list_of_the_class_is_left_alike(build):
+    hooks, module, _ = build(is_root=True)
+    with hooks.watching_step():
+        Module.of_class.append(torch.ones(()))
+    module.on_predict_epoch_end()
+    assert module.passed == ["stacked"]
+    Module.of_class.clear()
+    written = hooks._connector.describe()
+    _, module, _ = build(is_root=False, written=written)
+    module.on_predict_epoch_end()
+    assert written[0] == ["of_class"]
+    assert not module.passed
 
 
 def test_what_was_written_here_too_is_used_here(build):

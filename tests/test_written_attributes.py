@@ -18,6 +18,8 @@ class Meter:
 
 
 class Owner(nn.Module):
+    shared, total = [], 0
+
     def __init__(self):
         super().__init__()
         self.values, self.named, self.number = [], {"a": []}, 1.5
@@ -35,6 +37,8 @@ WRITES = {
     "meter": lambda owner: owner.meter.add(1.0),
     "tensor": lambda owner: owner.tensor.add_(1),
     "buffer": lambda owner: owner.buffer.add_(1),
+    "shared": lambda owner: owner.shared.append(1),
+    "total": lambda owner: setattr(type(owner), "total", type(owner).total + 1),
     "made": lambda owner: setattr(owner, "made", 1),
 }
 
