@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
@@ -196,12 +197,12 @@ class PipelineGroup:
         self._shared = []
         for name, parameter, ranks in pipeline.tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
-            dist.broadcast(parameter.data, source, group=groups[ranks])
+            _broadcast(parameter, source, groups[ranks])
             names = frozenset(pipeline.tensors.aliases(name))
             trains = partial(pipeline.probes.always_train, names)
             self._shared.append(_Shared(parameter, groups[ranks], self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
-            dist.broadcast(buffer, self.root)
+            _broadcast(buffer, self.root)
 
     def sum_shared_gradients(self) -> None:
         """Give all owners of a parameter the sum of their gradients; none where nobody has one."""
@@ -242,3 +243,11 @@ class PipelineGroup:
         with blaming_peers("lost a rank while computing the gradient's norm"):
             dist.all_reduce(squared)
         return squared.sqrt().to(local.dtype)
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
+    """Let a tensor have the value of another rank's, whatever its dtype and layout are."""
+    data = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(as_bytes(data), source, group=group)
+    tensor.detach().copy_(data)

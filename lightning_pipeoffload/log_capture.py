@@ -148,8 +148,10 @@ def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if name in _REDUCTIONS:
         return _REDUCTIONS[name](stacked)
-    shares = stacked.new_tensor(weights)  # mean; any other reduction Lightning refuses
-    return (stacked * shares).sum() / shares.sum()
+    # Mean; any other reduction Lightning refuses. By numbers: a tensor of them would have to go to
+    # the accelerator, which the host waits for.
+    weighted = [value * weight for value, weight in zip(stacked.unbind(), weights, strict=True)]
+    return torch.stack(weighted).sum() / sum(weights)
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
     _LoggerConnector,  # private: it answers trainer.callback_metrics
 )
@@ -23,7 +26,8 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pipeoffload.publisher import Publisher
+from lightning_pipeoffload.publisher import Numbers, Publisher, start_fetching
+from lightning_pipeoffload.runtime import late_values
 
 _Metrics = dict[str, Any]
 
@@ -48,6 +52,7 @@ class SharedMetricsConnector(_LoggerConnector):
     _fetched = 0
     _last: dict[str, _Metrics]
     _news: Any = None
+    _fetch_shown: Callable[[], Numbers] | None = None
 
     @classmethod
     def replacing(cls, plain: _LoggerConnector, store: Store | None) -> SharedMetricsConnector:
@@ -108,6 +113,7 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def on_batch_end(self) -> None:
         super().on_batch_end()
+        self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
         self.tick()
         self.end_batch()
 
@@ -147,8 +153,26 @@ class SharedMetricsConnector(_LoggerConnector):
 
     @property
     @override
+    def metrics(self) -> Any:
+        """This rank's values; those for a progress bar are tensors yet."""
+        with _keeping_tensors():
+            return super().metrics
+
+    @property
+    @override
     def progress_bar_metrics(self) -> _Metrics:
-        return self._read("pbar")
+        """Numbers; from one batch to the next those that were known by the end of the one before.
+
+        A bar that is drawn at each batch would otherwise wait for the accelerator at each.
+        """
+        metrics = self._read("pbar")
+        if not any(map(late_values.is_remote, metrics.values())):
+            return convert_tensors_to_scalars(metrics)
+        # Private: None outside of batches, at the end of an epoch say.
+        is_in_epoch = self._first_loop_iter is not None
+        if not is_in_epoch:
+            return start_fetching({"pbar": metrics})()["pbar"]
+        return self._fetch_shown()["pbar"] if self._fetch_shown is not None else {}
 
     def _read(self, kind: str) -> _Metrics:
         """Return metrics of a kind; where both have a value global rank 0's counts."""
@@ -172,6 +196,22 @@ class SharedMetricsConnector(_LoggerConnector):
             self._last["pbar"] = metrics["pbar"]
             self._news = found["news"]
         return self._last
+
+
+@contextmanager
+def _keeping_tensors() -> Iterator[None]:
+    """Let Lightning collect what a progress bar shows without waiting for each value."""
+    # Private: Lightning turns them into numbers there, though nothing may draw a bar.
+    place = vars(result)
+    plain, place["convert_tensors_to_scalars"] = place["convert_tensors_to_scalars"], _same
+    try:
+        yield
+    finally:
+        place["convert_tensors_to_scalars"] = plain
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.accumulation import Accumulation
+from lightning_pipeoffload.batch_checksums import BatchChecksums
 from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.measurements import Measurements
 from lightning_pipeoffload.report import (
@@ -24,7 +25,6 @@ from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
-    checksum,
     merge_outputs,
     shape_signature,
     weigh_parts,
@@ -111,6 +111,8 @@ class PipelineRun:
         self._training = TrainingPlan(
             settings, group.num_ranks, self.executor, self._on_accelerator
         )
+        self._checksums = BatchChecksums(self._on_accelerator)
+        self._check_weights: Callable[[], None] = lambda: None
         self._group = group
         self._settings = settings
         self._size: int | None = None
@@ -252,26 +254,38 @@ class PipelineRun:
         accumulated: int,
         execute: Callable[[], list[Any]],
     ) -> StepOutput:
-        trained = self.pipeline.trained_digest
-        finish_comparing = self._group.start_comparing(checksum(inputs.batch), trained)
+        checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
+        finish_comparing = self._group.start_comparing(checksum, self.pipeline.trained_digest)
         sizes = [batch_size(microbatch.part) for microbatch in microbatches]
         shares = self._weigh(microbatches, sizes, accumulated)
         results = execute()
-        finish_comparing(f"batch in {inputs.kind}")
+        finish_comparing(what)
         return StepOutput(merge_outputs(results, shares) if results else None, sizes)
 
     def _weigh(
         self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
-    ) -> list[float]:
+    ) -> Sequence[Any]:
         """Set each microbatch's weight in the gradient; return its share of the batch's loss."""
         weigh = self._settings.microbatch_weight
-        weights: list[float] = list(sizes)
+        shares: Sequence[Any] = [size / sum(sizes) for size in sizes]
         if callable(weigh):
-            weights = weigh_parts(weigh, [microbatch.part for microbatch in microbatches])
-        shares = [weight / sum(weights) for weight in weights]
+            self._check_weights()  # of the batch before
+            parts = [microbatch.part for microbatch in microbatches]
+            shares, self._check_weights = weigh_parts(weigh, parts)
         for microbatch, share in zip(microbatches, shares, strict=True):
             microbatch.weight = share / accumulated
         return shares
+
+    def finish_checking(self) -> None:
+        """Compare the last batches of the ranks, where each is compared one late; all call it.
+
+        Raises:
+            RuntimeError: they were different.
+            ValueError: the user's weights of its microbatches cannot be.
+        """
+        checksum, what = self._checksums.see_last()
+        self._group.start_comparing(checksum, self.pipeline.trained_digest)(what)
+        self._check_weights()
 
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)

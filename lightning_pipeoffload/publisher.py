@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
+from lightning_pipeoffload.runtime import late_values
+
 _NUM_KEPT = 64  # more moments than ranks can be apart
 
 Numbers = dict[str, dict[str, Any]]
@@ -72,8 +74,8 @@ def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
     places = [(kind, name) for kind, values in metrics.items() for name in values]
     values = [metrics[kind][name] for kind, name in places]
     # Never from the host to the accelerator, which would wait for all that it was given.
-    numbers = [None if _is_remote(value) else float(value) for value in values]
-    remote = [value for value in values if _is_remote(value)]
+    numbers = [None if late_values.is_remote(value) else float(value) for value in values]
+    remote = [value for value in values if late_values.is_remote(value)]
     if not remote:
         return lambda: _by_kind(metrics, places, numbers)
     fetch = _start_copy(remote)
@@ -89,21 +91,8 @@ def _start_copy(remote: list[Tensor]) -> Callable[[], list[float]]:
     """Start to copy numbers off an accelerator, all at once."""
     dtype = reduce(torch.promote_types, (value.dtype for value in remote), torch.float32)
     stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in remote])
-    host = torch.empty(len(remote), dtype=dtype, pin_memory=True)
-    host.copy_(stacked, non_blocking=True)
-    copied = torch.Event(stacked.device.type)
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        numbers: list[float] = host.tolist()
-        return numbers
-
-    return wait
-
-
-def _is_remote(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+    read = late_values.start_reading(stacked)
+    return lambda: read().tolist()
 
 
 def _by_kind(kinds: Numbers, places: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:

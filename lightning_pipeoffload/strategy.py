@@ -536,9 +536,23 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def on_train_end(self) -> None:
         self.finish_accumulating()  # where training has stopped in between
+        self.run.finish_checking()
         self.run.end_training()
         if self._requeue is not None:
             self._requeue.end_training(self.group)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._trainer.state.fn != TrainerFn.FITTING:  # there the next batch of training does it
+            self.run.finish_checking()
+
+    @override
+    def on_test_end(self) -> None:
+        self.run.finish_checking()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.run.finish_checking()
 
     @override
     def teardown(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -88,6 +89,7 @@ USED = {
     "_callback_metrics": TRAINER._logger_connector,
     "_logged_metrics": TRAINER._logger_connector,
     "_progress_bar_metrics": TRAINER._logger_connector,
+    "_first_loop_iter": TRAINER._logger_connector,
     "_results": TRAINER,
     "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
     "_forward_cache": MeanMetric(),
@@ -179,3 +181,8 @@ def test_the_dispatcher_has_autograd_kernels_to_replace(name):
 @pytest.mark.parametrize("key", ["AutogradCPU", "AutogradCUDA", "AutogradOther"])
 def test_dispatch_keys_have_names_and_make_sets(key):
     assert torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
+
+
+def test_lightning_makes_numbers_for_a_progress_bar_where_it_is_kept_from_it():
+    assert callable(result.convert_tensors_to_scalars)
+    assert "convert_tensors_to_scalars" in result._ResultCollection.metrics.__code__.co_names

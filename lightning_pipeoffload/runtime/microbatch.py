@@ -11,12 +11,15 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
 from numbers import Complex, Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_pipeoffload.runtime import late_values
 
 _Leaf = Callable[[Any], Any]
 _PRIME = 1_000_003
@@ -73,30 +76,59 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     return [cut(start) for start in range(0, total, size)]
 
 
-def weigh_parts(weigh: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
-    """Return what each microbatch of a batch counts.
+def weigh_parts(
+    weigh: Callable[[Any], Any], parts: Sequence[Any]
+) -> tuple[Sequence[Any], Callable[[], None]]:
+    """Return each microbatch's share of what a batch counts.
 
     Args:
         weigh: the user's.
         parts: the microbatches.
 
+    Returns:
+        The shares, which are tensors where the weights are on an accelerator; and a function that
+        checks the weights as soon as the host may know them.
+    """
+    returned = [weigh(part) for part in parts]
+    if not any(map(late_values.is_remote, returned)):
+        weights = _as_numbers(returned)
+        _check_weights(weights, returned)
+        return [weight / sum(weights) for weight in weights], lambda: None
+    on_device = next(filter(late_values.is_remote, returned)).device
+    stacked = torch.stack([torch.as_tensor(w, device=on_device).double() for w in returned])
+    read = late_values.start_reading(stacked)
+    shares = stacked / stacked.sum()
+    return shares.unbind(), lambda: _check_weights(read().tolist(), returned)
+
+
+def _as_numbers(returned: Sequence[Any]) -> list[float]:
+    try:
+        return [float(weight) for weight in returned]
+    except (TypeError, ValueError):
+        return [math.nan]
+
+
+def _check_weights(weights: Sequence[float], returned: Sequence[Any]) -> None:
+    """Check what a user's function has returned.
+
     Raises:
         ValueError: what it returned are no numbers, or none that a mean can be weighed by.
     """
-    returned = [weigh(part) for part in parts]
-    try:
-        weights = [float(weight) for weight in returned]
-    except (TypeError, ValueError):
-        weights = [math.nan]
     if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise ValueError(
             f"microbatch_weight returned {returned} for the microbatches of a batch; it must "
             f"return numbers from 0 up, of which one is positive"
         )
-    return weights
 
 
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+def weighted(value: Any, share: Any) -> Any:
+    """Return a number times its share; also where that is a tensor, in the number's precision."""
+    product = value * share
+    is_precise = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return product.to(value.dtype) if is_precise else product
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
     """Put the steps' results of one batch together.
 
     Numbers and tensors without dimensions become their weighted mean, whole numbers only where they
@@ -110,7 +142,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     if isinstance(first, _WHOLE) and all(output == first for output in outputs):
         return first
     if isinstance(first, Tensor | np.ndarray | np.bool_ | Complex):  # numpy's numbers are, too
-        return sum(w * output for w, output in zip(weights, outputs, strict=True))
+        return sum(map(weighted, outputs, weights))
     if _is_column(first):
         return type(first)(entry for output in outputs for entry in output)
     parts = [_parts(output) for output in outputs]
@@ -120,16 +152,18 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     return _rebuild(first, merged)
 
 
-def checksum(batch: Any) -> int:
-    """Return a number that tells batches apart, from at most 4096 elements of each tensor."""
-    total = 0
-    for leaf in batch_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.numel():
-            value = _checksum_of(leaf)
-        else:
-            value = zlib.crc32(str(leaf).encode()) if isinstance(leaf, (str, int, float)) else 0
-        total = (total * _PRIME + value) % (1 << 61)
-    return total
+def start_checksum(batch: Any) -> Callable[[], int]:
+    """Start to compute what tells batches apart, from at most 4096 elements of each tensor.
+
+    Returns:
+        A function that waits for what is on an accelerator, and returns the number.
+    """
+    values = [_start_checksum_of(leaf) for leaf in batch_leaves(batch)]
+
+    def finish() -> int:
+        return reduce(lambda total, value: (total * _PRIME + value()) % (1 << 61), values, 0)
+
+    return finish
 
 
 def shape_signature(batch: Any) -> tuple[Any, ...]:
@@ -149,11 +183,14 @@ def shape_signature(batch: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-@torch.no_grad()
-def _checksum_of(tensor: Tensor) -> int:
-    flat = tensor.detach().reshape(-1)
-    sample = flat[:: max(1, len(flat) // 4096)].contiguous()
-    return zlib.crc32(sample.view(torch.uint8).cpu().numpy().tobytes())
+def _start_checksum_of(leaf: Any) -> Callable[[], int]:
+    if isinstance(leaf, Tensor) and leaf.numel():
+        flat = leaf.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // 4096)].contiguous()
+        read = late_values.start_reading(sample.view(torch.uint8))
+        return lambda: zlib.crc32(read().numpy().tobytes())
+    value = zlib.crc32(str(leaf).encode()) if isinstance(leaf, (str, int, float)) else 0
+    return lambda: value
 
 
 def _refuse_layout(tensor: Tensor) -> None:

@@ -36,6 +36,11 @@ class TensorSpec:
         """Describe ``tensor``."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.requires_grad)
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def has_shape_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is as described, but for its gradient."""
         return self.shape == tensor.shape and self.dtype == tensor.dtype

@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.activation_store import ActivationStore
 from lightning_pipeoffload.runtime.autocast import outside_autocast
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.checkpoint_replay import CheckpointWatch
+from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.ownership import Ownership
 from lightning_pipeoffload.runtime.partition import Stage
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
@@ -159,7 +160,7 @@ class StageRunner:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
                 _check_differentiable(alive.loss)
-                microbatch.differentiate(alive.loss * microbatch.weight)
+                microbatch.differentiate(weighted(alive.loss, microbatch.weight))
         received, alive.received = alive.received, Received([])
         alive.sent, alive.loss = [], None
         self.memory.measure_backward(alive.queue, alive.store)

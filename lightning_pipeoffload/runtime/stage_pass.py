@@ -48,7 +48,8 @@ class Microbatch:
         flow: what goes from block to block, from the probe of its shapes.
         device: of its tensors.
         seed: of all its random numbers.
-        weight: its share of the batch's loss, over the batches that accumulate.
+        weight: its share of the batch's loss, over the batches that accumulate; a number, or a
+            tensor where the host does not know it.
         differentiate: starts the backward from the weighted loss.
     """
 
@@ -58,7 +59,7 @@ class Microbatch:
     flow: Flow
     device: torch.device
     seed: int = 0
-    weight: float = 1.0
+    weight: float | Tensor = 1.0
     differentiate: Callable[[Tensor], None] = Tensor.backward
 
 

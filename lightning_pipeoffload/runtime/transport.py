@@ -11,12 +11,22 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.message_links import (
+    DEFAULTS,
+    BufferedLink,
+    BufferRing,
+    Link,
+    MessageSettings,
+    StagedLink,
+    Wait,
+)
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.messages import recv_of
@@ -122,6 +132,7 @@ class ProcessGroupTransport:
         edges: directed pairs of pipeline ranks that exchange messages.
         device: where the tensors are.
         timeout: how long a rank waits for another; None: as torch does.
+        settings: of messages over NCCL.
     """
 
     def __init__(
@@ -131,71 +142,78 @@ class ProcessGroupTransport:
         edges: set[tuple[int, int]],
         device: torch.device,
         timeout: timedelta | None = None,
+        settings: MessageSettings = DEFAULTS,
     ) -> None:
         self._device = device
         self._timeout = timeout
+        self._settings = settings
+        self._backend = _backend_for(device)
+        self._make_link = self._link_maker()
         groups = self._make_groups(global_ranks, edges)
-        self._to: dict[int, _Link] = {}
-        self._from: dict[int, _Link] = {}
+        self._to: dict[int, Link] = {}
+        self._from: dict[int, Link] = {}
         for edge in sorted(edges):  # in the same order on every rank
             source, target = edge
             if source == rank:
-                self._to[target] = link = _Link.to(global_ranks[target], groups[edge])
+                self._to[target] = link = self._link(groups[edge], global_ranks[target])
                 self._meet(link, link.group.send)
             if target == rank:
-                self._from[source] = link = _Link.to(global_ranks[source], groups[edge])
+                self._from[source] = link = self._link(groups[edge], global_ranks[source])
                 self._meet(link, link.group.recv)
         self._posted: dict[Action, _Message] = {}
         self._sent: dict[Action, _Message] = {}
         self._sent_before: dict[Action, _Message] = {}
 
+    def _link_maker(self) -> Callable[..., Link]:
+        if self._backend == "gloo":
+            return StagedLink if _is_staged(self._device) else Link
+        if self._settings.keeps_buffers:
+            return partial(BufferedLink, ring=BufferRing(self._device))
+        return Link
+
+    def _link(self, group: Any, global_rank: int) -> Link:
+        place = dist.get_group_rank(group, global_rank)
+        return self._make_link(group, place, global_rank, self._device)
+
     def _make_groups(
         self, global_ranks: list[int], edges: set[tuple[int, int]]
     ) -> dict[tuple[int, int], Any]:
-        if self._device.type == "cpu":
+        if self._backend == "gloo":
             group = dist.new_group(global_ranks, self._timeout, backend="gloo")
             return dict.fromkeys(edges, group)
+        options = self._settings.options(self._timeout) if self._backend == "nccl" else None
         return {
-            edge: dist.new_group([global_ranks[edge[0]], global_ranks[edge[1]]], self._timeout)
+            edge: dist.new_group(
+                [global_ranks[edge[0]], global_ranks[edge[1]]], self._timeout, pg_options=options
+            )
             for edge in sorted(edges)  # every rank makes them in this order
         }
 
-    def _meet(self, link: _Link, exchange: Callable[..., Any]) -> None:
+    def _meet(self, link: Link, exchange: Callable[..., Any]) -> None:
         """Let the two ends of an edge connect.
 
         NCCL connects where the first message is posted, and both ends wait there for each other: a
         rank that posts what it is to receive before it sends would wait for ever.
         """
-        hello = torch.zeros(1, device=self._device)
+        device = torch.device("cpu") if self._backend == "gloo" else self._device
         with blaming_peers(f"global rank {link.global_rank}, lost while connecting"):
-            exchange([hello], link.place, 0).wait()
+            exchange([torch.zeros(1, device=device)], link.place, 0).wait()
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Allocate the tensors and start receiving into them."""
+        """Make room for the tensors and start receiving them."""
         link, tag = self._from[peer], _first_tag(receive, len(specs))
-        tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs]
-        # The group's own method: dist.irecv costs 90 us more a message on gloo.
-        works = [
-            link.group.recv([tensor], link.place, tag + place)
-            for place, tensor in enumerate(tensors)
-        ]
-        self._posted[receive] = _Message(tensors, works, link.global_rank)
+        waits = [link.receive(spec, tag + place) for place, spec in enumerate(specs)]
+        self._posted[receive] = _Message(waits, link.global_rank)
 
     def wait(self, receive: Action) -> list[Tensor]:
-        """Wait for the tensors; on an accelerator its stream does, not the host."""
-        message = self._posted.pop(receive)
-        message.wait(receive)
-        return message.tensors
+        """Wait for the tensors; over NCCL the accelerator's stream does, not the host."""
+        return self._posted.pop(receive).wait(receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        """Start sending, and keep the tensors until they are gone."""
+        """Start sending, and keep the tensors, or their copies, until they are gone."""
         link, tag = self._to[peer], _first_tag(recv_of(send), len(tensors))
-        tensors = [tensor.contiguous() for tensor in tensors]
-        works = [
-            link.group.send([tensor], link.place, tag + place)
-            for place, tensor in enumerate(tensors)
-        ]
-        self._sent[send] = _Message(tensors, works, link.global_rank)
+        waits = [link.send(tensor, tag + place) for place, tensor in enumerate(tensors)]
+        self._sent[send] = _Message(waits, link.global_rank)
 
     def release(self, send: Action) -> None:
         """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
@@ -213,29 +231,28 @@ class ProcessGroupTransport:
         self._sent, self._sent_before = {}, self._sent
 
 
-class _Link(NamedTuple):
-    """One end of a directed edge: the group whose messages go over it, and who is at the other."""
-
-    group: Any
-    place: int  # of the peer in the group
-    global_rank: int
-
-    @classmethod
-    def to(cls, global_rank: int, group: Any) -> _Link:
-        return cls(group, dist.get_group_rank(group, global_rank), global_rank)
-
-
 class _Message(NamedTuple):
     """Tensors on their way to or from a global rank."""
 
-    tensors: list[Tensor]
-    works: list[Any]
+    waits: list[Wait]
     peer: int
 
-    def wait(self, action: Action) -> None:
+    def wait(self, action: Action) -> list[Any]:
         with blaming_peers(f"global rank {self.peer}, lost in {action}"):
-            for work in self.works:
-                work.wait()
+            return [wait() for wait in self.waits]
+
+
+def _is_staged(device: torch.device) -> bool:
+    """Whether gloo, which reads and writes the host's memory, cannot have a device's own."""
+    return device.type != "cpu"
+
+
+def _backend_for(device: torch.device) -> str:
+    """Return what the default group uses for the device, of "cpu:gloo,cuda:nccl" say."""
+    if device.type == "cpu":
+        return "gloo"
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    return backends[device.type]
 
 
 def _first_tag(receive: Action, num_tensors: int) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 import os
 import time
-import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeoffload.runtime import hop_speed
+from lightning_pipeoffload.runtime import transport as transport_module
 from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.hop_speed import answer_hop, time_hop
@@ -158,12 +159,12 @@ def release_what_has_arrived():
         kept = []
         for send in sends:
             message = [torch.ones(1)]
-            kept.append(weakref.ref(message[0]))
+            kept.append(StorageWeakRef(message[0].untyped_storage()))
             transport.send(send, 1, message)
         del message
         transport.release(sends[0])
         transport.release(sends[0])  # it is gone
-        alive = [ref() is not None for ref in kept]
+        alive = [not ref.expired() for ref in kept]
         transport.finish_step()
         transport.finish_step()
         return alive
@@ -241,6 +242,33 @@ def train(name):
     pipeline.detach()
     own = pipeline.ownership.local_tensors()
     return {name: p.grad for name, p in own.items()}, losses
+
+
+def train_staged(name):
+    """Run it as over gloo on an accelerator: by way of other memory of the host."""
+    transport_module._is_staged = lambda device: True
+    try:
+        return train(name)
+    finally:
+        transport_module._is_staged = lambda device: False
+
+
+def train_buffered(name):
+    """Run it as over NCCL: by way of buffers that are never freed."""
+    backend_for = transport_module._backend_for
+    transport_module._backend_for = lambda device: "of an accelerator"
+    try:
+        return train(name)
+    finally:
+        transport_module._backend_for = backend_for
+
+
+@pytest.mark.parametrize("train", [train_staged, train_buffered])
+def test_the_ways_of_an_accelerator_give_the_plain_gradients(pool, train):
+    results = pool.run(train, "zb_h2")
+    gradients = {name: grad for found, _ in results for name, grad in found.items()}
+    module, x = make_model()
+    assert_same(Outcome(results[0][1], gradients), run_plain(module, x, 1))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h2", "interleaved_1f1b"])

@@ -1,0 +1,214 @@
+"""How one tensor goes over a directed edge between two processes.
+
+As bytes, for NCCL knows fewer dtypes than torch. Over NCCL through buffers that are never freed:
+its group tells the allocator that another stream uses what it sends and receives, which is free
+only when all of that stream is done, so each message of a step would take fresh memory. gloo reads
+and writes the host's memory: on an accelerator messages go through pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.runtime import late_values
+from lightning_pipeoffload.runtime.payload import TensorSpec
+
+Wait = Callable[[], Any]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes of the same memory."""
+    # Not view(-1): a dimension of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class MessageSettings:
+    """How messages go over NCCL; on by default, and to be measured.
+
+    Attributes:
+        max_channels: that an edge may use; an open receive takes a multiprocessor for each. None:
+            as many as NCCL likes.
+        is_urgent: messages go before what waits for the device already.
+        keeps_buffers: messages go through buffers that are never freed.
+    """
+
+    max_channels: int | None = 4
+    is_urgent: bool = True
+    keeps_buffers: bool = True
+
+    def options(self, timeout: timedelta | None) -> Any:
+        """Return what a group of NCCL with this timeout is made with."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.is_urgent)
+        if timeout is not None:
+            options._timeout = timeout  # private: torch warns where it differs from the group's
+        if self.max_channels is not None:
+            options.config.min_ctas = 1
+            options.config.max_ctas = self.max_channels
+        return options
+
+
+DEFAULTS = MessageSettings()
+
+
+@dataclass(frozen=True)
+class Link:
+    """One end of a directed edge: the group whose messages go over it, and who is at the other.
+
+    Attributes:
+        group: of torch.distributed.
+        place: of the peer in the group.
+        global_rank: of the peer.
+        device: of the tensors.
+    """
+
+    group: Any
+    place: int
+    global_rank: int
+    device: torch.device
+
+    def send(self, tensor: Tensor, tag: int) -> Wait:
+        """Start sending a tensor; return what waits until it has gone."""
+        data = as_bytes(_plain(tensor))
+        return partial(_wait, self._send_bytes(data, tag), data)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Wait:
+        """Start receiving a tensor; return what waits until it is there, and returns it."""
+        tensor = _empty(spec, self.device)
+        return partial(_wait, self._receive_bytes(as_bytes(tensor), tag), tensor)
+
+    # The group's own methods: dist.isend and irecv cost 90 us more a message on gloo.
+
+    def _send_bytes(self, data: Tensor, tag: int) -> Any:
+        return self.group.send([data], self.place, tag)
+
+    def _receive_bytes(self, data: Tensor, tag: int) -> Any:
+        return self.group.recv([data], self.place, tag)
+
+
+class BufferRing:
+    """Buffers that messages use one after the other; as many as were ever in use at once.
+
+    A plan's limit counts them among what the device held beside activations when it was measured.
+
+    Args:
+        device: of the messages.
+
+    Attributes:
+        num_bytes: of all buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device = device
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer that no message is in."""
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self.num_bytes += num_bytes
+        with torch.inference_mode(False):  # a validation may come first
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let another message use a buffer, once the compute lane has waited for its last."""
+        self._free[buffer.numel()].append(buffer)
+
+
+@dataclass(frozen=True)
+class BufferedLink(Link):
+    """Over which tensors go by way of a ring's buffers.
+
+    Attributes:
+        ring: of this rank.
+    """
+
+    ring: BufferRing
+
+    def send(self, tensor: Tensor, tag: int) -> Wait:
+        """Copy a tensor and start sending; return what waits until it has gone."""
+        buffer = self.ring.take(tensor.nbytes)
+        buffer.copy_(as_bytes(_plain(tensor)))
+        work = self._send_bytes(buffer, tag)
+
+        def wait() -> None:
+            work.wait()
+            self.ring.give_back(buffer)
+
+        return wait
+
+    def receive(self, spec: TensorSpec, tag: int) -> Wait:
+        """Start receiving a tensor; return what waits for it and takes it out."""
+        buffer = self.ring.take(spec.num_bytes)
+        work = self._receive_bytes(buffer, tag)
+
+        def wait() -> Tensor:
+            work.wait()
+            tensor = _empty(spec, self.device)
+            as_bytes(tensor).copy_(buffer)
+            self.ring.give_back(buffer)
+            return tensor
+
+        return wait
+
+
+@dataclass(frozen=True)
+class StagedLink(Link):
+    """Over which tensors of an accelerator go by way of the host.
+
+    Nobody waits where a message is sent: a thread does, until it is on the host. Who receives one
+    waits on the host.
+    """
+
+    sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def send(self, tensor: Tensor, tag: int) -> Wait:
+        """Start copying and sending; return what waits until it has gone."""
+        read = late_values.start_reading(as_bytes(_plain(tensor)))
+
+        def send() -> Wait:
+            host = read()
+            return partial(_wait, self._send_bytes(host, tag), host)
+
+        sending = self.sender.submit(send)
+        return lambda: sending.result()()
+
+    def receive(self, spec: TensorSpec, tag: int) -> Wait:
+        """Start receiving; return what waits and starts copying to the device."""
+        pinned = self.device.type != "cpu"
+        host = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        work = self._receive_bytes(host, tag)
+
+        def wait() -> Tensor:
+            work.wait()
+            tensor = _empty(spec, self.device)
+            as_bytes(tensor).copy_(host, non_blocking=True)
+            return tensor
+
+        return wait
+
+
+def _wait(work: Any, kept: Tensor) -> Tensor:
+    """Wait for a work; what it reads or writes is kept until then."""
+    work.wait()
+    return kept
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its elements, one after the other."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device)

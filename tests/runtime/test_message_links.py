@@ -1,0 +1,136 @@
+"""Edges on which a receive is garbage until waited for, and a send is read as late as may be."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipeoffload.runtime.message_links import (
+    BufferedLink,
+    BufferRing,
+    Link,
+    MessageSettings,
+    StagedLink,
+    as_bytes,
+)
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from tests.runtime.test_transport import make_message
+
+CPU = torch.device("cpu")
+
+
+class LateGroup:
+    """Both ends of an edge: what is sent is read when somebody waits, as late as that may be."""
+
+    def __init__(self):
+        self._sent = deque()
+
+    def send(self, tensors, place, tag):
+        read = []
+
+        def wait():
+            if not read:
+                read.append(tensors[0].clone())
+
+        self._sent.append((wait, read))
+        return SimpleNamespace(wait=wait)
+
+    def recv(self, tensors, place, tag):
+        tensors[0].fill_(0x5A)
+
+        def wait():
+            send, read = self._sent.popleft()
+            send()
+            tensors[0].copy_(read[0])
+
+        return SimpleNamespace(wait=wait)
+
+
+def link_of(kind, group):
+    if kind is BufferedLink:
+        return BufferedLink(group, 0, 1, CPU, BufferRing(CPU))
+    return kind(group, 0, 1, CPU)
+
+
+KINDS = [Link, BufferedLink, StagedLink]
+DTYPES = [
+    torch.int16, torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fn, torch.bool,
+]  # fmt: skip
+TENSORS = [
+    *make_message(),
+    *(torch.arange(6).to(dtype) for dtype in DTYPES),
+    torch.randn(3, dtype=torch.complex64).conj(),
+    torch.ones(3)[::2][:1],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: str(tensor.dtype))
+def test_any_tensor_goes_over(kind, tensor):
+    link = link_of(kind, LateGroup())
+    receive = link.receive(TensorSpec.of(tensor), 0)
+    sent = link.send(tensor, 0)
+    if kind is StagedLink:
+        link.sender.submit(int).result()  # by now it is on its way
+    found = receive()
+    sent()
+    assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+    assert torch.equal(as_bytes(found), as_bytes(tensor.resolve_conj().resolve_neg().contiguous()))
+
+
+@pytest.mark.parametrize("kind", [BufferedLink, StagedLink])
+def test_what_was_sent_may_be_written_right_away(kind):
+    link, tensor = link_of(kind, LateGroup()), torch.arange(4.0)
+    sent = link.send(tensor, 0)
+    receive = link.receive(TensorSpec.of(tensor), 0)
+    tensor.zero_()
+    sent()
+    assert torch.equal(receive(), torch.arange(4.0))
+
+
+def test_buffers_are_used_one_message_after_the_other():
+    group, ring = LateGroup(), BufferRing(CPU)
+    link, tensor = BufferedLink(group, 0, 1, CPU, ring), torch.ones(4)
+    kept = []
+    for step in range(3):
+        receives = [link.receive(TensorSpec.of(tensor), 0) for _ in range(2)]
+        sends = [link.send(tensor * (2 * step + place), 0) for place in range(2)]
+        kept += [receive() for receive in receives]
+        for sent in sends:
+            sent()
+        assert ring.num_bytes == 4 * tensor.nbytes
+    assert [float(tensor[0]) for tensor in kept] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_buffer_whose_message_is_on_its_way_is_not_used():
+    group, ring = LateGroup(), BufferRing(CPU)
+    link = BufferedLink(group, 0, 1, CPU, ring)
+    sends = [link.send(torch.full((4,), value), 0) for value in (1.0, 2.0)]
+    receives = [link.receive(TensorSpec(torch.Size([4]), torch.float32, False), 0) for _ in sends]
+    for sent in sends:
+        sent()
+    assert [float(receive()[0]) for receive in receives] == [1.0, 2.0]
+
+
+class Options:
+    """What torch's NCCL takes, where it is not built in."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+
+
+def test_nccl_gets_few_channels_and_a_high_priority(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    found = MessageSettings().options(timedelta(minutes=1))
+    assert found.is_high_priority_stream
+    assert (found.config.min_ctas, found.config.max_ctas) == (1, 4)
+    assert found._timeout == timedelta(minutes=1)
+    plain = MessageSettings(max_channels=None, is_urgent=False).options(None)
+    assert not plain.is_high_priority_stream
+    assert plain.config.max_ctas is None
