@@ -120,6 +120,7 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
+        self._fetch_shown = None  # a trainer may be saved now
         self.tick()
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,9 +232,7 @@ class PipelineRun:
 
     def _evaluate_whole(self, inputs: StepInputs) -> StepOutput:
         """Run a step on every rank alike; global rank 0's results count."""
-        finish_comparing = self._group.start_comparing(
-            checksum(inputs.batch), self.pipeline.trained_digest
-        )
+        finish_comparing = self._start_comparing(inputs)
         seed_all(inputs.seed)
         lending = self.pipeline.lending(self._group.send_to_all, inputs.seed)
         self.is_whole = True
@@ -242,7 +241,7 @@ class PipelineRun:
                 value = inputs.call(inputs.batch)
         finally:
             self.is_whole = False
-        finish_comparing(f"batch in {inputs.kind}")
+        finish_comparing()
         key = inputs.kind, shape_signature(inputs.batch)
         self._runs_whole[key] = not lending.could_be_cut
         return StepOutput(value if self._group.is_root else None, [_size_of(inputs.batch)])
@@ -254,13 +253,18 @@ class PipelineRun:
         accumulated: int,
         execute: Callable[[], list[Any]],
     ) -> StepOutput:
-        checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
-        finish_comparing = self._group.start_comparing(checksum, self.pipeline.trained_digest)
+        finish_comparing = self._start_comparing(inputs)
         sizes = [batch_size(microbatch.part) for microbatch in microbatches]
         shares = self._weigh(microbatches, sizes, accumulated)
         results = execute()
-        finish_comparing(what)
+        finish_comparing()
         return StepOutput(merge_outputs(results, shares) if results else None, sizes)
+
+    def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
+        """Start comparing the ranks' batches; return what ends it, after the step."""
+        checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
+        finish = self._group.start_comparing(checksum, self.pipeline.trained_digest)
+        return partial(finish, what)
 
     def _weigh(
         self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
