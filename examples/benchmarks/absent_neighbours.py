@@ -7,16 +7,84 @@ rank that its copies hold up is late to the end.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.timing import DeviceClock, HostClock
+from lightning_pipeoffload.runtime.timing import finished_at
 from lightning_pipeoffload.schedule import COMPUTE, Action, Costs, Kind, Schedule, simulate
 from lightning_pipeoffload.schedule.messages import RECVS, SENDS, send_of
+
+_NUM_STREAMS = 16  # of messages that are under way at once
+_CYCLES = 20_000_000
+
+Delays = dict[Action, tuple[Action | None, float]]
+
+
+class HostArrivals:
+    """Messages whose arrival the host sleeps for: the CPU has computed what it was given."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._since: dict[Action | None, float] = {None: time.perf_counter()}
+
+    def note(self, send: Action) -> None:
+        """Note that a message is sent now."""
+        self._since[send] = time.perf_counter()
+
+    def wait(self, receive: Action) -> None:
+        """Wait for a message."""
+        cause, delay = self._delays.get(receive, (None, 0.0))
+        time.sleep(max(0.0, self._since[cause] + delay - time.perf_counter()))
+
+
+class DeviceArrivals:
+    """Messages that a kernel on a stream of their own delays: the host goes on.
+
+    It would else wait for the device at each message, so that the device had nothing to do.
+    """
+
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        self._caused: defaultdict[Action | None, list[tuple[Action, float]]] = defaultdict(list)
+        for receive, (cause, delay) in delays.items():
+            self._caused[cause].append((receive, delay))
+        self._streams = cycle([torch.Stream(device) for _ in range(_NUM_STREAMS)])
+        self._cycles_per_second = _measure_cycles()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._arrivals: dict[Action, torch.Event] = {}
+        self.note(None)
+
+    def note(self, send: Action | None) -> None:
+        """Let what follows from a message, or from the start of the step, begin its way."""
+        sent = torch.accelerator.current_stream().record_event()
+        for receive, delay in self._caused[send]:
+            stream = next(self._streams)
+            stream.wait_event(sent)
+            with stream:
+                torch.cuda._sleep(int(delay * self._cycles_per_second))
+            self._arrivals[receive] = stream.record_event()
+
+    def wait(self, receive: Action) -> None:
+        """Wait for a message."""
+        arrival = self._arrivals.pop(receive, None)
+        if arrival is not None:
+            torch.accelerator.current_stream().wait_event(arrival)
+
+
+def _measure_cycles() -> float:
+    torch.cuda._sleep(_CYCLES)
+    started = finished_at()
+    torch.cuda._sleep(_CYCLES)
+    return _CYCLES / (finished_at() - started)
 
 
 class AbsentNeighbours:
@@ -28,20 +96,16 @@ class AbsentNeighbours:
         device: of the tensors.
     """
 
-    def __init__(
-        self, delays: dict[Action, tuple[Action | None, float]], device: torch.device
-    ) -> None:
-        self._delays = delays
+    def __init__(self, delays: Delays, device: torch.device) -> None:
         self._device = device
-        self._clock = HostClock() if device.type == "cpu" else DeviceClock()
+        is_host = device.type == "cpu"
+        self._arrivals = HostArrivals(delays) if is_host else DeviceArrivals(delays, device)
         self._specs: dict[Action, list[TensorSpec]] = {}
         self.start_step()
 
     def start_step(self) -> None:
         """Begin to count time."""
-        self._sent: dict[Action, Any] = {}
-        self._started = self._clock.now()
-        self._started_on_host = time.perf_counter()
+        self._arrivals.start()
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         """Remember what it looks like."""
@@ -49,16 +113,13 @@ class AbsentNeighbours:
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait until it would be here."""
-        cause, delay = self._delays.get(receive, (None, 0.0))
-        if cause is not None:
-            delay += self._clock.seconds(self._started, self._sent[cause])
-        time.sleep(max(0.0, self._started_on_host + delay - time.perf_counter()))
+        self._arrivals.wait(receive)
         specs = self._specs.pop(receive)
         return [1e-3 * torch.randn(s.shape, dtype=s.dtype, device=self._device) for s in specs]
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         """Note when."""
-        self._sent[send] = self._clock.now()
+        self._arrivals.note(send)
 
     def release(self, send: Action) -> None:
         """Nothing is kept."""
@@ -67,12 +128,12 @@ class AbsentNeighbours:
         """Nothing is kept."""
 
 
-def delays_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, tuple[Action | None, float]]:
+def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
     """Say how long after what each message for a rank comes, as the plan has it."""
     ends = {e.action: e.end for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
     sends = [action for action in plan[rank] if action.kind in SENDS]
     receives = [action for action in plan[rank] if action.kind in RECVS]
-    delays: dict[Action, tuple[Action | None, float]] = {}
+    delays: Delays = {}
     for receive in receives:
         cause = _cause(receive, sends)
         since = ends[_computed(cause, ends)] if cause else 0.0
