@@ -98,7 +98,13 @@ class PipelineRun:
         device: torch.device,
         num_local_ranks: int = 1,
     ) -> None:
-        cut = CutSettings(group.stage_ranks, settings.blocks, settings.split, settings.recompute)
+        cut = CutSettings(
+            group.stage_ranks,
+            settings.blocks,
+            settings.split,
+            settings.recompute,
+            tuple(group.global_ranks[rank] for rank in group.stage_ranks),
+        )
         self.pipeline = Pipeline(module, group.rank, cut, device)
         self.executor = Executor(
             group.rank,

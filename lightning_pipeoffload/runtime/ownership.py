@@ -7,7 +7,7 @@ runs, by exchanging the dicts of the few modules outside of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,15 +90,16 @@ class Ownership:
         """Return what this rank owns, by name."""
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
-    def drop_foreign(self, age: GradientAge) -> None:
+    def drop_foreign(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
         """Let what other ranks own be shapes, in all views; a tied weight under all its names.
 
         Args:
             age: of their gradients.
+            stage_ranks: the global rank of each stage.
         """
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
-            found = shown.setdefault(id(slot.tensor), self._placeholder(slot))
+            found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
             slot.module.__dict__[slot.kind][slot.attribute] = found
             _put(self._home, slot, found)
             if isinstance(found, ForeignTensor):
@@ -129,10 +130,14 @@ class Ownership:
                 self._stand_ins.append((contents[slot.attribute], slot))
         return list(view.values())
 
-    def _placeholder(self, slot: Slot) -> ForeignTensor:
-        stages = " and ".join(str(stage) for stage in sorted(self.owners[slot.name]))
+    def _placeholder(self, slot: Slot, stage_ranks: Sequence[int] = ()) -> ForeignTensor:
+        stages = sorted(self.owners[slot.name])
+        place = "of stage " + " and ".join(map(str, stages))
+        if stage_ranks:
+            ranks = sorted({stage_ranks[stage] for stage in stages})
+            place += ", on global rank " + " and ".join(map(str, ranks))
         # The module may be on the host still, whose step makes masks, say, where its weights are.
-        return ForeignTensor.standing_for(slot, f"{slot.name} (of stage {stages})", self._device)
+        return ForeignTensor.standing_for(slot, f"{slot.name} ({place})", self._device)
 
 
 def _all(slot: Slot) -> bool:

@@ -61,12 +61,14 @@ class CutSettings:
         blocks: the container's name, or patterns; see :func:`.block_chain.find_chain`.
         split: see :func:`.partition.cut`.
         recompute: see :class:`.stage.StageRunner`.
+        global_ranks: of each stage, for messages; (): as those of the pipeline.
     """
 
     stage_ranks: tuple[int, ...]
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     recompute: str = "none"
+    global_ranks: tuple[int, ...] = ()
 
 
 class Pipeline:
@@ -185,7 +187,8 @@ class Pipeline:
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
         }
-        self.ownership.drop_foreign(self.gradient_age)
+        ranks = self._settings.global_ranks or self._settings.stage_ranks
+        self.ownership.drop_foreign(self.gradient_age, ranks)
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:

@@ -95,7 +95,9 @@ def test_a_module_is_pickled_with_its_shapes(rank):
     state = torch.load(file, weights_only=False)
     for name, tensor in pickle.loads(pickle.dumps(module)).state_dict().items():
         assert (tensor.shape, state[name].shape) == (module.state_dict()[name].shape,) * 2
-    with pytest.raises(ValueNeededError, match=r"blocks\.[02]\.0\.weight \(of stage"):
+    with pytest.raises(
+        ValueNeededError, match=r"blocks\.[02]\.0\.weight \(of stage \d, on global rank \d\)"
+    ):
         foreign_weight(pickle.loads(pickle.dumps(module))).sum().item()
 
 
