@@ -67,11 +67,31 @@ class JointLauncher(_SubprocessScriptLauncher):
             raise
         return result
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can run this, which is the only place where Lightning asks.
+
+        Raises:
+            ValueError: it cannot start the ranks; Lightning's own message would be of ddp_notebook.
+        """
+        if self.num_processes * self.num_nodes > 1 and self._starts_processes:
+            raise ValueError(
+                f"a notebook cannot start the {self.num_processes} ranks of a pipeline, each of "
+                f"which is a process that runs the script from its beginning; use devices=1 here, "
+                f"or write the code to a .py file and run !python file.py"
+            )
+        return True
+
+    @property
+    def _starts_processes(self) -> bool:
+        return not self.cluster_environment.creates_processes_externally
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the processes, which are nobody's but this one's."""
         return {**self.__dict__, "procs": []}
 
     def _signing(self) -> AbstractContextManager[None]:
-        if self.num_processes == 1 or self.cluster_environment.creates_processes_externally:
+        if self.num_processes == 1 or not self._starts_processes:
             return nullcontext()
         return signing_as_launcher()

@@ -31,6 +31,12 @@ from lightning_pipeoffload.monitor import SharedMetricsConnector
 from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
 from lightning_pipeoffload.throughput import share_throughput
 
+_STEP_OF = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
 
 class PipelineOptimization(_AutomaticOptimization):
     """Leaves zero_grad and backward to the strategy."""
@@ -147,6 +153,12 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
     Raises:
         ValueError: says what, and what would do.
     """
+    for step in _steps_of(trainer):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{step}(self, dataloader_iter) cannot be pipelined: each batch has to be cut into "
+                f"microbatches; use {step}(self, batch, batch_idx)"
+            )
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
@@ -160,8 +172,10 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(callback).__name__} averages a copy of the whole module, of which each "
                 f"rank trains its own part; average checkpoints after training instead"
             )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
-            "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut "
-            "into microbatches; use training_step(self, batch, batch_idx)"
-        )
+
+
+def _steps_of(trainer: Trainer) -> list[str]:
+    """List the steps that a run is going to call."""
+    if trainer.state.fn in _STEP_OF:
+        return [_STEP_OF[trainer.state.fn]]
+    return ["training_step", "validation_step"] if trainer.enable_validation else ["training_step"]

@@ -164,7 +164,32 @@ class PipelineRun:
             count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
             self._training.make(count)
             self._size = total // count
-        return self._cut(inputs, max(self._size, self._smallest_size(total)))
+        size = max(self._size, self._smallest_size(total))
+        try:
+            return self._cut(inputs, size)
+        except Exception as error:
+            if size < total:
+                self._blame_cutting(error, inputs, total, -(-total // size))
+            raise
+
+    def _blame_cutting(
+        self, error: Exception, inputs: StepInputs, total: int, num_microbatches: int
+    ) -> None:
+        """Say so where the step fails with a microbatch, and would not with the whole batch.
+
+        Raises:
+            ValueError: it is so.
+        """
+        try:
+            self._cut(inputs, total)
+        except Exception:
+            return  # the first error counts, which is the caller's
+        raise ValueError(
+            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
+            f"samples that was cut into {num_microbatches}: {type(error).__name__}: {error}; set a "
+            f"smaller num_microbatches or a larger batch_size, or leave out a short last batch "
+            f"with drop_last=True"
+        ) from error
 
     def train(
         self,

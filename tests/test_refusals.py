@@ -31,6 +31,39 @@ class TakesIterator(fits.Net):
         return self.loss(next(dataloader_iter)[0])
 
 
+class ValidatesIterator(fits.Net):
+    def validation_step(self, dataloader_iter):
+        self.loss(next(dataloader_iter)[0])
+
+
+class Skips(fits.Net):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class SkipsSecond(fits.Net):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else self.loss(batch)
+
+
+class Fails(fits.Net):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError(f"no {len(batch)} columns for me")
+
+
+class Normalized(fits.Net):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(16)
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.batch_norm(self.embed(batch["x"]))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), batch["y"])
+
+
 class Waits(fits.Net):
     def training_step(self, batch, batch_idx):
         self.trainer.strategy.barrier()
@@ -75,6 +108,10 @@ def compiled():
     return torch.compile(fits.Net(), backend="eager")
 
 
+NO_LOSS = (
+    "the training step returned None without a loss; a pipeline cannot skip a batch, whose "
+    "backward the other stages wait for: call the blocks all the same, and return a loss times 0"
+)
 WAITING_LINE = Waits.training_step.__code__.co_firstlineno + 1
 
 CASES = [
@@ -95,6 +132,23 @@ CASES = [
         {},
         "training_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut into "
         "microbatches; use training_step(self, batch, batch_idx)",
+    ),
+    (
+        ValidatesIterator,
+        {},
+        "validation_step(self, dataloader_iter) cannot be pipelined: each batch has to be cut into "
+        "microbatches; use validation_step(self, batch, batch_idx)",
+    ),
+    (Skips, {}, NO_LOSS),
+    (SkipsSecond, {}, NO_LOSS),
+    (Fails, {}, "no 3 columns for me"),
+    (
+        Normalized,
+        {"num_microbatches": 8},
+        "training_step fails with a microbatch, and not with the whole batch of 8 samples that was "
+        "cut into 8: ValueError: Expected more than 1 value per channel when training, got input "
+        "size torch.Size([1, 16]); set a smaller num_microbatches or a larger batch_size, or leave "
+        "out a short last batch with drop_last=True",
     ),
     (
         Waits,
@@ -182,13 +236,13 @@ def _refusal(module, options):
     try:
         trainer = L.Trainer(
             **fits.SILENT,
-            max_steps=1,
+            max_steps=2,
             enable_checkpointing=False,
             devices=2,
             strategy=fits.strategy(2, **options),
         )
         fits.outlive_failures(trainer)
-        trainer.fit(module(), fits.loader())
+        trainer.fit(module(), fits.loader(), fits.loader())
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None

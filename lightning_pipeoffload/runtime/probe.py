@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from lightning_pipeoffload.runtime.shape_only import (
 )
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.source_watch import Draw, SourceWatch
+from lightning_pipeoffload.runtime.step_result import loss_in
 from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
 from lightning_pipeoffload.runtime.value_log import Entry, ValueLog
@@ -317,8 +318,10 @@ class _ProbePass:
 
     def lead_back(self, result: Any) -> None:
         """Find what gets a gradient from what the step returned."""
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if self._training and isinstance(loss, Tensor) and self.segment == len(self.chain):
+        if not self._training:
+            return
+        loss = loss_in(result)
+        if self.segment == len(self.chain):
             leaves = self._trace.lead_back(loss)
             self.result.trained = {self._names[id(x)] for x in leaves if id(x) in self._names}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.stage_pass import Microbatch, StageContext, StagePass
+from lightning_pipeoffload.runtime.step_result import loss_in
 from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
@@ -129,7 +130,7 @@ class StageRunner:
         if self.is_last:
             if not keep:
                 return output
-            alive.loss = _loss_of(output)
+            alive.loss = loss_in(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
         specs = self.payload_out(microbatch)
         self._check_payload(output, specs)
@@ -223,17 +224,6 @@ def _check_differentiable(loss: Tensor) -> None:
             "the loss does not depend on any parameter that trains: it was detached, or computed "
             "under no_grad; return the loss itself, and log loss.detach()"
         )
-
-
-def _loss_of(result: Any) -> Tensor:
-    """Find the loss in what a step returned, as Lightning does."""
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"the training step returned {type(result).__name__} without a loss; a pipeline cannot "
-            f"skip a batch, whose backward the other stages wait for: return a loss times 0"
-        )
-    return loss
 
 
 def _detach(leaf: Any) -> Any:

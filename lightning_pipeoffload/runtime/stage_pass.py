@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.shape_only import (
     shape_only_leaves,
     uncompiled,
 )
+from lightning_pipeoffload.runtime.step_result import loss_in
 from lightning_pipeoffload.runtime.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code import in_brackets, users_line
 
@@ -240,10 +241,23 @@ class StagePass:
                 "the step caught the signal by which a stage leaves it, so it has an `except:` or "
                 "`except BaseException:` around its blocks; use `except Exception:`"
             )
+        if not self._context.is_last:
+            self._refuse_early_end(result)
         result = give_values(result)
         for leaf in shape_only_leaves(result):
             raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
         return result
+
+    def _refuse_early_end(self, result: Any) -> None:
+        """Refuse a step that is over before the stage's last block was called."""
+        if self._received is not None:
+            loss_in(result)  # whose message is the same on every stage
+        raise ValueError(
+            f"the step returned before it called "
+            f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, which it has "
+            f"called for other batches of this shape; a pipeline needs each entry of "
+            f"{self._context.chain.name} called once and in order, in every step"
+        )
 
     def _explain(self, error: ValueNeededError) -> str:
         return (

@@ -221,7 +221,7 @@ class Skipping(Regression):
 
 def test_a_step_that_returns_no_loss_is_refused():
     module, x = Skipping(linear_blocks(2)).double(), torch.randn(4, 4).double()
-    with pytest.raises(ValueError, match="returned NoneType without a loss"):
+    with pytest.raises(ValueError, match="returned None without a loss"):
         run_pipeline(module, build("zb_h1", 2, 2), x, 2)
 
 
