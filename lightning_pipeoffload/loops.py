@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import (
     _AutomaticOptimization,  # private: it decides what follows the training step
 )
@@ -166,12 +165,6 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
             "manual optimization cannot be pipelined: training_step runs once for every stage and "
             "microbatch, an optimizer step inside it would run as often; use automatic optimization"
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} averages a copy of the whole module, of which each "
-                f"rank trains its own part; average checkpoints after training instead"
-            )
 
 
 def _steps_of(trainer: Trainer) -> list[str]:

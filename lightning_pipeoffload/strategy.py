@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.batch_backward import BatchBackward
+from lightning_pipeoffload.callback_checks import check_callbacks
 from lightning_pipeoffload.checkpoint import SplitState
 from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, let_move, present
 from lightning_pipeoffload.checkpoint_folder import (
@@ -131,6 +132,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     _end_hooks: EndHooks | None = None
     _gradient_hooks: GradientHooks | None = None
     _requeue: Requeue | None = None
+    _loaders: PipelineLoaders | None = None
     _loaded_seed: int | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
@@ -271,6 +273,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         assert self.accelerator is not None
         assert self.model is not None
         refuse_module(self._module, trainer)
+        check_callbacks(trainer)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -349,6 +352,8 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._loaders is None:  # a callback looks at it, before the run makes it anew
+            return dataloader
         self._loaders.own(dataloader, self._trainer.training)
         if self._trainer.training and self._trainer.ckpt_path is not None:
             leave_out_seen(dataloader, self._count_seen_batches)
@@ -557,7 +562,9 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def teardown(self) -> None:
         if self._run is not None:
-            self._loaders.release()
+            if self._loaders is not None:
+                self._loaders.release()
+                self._loaders = None
             self._run.leave()
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):
