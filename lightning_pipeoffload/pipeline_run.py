@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.batch_checksums import BatchChecksums
@@ -31,9 +33,10 @@ from lightning_pipeoffload.runtime.microbatch import (
     weigh_parts,
 )
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.randomness import seed_all
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.unchanged import unchanged
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings
 from lightning_pipeoffload.training_plan import TrainingPlan
@@ -238,17 +241,16 @@ class PipelineRun:
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
-        microbatches = self._cut_evaluation(inputs)
-        if microbatches is None:
-            return self._evaluate_whole(inputs)
+        key = inputs.kind, shape_signature(inputs.batch)
+        microbatches = None if self._runs_whole.get(key) else self._cut_evaluation(inputs)
+        if microbatches is None or self._runs_whole[key]:
+            return self._evaluate_whole(inputs, microbatches)
         plan = self._training.of_evaluation(len(microbatches))
         return self._run(inputs, microbatches, 1, lambda: self.executor.run(plan, microbatches))
 
     def _cut_evaluation(self, inputs: StepInputs) -> list[Microbatch] | None:
-        """Cut a batch; None: the step cannot be cut, or that is still to be seen."""
+        """Cut a batch, and decide whether it runs so; None: the step cannot be cut."""
         key = inputs.kind, shape_signature(inputs.batch)
-        if self._runs_whole.get(key):
-            return None
         microbatches, obstacle = None, ""
         try:
             microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
@@ -259,23 +261,48 @@ class PipelineRun:
             self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
             if obstacle and self._group.is_root:
                 log.info(_WHOLE, inputs.kind, obstacle)
-        return None if self._runs_whole[key] else microbatches
+        return microbatches
 
-    def _evaluate_whole(self, inputs: StepInputs) -> StepOutput:
-        """Run a step on every rank alike; global rank 0's results count."""
+    def _evaluate_whole(
+        self, inputs: StepInputs, microbatches: list[Microbatch] | None
+    ) -> StepOutput:
+        """Run a step on every rank alike; global rank 0's results count.
+
+        Args:
+            inputs: the batch.
+            microbatches: of it, where it may turn out that the step can be cut: what it computes is
+                then the same to the bit. None: it runs once.
+        """
         finish_comparing = self._start_comparing(inputs)
-        seed_all(inputs.seed)
-        lending = self.pipeline.lending(self._group.send_to_all, inputs.seed)
+        cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
+        values, could_be_cut = [], True
         self.is_whole = True
         try:
-            with lending.running():
-                value = inputs.call(inputs.batch)
+            for part, seed in cuts:
+                lending = self.pipeline.lending(self._group.send_to_all, seed)
+                seed_all(mix_seed(seed, 0))
+                with self._metrics_elsewhere(), lending.running():
+                    values.append(inputs.call(part))
+                could_be_cut &= lending.could_be_cut
         finally:
             self.is_whole = False
         finish_comparing()
-        key = inputs.kind, shape_signature(inputs.batch)
-        self._runs_whole[key] = not lending.could_be_cut
-        return StepOutput(value if self._group.is_root else None, [_size_of(inputs.batch)])
+        self._runs_whole[inputs.kind, shape_signature(inputs.batch)] = not could_be_cut
+        sizes = [_size_of(part) for part, _ in cuts]
+        if not self._group.is_root:
+            return StepOutput(None, sizes)
+        shares = [size / sum(sizes) for size in sizes] if len(cuts) > 1 else [1.0]
+        return StepOutput(merge_outputs(values, shares) if len(cuts) > 1 else values[0], sizes)
+
+    @contextmanager
+    def _metrics_elsewhere(self) -> Iterator[None]:
+        """Leave metrics as they are but on global rank 0, as where a step is cut."""
+        with ExitStack() as stack:
+            if not self._group.is_root:
+                for part in self.pipeline.module.modules():
+                    if isinstance(part, Metric):
+                        stack.enter_context(unchanged(part))
+            yield
 
     def _run(
         self,

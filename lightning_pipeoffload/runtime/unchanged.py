@@ -42,8 +42,7 @@ class _Place:
 
     def written(self) -> Iterator[Attribute]:
         """Yield the attributes whose values were changed in place, not just replaced."""
-        # Private: the version counts the writes.
-        names = [name for name, copied in self.copies.items() if copied._version]
+        names = [name for name, copied in self.copies.items() if _is_written(copied)]
         if self.attribute is None:
             yield from ((self.owner, name) for name in names)
         elif names or not self._has_sameparts_of():
@@ -55,6 +54,11 @@ class _Place:
         return len(before) == len(now) and all(
             new is old or id(new) in copies for old, new in zip(before, now, strict=True)
         )
+
+
+def _is_written(copied: Tensor) -> bool:
+    # Private: the version counts the writes, but not those to what an inference mode has made.
+    return not copied.is_inference() and bool(copied._version)
 
 
 @contextmanager
