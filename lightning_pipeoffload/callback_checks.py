@@ -1,4 +1,4 @@
-"""Lightning's callbacks that cannot do over a pipeline what they do on one device."""
+"""Lightning's callbacks and profilers that cannot do over a pipeline what they do elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 _AVERAGES = (
@@ -42,3 +43,17 @@ def check_callbacks(trainer: Trainer) -> None:
         for kind, reason in _REFUSED.items():
             if isinstance(callback, kind) and trainer.state.fn == TrainerFn.FITTING:
                 raise ValueError(f"{type(callback).__name__} {reason}")
+
+
+def check_profiler(trainer: Trainer) -> None:
+    """Refuse a profiler that would end the processes.
+
+    Raises:
+        ValueError: says why, and what would do.
+    """
+    # It starts anew with each step, while messages that it has seen begin are under way.
+    if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time
+        raise ValueError(
+            "PyTorchProfiler crashes in torch where messages between ranks are under way while it "
+            'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
+        )

@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.batch_backward import BatchBackward
-from lightning_pipeoffload.callback_checks import check_callbacks
+from lightning_pipeoffload.callback_checks import check_callbacks, check_profiler
 from lightning_pipeoffload.checkpoint import SplitState
 from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, let_move, present
 from lightning_pipeoffload.checkpoint_folder import (
@@ -274,6 +274,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         assert self.model is not None
         refuse_module(self._module, trainer)
         check_callbacks(trainer)
+        check_profiler(trainer)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

@@ -7,9 +7,10 @@ whatever the metric computes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -73,7 +74,9 @@ class WholeBatchValues:
 
 
 def _fresh(metric: Metric) -> Metric:
-    copy = metric.clone()
+    # Not its hooks: those of a profiler hold what cannot be copied.
+    hooks = [d for m in metric.modules() for d in (m._forward_hooks, m._forward_pre_hooks)]
+    copy = deepcopy(metric, {id(found): OrderedDict() for found in hooks})
     for child in copy.modules():
         child.__dict__.pop("forward", None)
     copy.reset()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import partial
+from threading import Lock
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
 from lightning_pipeoffload.throughput import PipelineThroughput
+from lightning_pipeoffload.whole_batch import WholeBatchValues
 from tests import fits
 
 
@@ -133,3 +137,30 @@ def test_lightnings_monitor_of_throughput_counts_a_batch_once(ranks, tmp_path):
     found = [r for r in rates if r.get("train/samples_per_sec")]
     assert found
     assert all(r["train/samples_per_sec"] == r["train/device/samples_per_sec"] for r in found)
+
+
+def profile(num_devices, folder):
+    profiler = PyTorchProfiler(folder, "profile")
+    trainer = make_trainer(num_devices, profiler=profiler)
+    fits.outlive_failures(trainer)
+    with pytest.raises(ValueError, match="PyTorchProfiler crashes in torch where messages"):
+        trainer.fit(fits.Net(), fits.loader(), fits.loader())
+
+
+def test_torchs_profiler_is_refused_over_several_ranks(ranks, tmp_path):
+    ranks(2).run(profile, 2, str(tmp_path))
+
+
+def test_a_metric_may_have_a_hook_that_cannot_be_copied():
+    module, lock = fits.Net(), Lock()
+    module.accuracy.register_forward_hook(lambda *args, lock=lock: None)
+    module.accuracy.register_forward_pre_hook(partial(_ignore, lock))
+    values = WholeBatchValues(module)
+    with values.watching(True):
+        module.accuracy(torch.ones(2))
+    values.give_to(module.accuracy)
+    assert module.accuracy._forward_cache == 1
+
+
+def _ignore(*args):
+    """Stand for what a profiler does."""
