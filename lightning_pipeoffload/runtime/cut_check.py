@@ -43,6 +43,28 @@ def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
             )
 
 
+def check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Check that no block has to run, with values that are made up, where another stage has it.
+
+    Raises:
+        ValueError: one has, for what it hands on, or lets out beside, could depend on them.
+    """
+    for index, line in probe.imagined.items():
+        is_template = probe.flow.outputs[index].is_template
+        if index >= stages[-1].blocks.start or (is_template and index not in probe.flow.opened):
+            continue
+        what = (
+            "keeps in an attribute, or gives to a hook, what is used behind it"
+            if is_template
+            else "returns numbers or objects beside its tensors"
+        )
+        raise ValueError(
+            f"{chain.block_name(index)} asks for values that only the stage has that runs it"
+            f"{in_brackets(line)}, and {what}, which other stages would have to make up; let it "
+            f"return tensors alone, all that is used behind it among them"
+        )
+
+
 def check_weight_writes(
     probe: Probe,
     chain: BlockChain,

@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remo
 from lightning_pipeoffload.runtime.cut_check import (
     check_crossings,
     check_hooks,
+    check_imagined,
     check_shared_weights,
     check_weight_writes,
 )
@@ -248,6 +249,7 @@ class Pipeline:
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
             check_hooks(probe, self._chain)
+            check_imagined(probe, self._chain, self.partition)
             check_crossings(probe, self._chain, self.partition)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.flow import Flow
+from lightning_pipeoffload.runtime.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.random_sources import Place, Source
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
@@ -42,12 +43,17 @@ from lightning_pipeoffload.runtime.slots import Slot, find_slots
 from lightning_pipeoffload.runtime.source_watch import Draw, SourceWatch
 from lightning_pipeoffload.runtime.step_result import loss_in
 from lightning_pipeoffload.runtime.unchanged import Attribute, unchanged
-from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets, users_line
+from lightning_pipeoffload.runtime.users_code import (
+    calling_line,
+    deepest_users_line,
+    in_brackets,
+    users_line,
+)
 from lightning_pipeoffload.runtime.value_log import Entry, ValueLog
 from lightning_pipeoffload.runtime.value_trace import Alias, ValueTrace
 from lightning_pipeoffload.runtime.written_state import Variable, noting_writes
 
-_MOST_IMAGINED = 1000
+_MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
 
 
 class WeightWrite(NamedTuple):
@@ -87,6 +93,7 @@ class Probe:
         changes_batch: the step changes its microbatch in place.
         unrepeatable: the first value that a second run did not have; None if it had all.
         trained: names of the parameters that the loss leads back to; None: it is not known.
+        imagined: blocks that ask for values, which are made up, and the line that does so first.
     """
 
     flow: Flow
@@ -105,6 +112,22 @@ class Probe:
     changes_batch: bool = False
     unrepeatable: Entry | None = None
     trained: set[str] | None = None
+    imagined: dict[int, str] = field(default_factory=dict)
+
+
+class ImaginedError(Exception):
+    """A step whose blocks asked for values went wrong, maybe because these are made up.
+
+    Attributes:
+        cause: what went wrong.
+        found: what was seen until then.
+        is_in_block: a block went wrong.
+    """
+
+    def __init__(self, cause: Exception, found: Probe, is_in_block: bool) -> None:
+        self.cause = cause
+        self.found = found
+        self.is_in_block = is_in_block
 
 
 def probe_step(
@@ -113,6 +136,7 @@ def probe_step(
     run: Callable[[], Any],
     device: torch.device,
     log: ValueLog | None = None,
+    way: Imagined = EVERYTHING,
 ) -> Probe:
     """Run the user's step once without values.
 
@@ -122,13 +146,15 @@ def probe_step(
         run: calls the step on one microbatch.
         device: of that microbatch, on which the module seems to be, wherever it is.
         log: keeps the values that the step has nevertheless.
+        way: to make values up that blocks ask for.
 
     Raises:
         ValueError: the step cannot be cut at its blocks; says what it does and where.
+        ImaginedError: something went wrong with values that are made up.
     """
     watch = SourceWatch(module)
-    probing = _ProbePass(chain, device, watch, log)
-    with ExitStack() as stack:
+    probing = _ProbePass(chain, device, watch, log, way)
+    with probing.telling_of_imagination(), ExitStack() as stack:
         stack.enter_context(forked_randomness())
         stack.enter_context(_same_grad_mode())
         stack.callback(watch.finish)
@@ -145,7 +171,7 @@ def probe_step(
             if not probing.num_imagined:
                 raise
         probing.finish()
-    probing.check_complete()
+        probing.check_complete()
     result = probing.result
     result.flow.is_certain = not probing.num_imagined
     result.written_in_place |= written
@@ -165,7 +191,12 @@ class _ProbePass:
     """Watches the calls of blocks and the operations in between."""
 
     def __init__(
-        self, chain: BlockChain, device: torch.device, watch: SourceWatch, log: ValueLog | None
+        self,
+        chain: BlockChain,
+        device: torch.device,
+        watch: SourceWatch,
+        log: ValueLog | None,
+        way: Imagined,
     ) -> None:
         count = len(chain) + 1
         self.chain = chain
@@ -180,6 +211,8 @@ class _ProbePass:
         self._is_in_block = False
         self._checkpoint: Any = None
         self._num_hooks: list[int] = []
+        self._way = way
+        self._num_in_block = 0
         self.num_imagined = 0
 
     @property
@@ -240,7 +273,7 @@ class _ProbePass:
         args, kwargs = self._trace.enter_block(index, arguments)
         self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
         self._watch.look(Draw(index, is_in_block=False))
-        self._is_in_block = True
+        self._is_in_block, self._num_in_block = True, 0
         output = self.chain.run_block(index, *args, **kwargs)
         self._is_in_block = False
         self._watch.look(Draw(index, is_in_block=True))
@@ -310,11 +343,26 @@ class _ProbePass:
         finally:
             nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
-    def _imagine(self) -> bool:
-        """Go on behind the blocks, where all values will be; not for ever, in a loop, say."""
-        is_behind = self.segment == len(self.chain) and self.num_imagined < _MOST_IMAGINED
-        self.num_imagined += is_behind
-        return is_behind
+    def _imagine(self) -> Imagined | None:
+        """Go on inside a block and behind them, where all values will be; not for ever."""
+        if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
+            self._num_in_block += 1
+            self.result.imagined.setdefault(self.segment, calling_line())
+            return self._way
+        if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
+            return None
+        self.num_imagined += 1
+        return NO_ALARM
+
+    @contextmanager
+    def telling_of_imagination(self) -> Iterator[None]:
+        """Say of what goes wrong that it may be due to what is made up."""
+        try:
+            yield
+        except Exception as error:
+            if not self.result.imagined:
+                raise
+            raise ImaginedError(error, self.result, self._is_in_block) from error
 
     def lead_back(self, result: Any) -> None:
         """Find what gets a gradient from what the step returned."""

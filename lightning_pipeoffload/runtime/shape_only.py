@@ -21,6 +21,12 @@ from torch.utils._pytree import tree_map  # private: torch's own containers, HF 
 
 from lightning_pipeoffload.runtime.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.foreign_draws import advance_generator
+from lightning_pipeoffload.runtime.imagined_values import (
+    Imagined,
+    can_make_result,
+    is_mask,
+    make_result,
+)
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.meta_kernels import remember_on_meta, run_on_meta
 from lightning_pipeoffload.runtime.running_steps import is_any_step_running
@@ -168,12 +174,11 @@ class ShapeOnly(Tensor):
         return self._imagined("numpy()").numpy()
 
     def _imagined(self, operation: str) -> Tensor:
-        if not any(imagine() for imagine in _imagination):
-            raise ValueNeededError(operation, self.origins)
+        imagined = _imagine(operation, self.origins)
         for observe in _observers:
             observe(aten._local_scalar_dense.default, (self,), None)
-        # Ones, but no flags: what is asked for may be whether something is wrong.
-        return torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
+        value = imagined.flag if self.dtype == torch.bool else imagined.number
+        return torch.full(self.shape, value, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -196,7 +201,8 @@ class ShapeOnly(Tensor):
         origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
-        _refuse_values(func, args, origins)
+        func, args = _with_counted_masks(func, args)
+        imagined = _imagine_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
         # Where operations are only observed nobody uses what is drawn, which may take much memory;
         # but a probe has to see that a generator of the user's goes on.
@@ -207,7 +213,11 @@ class ShapeOnly(Tensor):
             args[0].meta = args[0].meta.detach()  # others may have the same one
         # What is observed may want to know which results share memory: none does by being new.
         run = run_on_meta if _observers else remember_on_meta
-        out = run(func, tree_map(_to_meta, args), _on_meta(kwargs), device)
+        on_meta = tree_map(_to_meta, args), _on_meta(kwargs)
+        if imagined is None:
+            out = run(func, *on_meta, device)
+        else:
+            out = make_result(func, *on_meta, imagined)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
         for observe in _observers:
@@ -217,12 +227,12 @@ class ShapeOnly(Tensor):
         return result
 
 
-_imagination: list[Callable[[], bool]] = []
+_imagination: list[Callable[[], Imagined | None]] = []
 
 
 @contextmanager
-def imagining_values(imagine: Callable[[], bool]) -> Iterator[None]:
-    """Let code that asks for a value have one that is made up, if ``imagine()`` is true."""
+def imagining_values(imagine: Callable[[], Imagined | None]) -> Iterator[None]:
+    """Let code that asks for a value have one that is made up, as ``imagine()`` says, if it does."""
     _imagination.append(imagine)
     try:
         yield
@@ -311,20 +321,51 @@ def _call_factory(
     return made
 
 
-def _refuse_values(
+def _imagine(operation: str, origins: frozenset[str]) -> Imagined:
+    for imagine in _imagination:
+        imagined = imagine()
+        if imagined is not None:
+            return imagined
+    raise ValueNeededError(operation, origins)
+
+
+def _imagine_sizes(
     func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
-) -> None:
-    dynamic = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
-    if dynamic or torch.Tag.data_dependent_output in func.tags:
-        name = func.overloadpacket.__name__
-        raise ValueNeededError(_USERS_WORDS.get(name, f"{name}()"), origins)
+) -> Imagined | None:
+    """Refuse an operation whose sizes depend on values, or say how to make them up.
+
+    Returns:
+        None where the sizes are known.
+    """
+    if torch.Tag.dynamic_output_shape not in func.tags or _is_index_by_numbers(func, args):
+        return None
+    name = func.overloadpacket.__name__
+    operation = _USERS_WORDS.get(name, f"{name}()")
+    if not can_make_result(func):
+        raise ValueNeededError(operation, origins)
+    return _imagine(operation, origins)
 
 
 def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether ``func`` is an indexing whose result has a known shape, as no mask's has."""
-    return func.overloadpacket is aten.index and not any(
-        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    )
+    return func.overloadpacket is aten.index and not any(map(is_mask, args[1]))
+
+
+def _with_counted_masks(
+    func: torch._ops.OpOverload, args: tuple[Any, ...]
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """Put places for masks that have a value: how many there are is known."""
+    if func is aten.masked_select.default and not isinstance(args[1], ShapeOnly):
+        source, mask = torch.broadcast_tensors(*args)
+        func, args = aten.index.Tensor, (source, [mask])
+    if func is aten.index.Tensor:
+        args = (args[0], [place for index in args[1] for place in _places_in(index)])
+    return func, args
+
+
+def _places_in(index: Any) -> Sequence[Any]:
+    is_known = is_mask(index) and not isinstance(index, ShapeOnly)
+    return index.nonzero().unbind(1) if is_known else (index,)
 
 
 def _refuse_writes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from lightning_pipeoffload.runtime.batch_writes import Trial
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.draw_lines import tracing_lines
+from lightning_pipeoffload.runtime.imagined_probe import look_both_ways
+from lightning_pipeoffload.runtime.imagined_values import EVERYTHING, Imagined
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.probe import Probe, probe_step
 from lightning_pipeoffload.runtime.random_sources import Place, Source
@@ -87,20 +90,28 @@ class StepProbes:
         return not self.always_trained.isdisjoint(names)
 
     def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
-        log = ValueLog() if is_first and self._is_cut else None
-        probe = self._run(call, log)
+        logs: dict[Imagined, ValueLog] = {}
+
+        def look(way: Imagined) -> Probe:
+            log = logs[way] = ValueLog()
+            return self._run(call, log if is_first and self._is_cut else None, way)
+
+        probe, way = look_both_ways(look, self._chain)
         if not self._is_cut:
             return probe
+        run = partial(self._run, way=way)
         if probe.made:
             with _having(probe.made):
-                probe.draws.update(self._run(call).draws)
+                probe.draws.update(run(call).draws)
         if any(len(draws) > 1 for draws in probe.draws.values()):
-            probe.lines = self._find_lines(call, probe)
-        if log is not None:
-            probe.unrepeatable = self._find_difference(call, log)
+            probe.lines = self._find_lines(call, run, probe)
+        if is_first:
+            probe.unrepeatable = self._find_difference(partial(run, call), logs[way])
         return probe
 
-    def _find_lines(self, call: Callable[[], Any], probe: Probe) -> dict[Source, list[str]]:
+    def _find_lines(
+        self, call: Callable[[], Any], run: Callable[[Callable[[], Any]], Probe], probe: Probe
+    ) -> dict[Source, list[str]]:
         lines: dict[Source, list[str]] = {}
 
         def traced() -> None:
@@ -109,21 +120,23 @@ class StepProbes:
                 call()
 
         with _having(probe.made):
-            self._run(traced)
+            run(traced)
         return lines
 
-    def _find_difference(self, call: Callable[[], Any], log: ValueLog) -> Entry | None:
+    def _find_difference(self, run: Callable[..., Probe], log: ValueLog) -> Entry | None:
         """Run the step again from the same state; what only the first run makes is a cache."""
         for _ in range(2):
             before, log = log, ValueLog()
-            self._run(call, log)
+            run(log=log)
             found = first_difference(before, log)
             if found is None:
                 break
         return found
 
-    def _run(self, call: Callable[[], Any], log: ValueLog | None = None) -> Probe:
-        return probe_step(self._module, self._chain, call, self._device, log)
+    def _run(
+        self, call: Callable[[], Any], log: ValueLog | None = None, way: Imagined = EVERYTHING
+    ) -> Probe:
+        return probe_step(self._module, self._chain, call, self._device, log, way)
 
     def forget(self) -> None:
         """Look anew: what blocks hand on may need a gradient now, or none."""

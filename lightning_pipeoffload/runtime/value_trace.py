@@ -153,8 +153,9 @@ class ValueTrace(CallCounter):
             if not isinstance(leaf, Tensor):
                 return leaf
             place += 1
-            is_real = not isinstance(leaf, ShapeOnly)
-            outer: Any = ShapeOnly.like(leaf, origin) if is_real else _Alias.apply(leaf)
+            # One that has a value may be part of the graph: what was written into it.
+            has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
+            outer: Any = ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf)
             outer.origins = frozenset((origin,))
             birth = _Birth(index + 1, Port(index + 1, 0, place))
             _bear(outer, birth, None, getattr(leaf, "lineage", ()))
@@ -237,7 +238,9 @@ class _Alias(torch.autograd.Function):
     """Another object for the same value; no view, whose use autograd would count as its base's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: ShapeOnly) -> ShapeOnly:
+    def forward(ctx: Any, tensor: Tensor) -> ShapeOnly:
+        if not isinstance(tensor, ShapeOnly):
+            return ShapeOnly.like(tensor, "")
         return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
 
     @staticmethod
