@@ -71,6 +71,7 @@ USED = {
     "_forward_pre_hooks": nn.Module(),
     "_local_scalar_dense": torch.ops.aten,
     "_foreach_norm": torch.ops.aten,
+    "_unique2": torch.ops.aten,
     "_schema": torch.ops.aten.add.Tensor,
     "_destroy": torch.library.Library,
     "_parameters": nn.Module(),

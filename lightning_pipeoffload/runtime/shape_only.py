@@ -232,7 +232,7 @@ _imagination: list[Callable[[], Imagined | None]] = []
 
 @contextmanager
 def imagining_values(imagine: Callable[[], Imagined | None]) -> Iterator[None]:
-    """Let code that asks for a value have one that is made up, as ``imagine()`` says, if it does."""
+    """Let code that asks for a value have one that is made up, if ``imagine()`` says how."""
     _imagination.append(imagine)
     try:
         yield
