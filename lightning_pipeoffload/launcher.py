@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,  # private: as Lightning's own strategies
 )
@@ -75,7 +76,10 @@ class JointLauncher(_SubprocessScriptLauncher):
         Raises:
             ValueError: it cannot start the ranks; Lightning's own message would be of ddp_notebook.
         """
-        if self.num_processes * self.num_nodes > 1 and self._starts_processes:
+        # Of one rank before it, Lightning's own environment says that others start processes.
+        is_local = isinstance(self.cluster_environment, LightningEnvironment)
+        starts_processes = is_local or self._starts_processes
+        if self.num_processes * self.num_nodes > 1 and starts_processes:
             raise ValueError(
                 f"a notebook cannot start the {self.num_processes} ranks of a pipeline, each of "
                 f"which is a process that runs the script from its beginning; use devices=1 here, "

@@ -37,12 +37,16 @@ from lightning_pipeoffload.failure_cause import (
 )
 from lightning_pipeoffload.launched import LaunchedProcesses
 from lightning_pipeoffload.launcher import JointLauncher
+from lightning_pipeoffload.meeting import Meeting
 from lightning_pipeoffload.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code import deepest_users_line, in_brackets
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.settings import PipelineSettings
+
+# Where a hook needs all ranks, and one is not on its way, nobody waits longer.
+_PATIENCE = timedelta(seconds=60)
 
 
 class PipelineProcesses(ParallelStrategy):
@@ -56,6 +60,7 @@ class PipelineProcesses(ParallelStrategy):
     _board: FailureBoard | None = None
     _has_failed = False
     _metrics_store: Store | None = None
+    _meeting: Meeting | None = None
 
     @property
     def place(self) -> str:
@@ -159,6 +164,10 @@ class PipelineProcesses(ParallelStrategy):
         """Hear of the other ranks' failures and metrics, for one fit or evaluation."""
         run = group.broadcast(secrets.token_hex(8), group.root)
         self._metrics_store = connect_store(run, self._timeout)
+        patience = min(self._timeout or _PATIENCE, _PATIENCE)
+        self._meeting = Meeting(
+            connect_store(run, self._timeout), self.global_rank, self.world_size, patience
+        )
         assert self._board is not None
         self._board.connect(connect_store(run, self._timeout))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from lightning_pipeoffload.end_hooks import EndHooks
 from lightning_pipeoffload.gradient_clipping import clip_by_own_norm, clip_over_ranks
 from lightning_pipeoffload.gradient_hooks import GradientHooks
 from lightning_pipeoffload.gradient_sizes import share_gradient_sizes
+from lightning_pipeoffload.hook_forwards import HookForwards
 from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.loss_scale import leave_loss_scale, share_loss_scale
 from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
@@ -70,7 +71,18 @@ from lightning_pipeoffload.whole_again import make_whole
 
 _SEED = "pipeoffload_seed"
 _OF_A_RUN = frozenset(
-    ("_group", "_board", "_metrics_store", "_run", "_parameters", "_state", "_loaders", "_steps")
+    (
+        "_group",
+        "_board",
+        "_metrics_store",
+        "_meeting",
+        "_hook_forwards",
+        "_run",
+        "_parameters",
+        "_state",
+        "_loaders",
+        "_steps",
+    )
     + ("backward_of_batch", "_local_metrics", "_end_hooks", "_gradient_hooks", "_requeue")
 )
 
@@ -133,6 +145,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     _gradient_hooks: GradientHooks | None = None
     _requeue: Requeue | None = None
     _loaders: PipelineLoaders | None = None
+    _hook_forwards: HookForwards | None = None
     _loaded_seed: int | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
@@ -293,6 +306,10 @@ class PipeOffloadStrategy(PipelineProcesses):
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
+        if self._meeting is not None:
+            self._hook_forwards = HookForwards(
+                self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
+            )
         self._local_metrics = LocalMetrics(self._module)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
@@ -373,7 +390,7 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), forked_randomness():
+        with self.precision_plugin.train_step_context(), self._between_hooks():
             inputs = self._steps.inputs("training_step", args, kwargs)
             microbatches = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
@@ -415,8 +432,15 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     def finish_accumulating(self) -> None:
         """Run the backwards that are left of batches whose optimizer step is still to come."""
-        with self.precision_plugin.train_step_context(), forked_randomness():
+        with self.precision_plugin.train_step_context(), self._between_hooks():
             self.run.finish_plan()
+
+    @contextmanager
+    def _between_hooks(self) -> Iterator[None]:
+        """Run steps, which leave random numbers as they were, and call modules of their own."""
+        forwards = nullcontext() if self._hook_forwards is None else self._hook_forwards.paused()
+        with forwards, forked_randomness():
+            yield
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -436,7 +460,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with forked_randomness():
+        with self._between_hooks():
             done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
             self._log(done)
         return done.value
@@ -574,6 +598,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             if hooks is not None:
                 hooks.remove()
         self._gradient_hooks = self._end_hooks = None
+        if self._hook_forwards is not None:
+            self._hook_forwards.leave()
+            self._hook_forwards = None
         clip_by_own_norm(self.precision_plugin)
         leave_loss_scale(self.precision_plugin)
         super().teardown()

@@ -21,7 +21,10 @@ def test_one_rank_runs_in_a_notebook():
     assert _trainer(1).world_size == 1
 
 
-def test_more_ranks_are_refused_in_a_notebook():
+@pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0"}])  # as a fit before it leaves them
+def test_more_ranks_are_refused_in_a_notebook(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="a notebook cannot start the 2 ranks of a pipeline"):
         _trainer(2)
 

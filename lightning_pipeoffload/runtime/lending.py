@@ -25,7 +25,8 @@ class Lending:
         module: the user's.
         chain: its blocks.
         fetch: returns the value of a parameter or buffer; all ranks call it for the same ones.
-        seed: of the step's random numbers.
+        seed: of the step's random numbers; None: they are drawn on as before.
+        part: of the module that is called; None: all of it.
     """
 
     def __init__(
@@ -33,19 +34,24 @@ class Lending:
         module: nn.Module,
         chain: BlockChain,
         fetch: Callable[[Slot], Tensor],
-        seed: int,
+        seed: int | None,
+        part: nn.Module | None = None,
     ) -> None:
         self._chain = chain
         self._fetch = fetch
         self._seed = seed
         self._calls: list[int] = []
-        slots = find_slots(module)
-        self._glue = [slot for slot in slots if chain.index_of(slot.name) is None]
+        self._glue: list[Slot] = []
         self._inside: dict[int, list[Slot]] = {index: [] for index in range(len(chain))}
-        for slot in slots:
+        called = {id(child) for child in (part or module).modules()}
+        for slot in find_slots(module):
             index = chain.index_of(slot.name)
-            if index is not None:
+            block = None if index is None else chain.blocks[index]
+            comes_later = block is not None and block is not part and id(block) in called
+            if index is not None and (comes_later or id(slot.module) not in called):
                 self._inside[index].append(slot)
+            elif id(slot.module) in called:
+                self._glue.append(slot)
 
     @property
     def could_be_cut(self) -> bool:
@@ -64,7 +70,8 @@ class Lending:
         with self._lent(self._inside[index]):
             output = self._chain.run_block(index, *args, **kwargs)
         self._calls.append(index)
-        seed_torch(mix_seed(self._seed, len(self._calls)))
+        if self._seed is not None:
+            seed_torch(mix_seed(self._seed, len(self._calls)))
         return output
 
     @contextmanager

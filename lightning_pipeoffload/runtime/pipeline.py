@@ -166,12 +166,18 @@ class Pipeline:
             check_shared_weights(self._shared_weights)
         return microbatches
 
-    def lending(self, send: Callable[[Tensor, int | None], Tensor], seed: int) -> Lending:
+    def lending(
+        self,
+        send: Callable[[Tensor, int | None], Tensor],
+        seed: int | None,
+        part: nn.Module | None = None,
+    ) -> Lending:
         """Make what runs a step as a whole, on every rank.
 
         Args:
             send: returns a tensor as a pipeline rank has it, to all; None: as the root has it.
-            seed: of the step.
+            seed: of the step; None: random numbers are drawn on as before.
+            part: of the module that is called; None: all of it.
         """
 
         def fetch(slot: Slot) -> Tensor:
@@ -180,7 +186,7 @@ class Pipeline:
             source = self.tensors.owner_of_slot(slot.name) if self.committed else None
             return send(slot.tensor, source)
 
-        return Lending(self.module, self._chain, fetch, seed)
+        return Lending(self.module, self._chain, fetch, seed, part)
 
     def commit(self) -> None:
         """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""
