@@ -154,14 +154,13 @@ class Pipeline:
         microbatches = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
-            probe = self.probes.find(kind, part, run, self._take_in)
+            own_seed = mix_seed(seed, index)
+            probe = self.probes.find(kind, part, run, self._take_in, own_seed)
             call: Callable[[], Any] = partial(run, part)
             if probe.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
                 call = CallOnCopies(run, own, len(self.stages))
-            microbatches.append(
-                Microbatch(index, part, call, probe.flow, self.device, mix_seed(seed, index))
-            )
+            microbatches.append(Microbatch(index, part, call, probe.flow, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
         return microbatches

@@ -13,7 +13,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeoffload.runtime.batch_sizes import BatchSizes
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
 from lightning_pipeoffload.runtime.flow import Flow
 from lightning_pipeoffload.runtime.imagined_values import EVERYTHING, NO_ALARM, Imagined
+from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.random_sources import Place, Source
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shape_only import (
@@ -94,6 +96,8 @@ class Probe:
         unrepeatable: the first value that a second run did not have; None if it had all.
         trained: names of the parameters that the loss leads back to; None: it is not known.
         imagined: blocks that ask for values, which are made up, and the line that does so first.
+        sized_in: the last segment in which sizes beside the blocks depend on the batch's values;
+            None: there is none.
     """
 
     flow: Flow
@@ -113,6 +117,7 @@ class Probe:
     unrepeatable: Entry | None = None
     trained: set[str] | None = None
     imagined: dict[int, str] = field(default_factory=dict)
+    sized_in: int | None = None
 
 
 class ImaginedError(Exception):
@@ -152,31 +157,58 @@ def probe_step(
         ValueError: the step cannot be cut at its blocks; says what it does and where.
         ImaginedError: something went wrong with values that are made up.
     """
-    watch = SourceWatch(module)
-    probing = _ProbePass(chain, device, watch, log, way)
-    with probing.telling_of_imagination(), ExitStack() as stack:
+    probing = _ProbePass(module, chain, device, log, way)
+    result = probing.result
+    with probing.telling_of_imagination():
+        with _looking(module, probing):
+            try:
+                probing.lead_back(run())
+            except ValueNeededError as error:
+                if probing.segment < len(chain):
+                    raise ValueError(_explain(error, chain, probing.segment)) from None
+            except Exception:
+                if not probing.num_imagined:
+                    raise
+            probing.finish()
+        probing.check_complete()
+    result.flow.is_certain = not probing.num_imagined
+    result.draws = probing.watch.draws
+    return result
+
+
+def find_sizes(
+    module: nn.Module, chain: BlockChain, run: Callable[[], Any], device: torch.device, block: int
+) -> tuple[Any, ...]:
+    """Return what the shapes of a step depend on, of its microbatch's values.
+
+    Args:
+        module: the user's module; it is left as it was.
+        chain: its blocks.
+        run: calls the step on one microbatch.
+        device: of that microbatch.
+        block: before which the last such size is.
+    """
+    probing = _BeginningPass(module, chain, device, block)
+    # What goes wrong goes wrong in the probe of these sizes too, which explains it.
+    with _looking(module, probing), suppress(_BlockReached, ValueNeededError, Exception):
+        run()
+    return *probing.sizes.found, probing.arguments
+
+
+@contextmanager
+def _looking(module: nn.Module, probing: _ProbePass) -> Iterator[None]:
+    """Let a step run without values, and without a trace."""
+    with ExitStack() as stack:
         stack.enter_context(forked_randomness())
         stack.enter_context(_same_grad_mode())
-        stack.callback(watch.finish)
+        stack.callback(probing.watch.finish)
         written = stack.enter_context(unchanged(module))
         stack.enter_context(uncompiled())
         stack.enter_context(probing.on(module))
         probing.result.assigned = stack.enter_context(noting_writes(module))
-        try:
-            probing.lead_back(run())
-        except ValueNeededError as error:
-            if probing.segment < len(chain):
-                raise ValueError(_explain(error, chain, probing.segment)) from None
-        except Exception:
-            if not probing.num_imagined:
-                raise
-        probing.finish()
-        probing.check_complete()
-    result = probing.result
-    result.flow.is_certain = not probing.num_imagined
-    result.written_in_place |= written
-    result.draws = watch.draws
-    return result
+        stack.enter_context(probing.sizes)
+        yield
+    probing.result.written_in_place |= written
 
 
 @contextmanager
@@ -192,16 +224,17 @@ class _ProbePass:
 
     def __init__(
         self,
+        module: nn.Module,
         chain: BlockChain,
         device: torch.device,
-        watch: SourceWatch,
         log: ValueLog | None,
         way: Imagined,
     ) -> None:
         count = len(chain) + 1
         self.chain = chain
         self._device = device
-        self._watch = watch
+        self.watch = SourceWatch(module)
+        self.sizes = BatchSizes(self._find_place)
         self._trace = ValueTrace(chain, log)
         flow, aliases = self._trace.flow, self._trace.aliases
         self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
@@ -219,6 +252,9 @@ class _ProbePass:
     def segment(self) -> int:
         """The one that the step is in."""
         return self._trace.segment
+
+    def _find_place(self) -> int | None:
+        return None if self._is_in_block or self.segment == len(self.chain) else self.segment
 
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
@@ -272,11 +308,11 @@ class _ProbePass:
         self._check_call(index)
         args, kwargs = self._trace.enter_block(index, arguments)
         self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
-        self._watch.look(Draw(index, is_in_block=False))
+        self.watch.look(Draw(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
         output = self.chain.run_block(index, *args, **kwargs)
         self._is_in_block = False
-        self._watch.look(Draw(index, is_in_block=True))
+        self.watch.look(Draw(index, is_in_block=True))
         return self._trace.leave_block(index, arguments, output)
 
     def _check_call(self, index: int) -> None:
@@ -383,8 +419,9 @@ class _ProbePass:
     def finish(self) -> None:
         """Look once more when the step is over, before all is set back."""
         self._compare_hooks()
-        self._watch.look(Draw(self.segment, is_in_block=False))
-        self.result.made = self._watch.made()
+        self.watch.look(Draw(self.segment, is_in_block=False))
+        self.result.made = self.watch.made()
+        self.result.sized_in = self.sizes.last
 
     def _compare_hooks(self) -> None:
         """Find the blocks that had more hooks when they were called than they have now."""
@@ -393,6 +430,31 @@ class _ProbePass:
         ):
             if _count_hooks(block) < before:
                 self.result.briefly_hooked.add(index)
+
+
+class _BlockReached(BaseException):
+    """Leaves the user's step."""
+
+
+class _BeginningPass(_ProbePass):
+    """Runs the step up to a block.
+
+    Attributes:
+        arguments: of that block, as far as shapes go.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: BlockChain, device: torch.device, block: int
+    ) -> None:
+        super().__init__(module, chain, device, None, EVERYTHING)
+        self._last = block
+        self.arguments: Any = None
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        if index < self._last:
+            return super().call_block(index, call, arguments)
+        self.arguments = shape_signature(arguments)
+        raise _BlockReached
 
 
 def _count_hooks(block: nn.Module) -> int:

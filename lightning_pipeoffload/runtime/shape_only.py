@@ -337,13 +337,18 @@ def _imagine_sizes(
     Returns:
         None where the sizes are known.
     """
-    if torch.Tag.dynamic_output_shape not in func.tags or _is_index_by_numbers(func, args):
+    if not is_sized_by_values(func, args):
         return None
     name = func.overloadpacket.__name__
     operation = _USERS_WORDS.get(name, f"{name}()")
     if not can_make_result(func):
         raise ValueNeededError(operation, origins)
     return _imagine(operation, origins)
+
+
+def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
 
 
 def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -356,8 +361,8 @@ def _with_counted_masks(
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
     """Put places for masks that have a value: how many there are is known."""
     if func is aten.masked_select.default and not isinstance(args[1], ShapeOnly):
-        source, mask = torch.broadcast_tensors(*args)
-        func, args = aten.index.Tensor, (source, [mask])
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
+        func, args = aten.index.Tensor, (args[0].expand(shape), [args[1].expand(shape)])
     if func is aten.index.Tensor:
         args = (args[0], [place for index in args[1] for place in _places_in(index)])
     return func, args

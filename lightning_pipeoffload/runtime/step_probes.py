@@ -17,8 +17,9 @@ from lightning_pipeoffload.runtime.draw_lines import tracing_lines
 from lightning_pipeoffload.runtime.imagined_probe import look_both_ways
 from lightning_pipeoffload.runtime.imagined_values import EVERYTHING, Imagined
 from lightning_pipeoffload.runtime.microbatch import shape_signature
-from lightning_pipeoffload.runtime.probe import Probe, probe_step
+from lightning_pipeoffload.runtime.probe import Probe, find_sizes, probe_step
 from lightning_pipeoffload.runtime.random_sources import Place, Source
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.value_log import Entry, ValueLog, first_difference
 
 _MOST_PROBES = 64
@@ -34,7 +35,8 @@ class StepProbes:
         is_cut: whether there are several stages, which have to compute alike.
 
     Attributes:
-        known: probes by kind of step, mode of the module and shapes.
+        known: probes by kind of step, mode of the module and shapes, and by sizes that depend on
+            the values of the microbatch.
         always_trained: names of the parameters that get a gradient in each training step that was
             looked at.
     """
@@ -47,12 +49,18 @@ class StepProbes:
         self._device = device
         self._is_cut = is_cut
         self._compared: set[Any] = set()
+        self._sized_in: dict[Any, int] = {}
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
 
     def find(
-        self, kind: str, part: Any, run: Callable[[Any], Any], learn: Callable[[Probe], None]
+        self,
+        kind: str,
+        part: Any,
+        run: Callable[[Any], Any],
+        learn: Callable[[Probe], None],
+        seed: int = 0,
     ) -> Probe:
         """Return what a step does with a microbatch.
 
@@ -61,13 +69,19 @@ class StepProbes:
             part: the microbatch.
             run: calls the step on one.
             learn: is told of a probe that is new.
+            seed: of what the step draws before its blocks.
         """
         key = kind, self._module.training, shape_signature(part)
-        if key in self.known:
-            self.known.move_to_end(key)
-            return self.known[key]
-        trial = Trial(run, part)
-        probe = self.known[key] = self._probe(trial, is_first=key[:2] not in self._compared)
+        trial = Trial(partial(_run_seeded, run, seed), part)
+        sizes = self._find_sizes(key, trial)
+        if (key, sizes) in self.known:
+            self.known.move_to_end((key, sizes))
+            return self.known[key, sizes]
+        probe = self._probe(trial, is_first=key[:2] not in self._compared)
+        if self._is_cut and probe.sized_in is not None and key not in self._sized_in:
+            self._sized_in[key] = probe.sized_in
+            sizes = self._find_sizes(key, trial)
+        self.known[key, sizes] = probe
         probe.changes_batch = trial.has_changed
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
@@ -76,6 +90,13 @@ class StepProbes:
             self._note_training(probe)
         learn(probe)
         return probe
+
+    def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Return the sizes that depend on the values of a microbatch, if any do."""
+        if key not in self._sized_in:
+            return ()
+        block = self._sized_in[key]
+        return find_sizes(self._module, self._chain, call, self._device, block)
 
     def _note_training(self, probe: Probe) -> None:
         trained = probe.trained or set()
@@ -114,10 +135,10 @@ class StepProbes:
     ) -> dict[Source, list[str]]:
         lines: dict[Source, list[str]] = {}
 
-        def traced() -> None:
+        def traced() -> Any:
             with tracing_lines(probe.draws) as found:
                 lines.update(found)  # the lists, which are filled
-                call()
+                return call()
 
         with _having(probe.made):
             run(traced)
@@ -151,6 +172,12 @@ class StepProbes:
         """
         probe = self._first_of_training
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
+
+
+def _run_seeded(run: Callable[[Any], Any], seed: int, part: Any) -> Any:
+    """Run a step so that it draws before its blocks what it will: sizes may depend on it."""
+    seed_all(mix_seed(seed, 0))
+    return run(part)
 
 
 @contextmanager

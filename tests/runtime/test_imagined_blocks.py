@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
 from tests.runtime.models import Regression, call_step, linear_blocks, run_pipeline
 from tests.runtime.test_step_refusals import Step, loss_of, through
@@ -152,7 +153,8 @@ def train_plain(module, data, size):
     module = copy.deepcopy(module)
     optimizer = optimizer_of(module.parameters())
     for batch in data:
-        for part in split_batch(batch, size):
+        for index, part in enumerate(split_batch(batch, size)):
+            seed_all(mix_seed(mix_seed(0, index), 0))
             (call_step(module, part) * batch_size(part) / batch_size(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -273,3 +275,65 @@ def test_what_depends_on_imagined_values_is_refused(case):
     module, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(8, 4), 4)
+
+
+# Sizes from the batch
+
+
+class Packed(Regression):
+    """Takes the padding out before the blocks."""
+
+    def __init__(self, pack):
+        super().__init__(linear_blocks(6))
+        self.pack = pack
+
+    def step(self, batch):
+        return self.pack(self, batch["x"], batch["mask"])
+
+
+def packed(m, x, mask):
+    x = through(m.blocks, m.embed(x)[mask])
+    out = m.head(x.new_zeros(*mask.shape, WIDTH).index_put((mask,), x))
+    return out.pow(2).mean()
+
+
+def packed_by_places(m, x, mask):
+    rows, columns = mask.nonzero().unbind(1)
+    return loss_of(m, through(m.blocks, m.embed(x)[rows, columns]))
+
+
+def cut_to_the_longest(m, x, mask):
+    return loss_of(m, through(m.blocks, m.embed(x)[:, : mask.sum(1).max()]))
+
+
+def packed_on_the_way(m, x, mask):
+    x = through(m.blocks[:3], m.embed(x))
+    return loss_of(m, through(m.blocks[3:], x.masked_select(mask.unsqueeze(-1)).view(-1, WIDTH)))
+
+
+def skip_around(m, x, mask):
+    packed = m.embed(x)[mask]
+    return loss_of(m, through(m.blocks, packed) + packed)
+
+
+def dropped_at_random(m, x, mask):
+    keep = mask & (torch.rand(mask.shape) < 0.5)
+    keep[:, 0] = True
+    return loss_of(m, through(m.blocks, m.embed(x)[keep]))
+
+
+def padded(count=8, length=6):
+    lengths = torch.randint(1, length + 1, (count, 1))
+    return {"x": torch.randn(count, length, WIDTH).double(), "mask": torch.arange(length) < lengths}
+
+
+PACKING = [
+    packed, packed_by_places, cut_to_the_longest, packed_on_the_way, skip_around, dropped_at_random,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "pack"), list(enumerate(PACKING)))
+def test_sizes_may_come_from_the_batch(place, pack):
+    schedule, num_ranks = PAIRS[place % len(PAIRS)]
+    torch.manual_seed(0)
+    assert_trains_exactly(Packed(pack).double(), batches(padded), 2, schedule, num_ranks)
