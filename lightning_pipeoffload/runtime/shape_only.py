@@ -202,6 +202,7 @@ class ShapeOnly(Tensor):
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         func, args = _with_counted_masks(func, args)
+        args = _with_fitting_parts(func, args)
         imagined = _imagine_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
         # Where operations are only observed nobody uses what is drawn, which may take much memory;
@@ -366,6 +367,17 @@ def _with_counted_masks(
     if func is aten.index.Tensor:
         args = (args[0], [place for index in args[1] for place in _places_in(index)])
     return func, args
+
+
+def _with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make one part of all, if lengths that are made up do not add up."""
+    if func is not aten.split_with_sizes.default or not args[1]:
+        return args
+    source, (_, *others), *place = args
+    length = source.shape[place[0] if place else 0]
+    if sum(args[1]) == length or not any(imagine() for imagine in _imagination):
+        return args
+    return (source, [length, *(0 for _ in others)], *place)
 
 
 def _places_in(index: Any) -> Sequence[Any]:
