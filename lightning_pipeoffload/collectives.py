@@ -81,12 +81,23 @@ class PipelineGroup:
         self.device = device
         self.root = min(self.global_ranks)
         self._timeout = timeout
-        self.host_group: Any = dist.new_group(self.global_ranks, timeout, backend="gloo")
+        self.host_group: Any = self._make_host_group()
+        # Its collectives run beside those of a step, so their order is their own.
+        self._side_group: Any = self._make_host_group()
         self.transport = ProcessGroupTransport(
             self.global_ranks, self.rank, self._edges(), device, timeout
         )
         self._shared: list[_Shared] = []
         self._comparing: tuple[Any, Tensor] | None = None
+
+    def _make_host_group(self) -> Any:
+        return dist.new_group(self.global_ranks, self._timeout, backend="gloo")
+
+    def renew(self) -> None:
+        """Connect anew, on all ranks: what was under way between them was broken off."""
+        self.host_group, self._side_group = self._make_host_group(), self._make_host_group()
+        self.transport.connect()
+        self._comparing = None
 
     @property
     def is_root(self) -> bool:
@@ -117,6 +128,18 @@ class PipelineGroup:
             dist.all_gather_object(found, obj, group=self.host_group)
         by_global_rank = dict(zip(sorted(self.global_ranks), found, strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
+
+    def start_counting(self, vote: bool) -> Callable[[], int]:
+        """Vote, as all ranks do; return a function that waits for the number that say yes."""
+        box = torch.tensor([int(vote)])
+        work = dist.all_reduce(box, group=self._side_group, async_op=True)
+        return _waiting(work, box)
+
+    def start_sharing(self, number: int, src: int) -> Callable[[], int]:
+        """Return a function that waits for the number of global rank ``src``."""
+        box = torch.tensor([int(number)])
+        work = dist.broadcast(box, src, group=self._side_group, async_op=True)
+        return _waiting(work, box)
 
     def agree(self, decision: bool, unanimous: bool) -> bool:
         """Return whether all, or else any, of the ranks say yes."""
@@ -251,3 +274,12 @@ def _broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(as_bytes(data), source, group=group)
     tensor.detach().copy_(data)
+
+
+def _waiting(work: Any, box: Tensor) -> Callable[[], int]:
+    def wait() -> int:
+        with blaming_peers("lost a rank while agreeing with it"):
+            work.wait()
+        return int(box)
+
+    return wait

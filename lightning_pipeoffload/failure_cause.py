@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -52,8 +54,17 @@ def describe(exception: BaseException) -> str:
     if isinstance(exception, KeyboardInterrupt):
         return "interrupted"
     if isinstance(exception, SystemExit):
-        return f"sys.exit({exception.code!r})"
+        hook = hook_of(exception)
+        return f"sys.exit({exception.code!r})" + (f" in {hook}" if hook else "")
     return f"{type(exception).__name__}: {first_line(exception)}".rstrip(": ")
+
+
+def hook_of(exception: BaseException) -> str:
+    """Name the hook that raised an exception; empty if none did."""
+    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
+    # How Lightning names it in what calls the hooks of modules, callbacks and strategies.
+    hooks = [frame.f_locals["hook_name"] for frame in frames if "hook_name" in frame.f_locals]
+    return hooks[-1] if hooks else ""
 
 
 def first_line(exception: BaseException) -> str:
@@ -83,6 +94,20 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
         return exception.code or 1
     refusal = ScheduleError if has_trained else ValueError
     return REFUSED_STATUS if isinstance(exception, refusal) else 1
+
+
+def is_cut_off(line: str) -> bool:
+    """Whether what gloo says of a lost rank is that its connection has ended, not that it waits."""
+    return any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
+def without_answer(global_ranks: Sequence[int], suspicion: str) -> str:
+    """Name ranks that have shown no sign of life after what gloo said."""
+    several = len(global_ranks) > 1
+    names = f"global rank{'s' * several} {', '.join(map(str, global_ranks))}"
+    if is_cut_off(suspicion):
+        return f"{names}, which {'are' if several else 'is'} gone"
+    return f"{names}, which {'do' if several else 'does'} not answer"
 
 
 def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:

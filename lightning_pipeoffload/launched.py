@@ -86,6 +86,26 @@ class LaunchedProcesses:
         first_seen = self._aborted.setdefault(global_rank, time.monotonic())
         return time.monotonic() - first_seen > _SECONDS_FOR_A_CAUSE
 
+    @property
+    def has_children(self) -> bool:
+        """Whether this process launched others."""
+        return bool(self._children)
+
+    def kill(self, global_ranks: Sequence[int]) -> None:
+        """Kill those of these ranks that this process launched: they may stand still for ever."""
+        for global_rank in global_ranks:
+            if global_rank in self._children and not self.has_ended(global_rank):
+                self._children[global_rank].send_signal(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill all that this process launched."""
+        self.kill(list(self._children))
+
+    def kill_launcher(self) -> None:
+        """Kill the process that launched this one, if it did and is there."""
+        if self._launcher and self.find_lost_launcher() is None:
+            os.kill(self._launcher, signal.SIGKILL)
+
     def has_ended(self, global_rank: int) -> bool:
         """Whether that rank is known to have ended."""
         child = self._children.get(global_rank)

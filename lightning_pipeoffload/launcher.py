@@ -5,9 +5,12 @@ That is either when each is done, or when one has failed.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -37,7 +40,12 @@ class JointLauncher(_SubprocessScriptLauncher):
         num_nodes: machines.
         leave: waits for the other ranks.
         fail: tells them of an exception.
+
+    Attributes:
+        started: what this process has started, by whichever launcher; later trainers use it too.
     """
+
+    started: ClassVar[list[subprocess.Popen[bytes]]] = []
 
     def __init__(
         self,
@@ -95,7 +103,25 @@ class JointLauncher(_SubprocessScriptLauncher):
         """Leave out the processes, which are nobody's but this one's."""
         return {**self.__dict__, "procs": []}
 
+    @override
+    def _call_children_scripts(self) -> None:
+        if self.num_processes > 1:
+            _refuse_without_script(self.num_processes)
+        super()._call_children_scripts()
+        self.started.extend(self.procs)
+
     def _signing(self) -> AbstractContextManager[None]:
         if self.num_processes == 1 or not self._starts_processes:
             return nullcontext()
         return signing_as_launcher()
+
+
+def _refuse_without_script(num_processes: int) -> None:
+    is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    if is_module or Path(sys.argv[0]).is_file():
+        return
+    raise ValueError(
+        f"devices={num_processes} needs {num_processes} processes, which run the script that this "
+        f"one runs, and it runs none: it was read from standard input or `python -c`; write it to "
+        f"a file, or start it with torchrun"
+    )

@@ -58,12 +58,15 @@ class PipelineOptimization(_AutomaticOptimization):
         return None
 
 
-def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None:
+def join_loops(
+    trainer: Trainer, metrics_store: Store | None, fail: Callable[[Exception], None]
+) -> EndHooks | None:
     """Put the pipeline's pieces into the trainer's loops.
 
     Args:
         trainer: whose loops to change; again is harmless.
         metrics_store: where global rank 0 publishes metrics; None with one rank.
+        fail: ends the run by an error of the thread that publishes.
 
     Returns:
         The hooks that may use what is on global rank 0 only; None with one rank.
@@ -73,7 +76,10 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
     """
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
-    trainer.fit_loop.on_advance_start = partial(_start_epoch, trainer)  # type: ignore[method-assign]
+    fit = trainer.fit_loop
+    fit.run = partial(_fit, trainer)  # type: ignore[method-assign]
+    fit.on_advance_start = partial(_start_epoch, trainer)  # type: ignore[method-assign]
+    fit.on_advance_end = partial(_end_epoch, trainer)  # type: ignore[method-assign]
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
         _stop_if_told, trainer
@@ -92,7 +98,7 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
         loop._should_check_val_fx = partial(  # type: ignore[method-assign]
             _agree_to_validate, trainer
         )
-    connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store)
+    connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store, fail)
     trainer._logger_connector = connector
     share_throughput(trainer)
     if metrics_store is None:
@@ -104,7 +110,16 @@ def join_loops(trainer: Trainer, metrics_store: Store | None) -> EndHooks | None
 def _validate(trainer: Trainer) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
-    return _evaluate(trainer.fit_loop.epoch_loop.val_loop)
+    trainer.strategy.arrive()  # type: ignore[attr-defined]
+    result = _evaluate(trainer.fit_loop.epoch_loop.val_loop)
+    trainer.strategy.settle()  # type: ignore[attr-defined]
+    return result
+
+
+def _fit(trainer: Trainer) -> None:
+    """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
+    trainer.strategy.settle()  # type: ignore[attr-defined]
+    type(trainer.fit_loop).run(trainer.fit_loop)
 
 
 def _predict(trainer: Trainer) -> Any:
@@ -128,6 +143,13 @@ def _start_epoch(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     with EqualIsSame():
         type(loop).on_advance_start(loop)
+    trainer.strategy.settle()  # type: ignore[attr-defined]
+
+
+def _end_epoch(trainer: Trainer) -> None:
+    """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
+    type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
+    trainer.strategy.settle()  # type: ignore[attr-defined]
 
 
 def _agree_to_validate(trainer: Trainer, data_fetcher: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -41,11 +41,13 @@ class SharedMetricsConnector(_LoggerConnector):
 
     Attributes:
         describe: on global rank 0, returns what else to publish.
-        end_batch: called when the hooks of a batch's end have run.
+        at_batch_end: called when the hooks of a batch's end have run.
+        at_data_end: called when the last batch of an epoch or a validation is done.
     """
 
     describe: Callable[[], Any] = staticmethod(lambda: None)
-    end_batch: Callable[[], None] = staticmethod(lambda: None)
+    at_batch_end: Sequence[Callable[[], None]] = ()
+    at_data_end: Callable[[], None] = staticmethod(lambda: None)
     _store: Store | None = None
     _publisher: Publisher | None = None
     _tick = 0
@@ -55,15 +57,29 @@ class SharedMetricsConnector(_LoggerConnector):
     _fetch_shown: Callable[[], Numbers] | None = None
 
     @classmethod
-    def replacing(cls, plain: _LoggerConnector, store: Store | None) -> SharedMetricsConnector:
-        """Make one with the state of ``plain``; without a store it is a plain one."""
+    def replacing(
+        cls, plain: _LoggerConnector, store: Store | None, fail: Callable[[Exception], None]
+    ) -> SharedMetricsConnector:
+        """Make one with the state of ``plain``; without a store it is a plain one.
+
+        Args:
+            plain: the trainer's.
+            store: that all ranks can read.
+            fail: ends the run by an error of another thread.
+        """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
+        made._forget_callbacks()
         made._tick, made._fetched, made._last = 0, 0, {}
         made._store = store
         if store is not None and plain.trainer.is_global_zero:
-            made._publisher = Publisher(store)
+            made._publisher = Publisher(store, fail)
         return made
+
+    def _forget_callbacks(self) -> None:
+        """Call nothing that was of a run."""
+        for name in ("at_batch_end", "at_data_end"):
+            self.__dict__.pop(name, None)
 
     def leave(self) -> None:
         """Fetch what there is while global rank 0 is still there; be a plain connector then."""
@@ -72,6 +88,14 @@ class SharedMetricsConnector(_LoggerConnector):
         if self._publisher is not None:
             self._publisher.close()
         self._store = self._publisher = None
+        self._forget_callbacks()
+
+    def abandon(self) -> None:
+        """Be a plain connector: the run was broken off, and nobody publishes what is asked for."""
+        if self._publisher is not None:
+            self._publisher.abandon()
+        self._store = self._publisher = None
+        self._forget_callbacks()
 
     def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
         """Mark a moment, and publish what was logged up to it.
@@ -115,10 +139,12 @@ class SharedMetricsConnector(_LoggerConnector):
         super().on_batch_end()
         self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
         self.tick()
-        self.end_batch()
+        for end_batch in self.at_batch_end:
+            end_batch()
 
     @override
     def epoch_end_reached(self) -> None:
+        self.at_data_end()  # before anything waits for the other ranks
         super().epoch_end_reached()
         self._fetch_shown = None  # a trainer may be saved now
         self.tick()

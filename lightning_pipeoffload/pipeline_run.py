@@ -393,6 +393,8 @@ class PipelineRun:
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""
         self._training.abandon()
+        self._checksums = BatchChecksums(self._on_accelerator)
+        self._check_weights = lambda: None
         self.pipeline.detach()
 
 

@@ -27,8 +27,9 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_pipeoffload.between_runs import BetweenRuns
 from lightning_pipeoffload.collectives import PipelineGroup
-from lightning_pipeoffload.failure import FailureBoard, connect_store, say
+from lightning_pipeoffload.failure import FailureBoard, connect_store
 from lightning_pipeoffload.failure_cause import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
@@ -59,6 +60,7 @@ class PipelineProcesses(ParallelStrategy):
     _group: PipelineGroup | None = None
     _board: FailureBoard | None = None
     _has_failed = False
+    _has_broken_off = False
     _metrics_store: Store | None = None
     _meeting: Meeting | None = None
 
@@ -129,15 +131,23 @@ class PipelineProcesses(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._set_world_ranks()
+        self._has_failed = False
+        BetweenRuns.end()
         if self.world_size > 1:
-            children = getattr(self.launcher, "procs", ())
-            launched = LaunchedProcesses(self.global_rank, self.local_rank, children)
-            self._board = FailureBoard(self.global_rank, self.world_size, launched)
+            self._launched = LaunchedProcesses(
+                self.global_rank, self.local_rank, JointLauncher.started
+            )
+            self._board = FailureBoard(
+                self.global_rank, self.world_size, self._launched, self._timeout
+            )
         assert self.cluster_environment is not None
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        if self._group is not None and self._has_broken_off:
+            self._group.renew()
+        self._has_broken_off = False
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
@@ -257,17 +267,32 @@ class PipelineProcesses(ParallelStrategy):
         board, self._board = self._board, None
         if board is not None:
             self._has_failed = True
-            self._tell(board, exception)
+            if self._tell(board, exception):
+                self._break_off()
+            if isinstance(exception, SystemExit) and exception.code in (None, 0):
+                exception.code = 1
 
-    def _tell(self, board: FailureBoard, exception: BaseException) -> None:
+    def _fail_elsewhere(self, exception: Exception) -> None:
+        """End the run because of what the thread that publishes metrics has met."""
+        if self._board is not None:
+            self._board.fail(exception, "while publishing metrics")
+
+    def _break_off(self) -> None:
+        """Leave a run that every rank leaves by the same exception; another may follow."""
+        self._has_broken_off = True
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._launched.has_children:
+            BetweenRuns(self.global_rank, self._launched)
+
+    def _tell(self, board: FailureBoard, exception: BaseException) -> bool:
         if says_peer_lost(exception):
             board.stop_because_of_others(first_line(exception))
         place = self.place if isinstance(exception, Exception) else ""
-        if place:
-            say(f"global rank {self.global_rank} failed in {place}")
         assert self.lightning_module is not None
         has_trained = self.lightning_module.trainer.global_step > 0
-        board.report(exception, place, status_after(exception, has_trained))
+        return board.report(exception, place, status_after(exception, has_trained))
 
     def _finalize_loggers(self) -> None:
         assert self.lightning_module is not None
@@ -277,10 +302,14 @@ class PipelineProcesses(ParallelStrategy):
     def _leave_together(self) -> None:
         self.give_back()
         if self._board is not None:  # nobody leaves while another still watches
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.received_sigterm:  # in one of the last hooks
+                raise SIGTERMException
             self._board.expect_end()
             self.group.barrier()
             self._board.stop()
             self._board = None
+            self._rest()
 
 
 def _line_of_caller() -> str:

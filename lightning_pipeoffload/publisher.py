@@ -28,10 +28,12 @@ class Publisher:
 
     Args:
         store: that all ranks can read.
+        fail: called in its thread with an error there: what nobody writes others wait for.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fail: Callable[[Exception], None]) -> None:
         self._store = store
+        self._fail = fail
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._keys: list[str] = []
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
@@ -60,9 +62,16 @@ class Publisher:
         self._queue.put(None)
         self._thread.join()
 
+    def abandon(self) -> None:
+        """Write what there is, and nobody waits for it."""
+        self._queue.put(None)
+
     def _work(self) -> None:
-        for write in iter(self._queue.get, None):
-            write()
+        try:
+            for write in iter(self._queue.get, None):
+                write()
+        except Exception as error:
+            self._fail(error)
 
 
 def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:

@@ -22,7 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 )
 
 from lightning_pipeoffload.collectives import PipelineGroup
-from lightning_pipeoffload.failure import FailureBoard, say
+from lightning_pipeoffload.failure import FailureBoard
+from lightning_pipeoffload.last_words import say
 from lightning_pipeoffload.monitor import SharedMetricsConnector
 
 _WANTED = "requeue/wanted"
@@ -57,7 +58,7 @@ class Requeue:
         if len(self._steps) == 1:
             self.look(HashStore())
 
-    def look(self, store: Store) -> None:
+    def look(self, store: Store) -> str | None:
         """Tell the other ranks of the signal, and hear of it; in a thread of its own.
 
         Args:
@@ -71,6 +72,7 @@ class Requeue:
         if self._asks and not self._is_agreed.is_set() and store.check(self._steps):
             self._last_step = max(int(store.get(key)) for key in self._steps)
             self._is_agreed.set()
+        return None
 
     def end_batch(self) -> None:
         """After a training batch: save and requeue if its optimizer step is the one agreed on."""
@@ -115,7 +117,7 @@ def join_requeue(
     trainer._signal_connector._slurm_sigusr_handler_fn = (  # type: ignore[method-assign]
         requeue.note_signal  # type: ignore[assignment]
     )
-    connector.end_batch = requeue.end_batch
+    connector.at_batch_end = (*connector.at_batch_end, requeue.end_batch)
     if board is not None:
-        board.also_look = requeue.look
+        board.also_look = (*board.also_look, requeue.look)
     return requeue

@@ -29,7 +29,6 @@ class StateCollector:
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
         self._pipeline = pipeline
         self._ranks = group
-        self._group = group.host_group
         self._global_ranks = group.global_ranks
         self._root = group.root
 
@@ -79,10 +78,10 @@ class StateCollector:
         if owner == self._root:
             return value.cpu()
         if me == owner:
-            dist.send(value.cpu().contiguous(), self._root, group=self._group)
+            dist.send(value.cpu().contiguous(), self._root, group=self._ranks.host_group)
             return value
         received = torch.empty(value.shape, dtype=value.dtype)
-        dist.recv(received, owner, group=self._group)
+        dist.recv(received, owner, group=self._ranks.host_group)
         return received
 
     def optimizer_state(self, optimizer: Optimizer, names: GroupNames) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class StateCollector:
         if dist.get_rank() == self._root:
             parts = [None] * len(self._global_ranks)
         with blaming_peers("lost a rank while collecting an optimizer's state"):
-            dist.gather_object(local, parts, dst=self._root, group=self._group)
+            dist.gather_object(local, parts, dst=self._root, group=self._ranks.host_group)
         states = {name: state for part in parts or () for name, state in part.items()}
         return plain_layout(optimizer, names, states)
 

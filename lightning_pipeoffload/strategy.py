@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.accumulation import Accumulation
 from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
+from lightning_pipeoffload.arrivals import Arrivals
 from lightning_pipeoffload.batch_backward import BatchBackward
 from lightning_pipeoffload.callback_checks import check_callbacks, check_profiler
 from lightning_pipeoffload.checkpoint import SplitState
@@ -42,6 +43,7 @@ from lightning_pipeoffload.gradient_clipping import clip_by_own_norm, clip_over_
 from lightning_pipeoffload.gradient_hooks import GradientHooks
 from lightning_pipeoffload.gradient_sizes import share_gradient_sizes
 from lightning_pipeoffload.hook_forwards import HookForwards
+from lightning_pipeoffload.joint_stop import JointStop
 from lightning_pipeoffload.loops import join_loops, refuse_module
 from lightning_pipeoffload.loss_scale import leave_loss_scale, share_loss_scale
 from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
@@ -84,6 +86,7 @@ _OF_A_RUN = frozenset(
         "_steps",
     )
     + ("backward_of_batch", "_local_metrics", "_end_hooks", "_gradient_hooks", "_requeue")
+    + ("_stop", "_arrivals", "_launched")
 )
 
 
@@ -146,6 +149,8 @@ class PipeOffloadStrategy(PipelineProcesses):
     _requeue: Requeue | None = None
     _loaders: PipelineLoaders | None = None
     _hook_forwards: HookForwards | None = None
+    _stop: JointStop | None = None
+    _arrivals: Arrivals | None = None
     _loaded_seed: int | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
@@ -302,7 +307,7 @@ class PipeOffloadStrategy(PipelineProcesses):
         age = self.run.pipeline.gradient_age
         clip_over_ranks(self.precision_plugin, self.group, age)
         share_loss_scale(self.precision_plugin, self.group, age)
-        self._end_hooks = join_loops(trainer, self._metrics_store)
+        self._end_hooks = join_loops(trainer, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
@@ -311,6 +316,7 @@ class PipeOffloadStrategy(PipelineProcesses):
                 self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
             )
         self._local_metrics = LocalMetrics(self._module)
+        self._join_ranks(trainer)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
         )
@@ -330,6 +336,19 @@ class PipeOffloadStrategy(PipelineProcesses):
         drawn = draw_seed()
         resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
         return self._loaded_seed if resumes and self._loaded_seed is not None else drawn
+
+    def _join_ranks(self, trainer: Trainer) -> None:
+        """Let what one rank meets in a fit count for all: an order to stop, the end of its data."""
+        self._stop = self._arrivals = None
+        if self._board is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self._metrics_store is not None
+        self._stop = JointStop(trainer, self.group)
+        self._steps.end_step = self._stop.end_step
+        self._connector.at_batch_end = (self._stop.end_batch,)
+        self._arrivals = Arrivals(self._metrics_store, self.global_rank, self.world_size)
+        self._connector.at_data_end = self._arrivals.arrive
+        self._board.also_look = (self._arrivals.look,)
 
     def _attach(self) -> None:
         if self._run is not None and self._run.pipeline.module is self._module:
@@ -401,7 +420,8 @@ class PipeOffloadStrategy(PipelineProcesses):
                 self._gradient_hooks.start_batch()
             for microbatch in microbatches:
                 microbatch.differentiate = self.backward_of_batch.differentiate
-            with sharing_casts(self.root_device):
+            self._start_batch(len(microbatches), accumulation)
+            with sharing_casts(self.root_device), self._counted():
                 start = self.backward_of_batch.start
                 done = self.run.train(inputs, microbatches, accumulation, start)
             self._log(done)
@@ -410,6 +430,26 @@ class PipeOffloadStrategy(PipelineProcesses):
     def _share_gradient_sizes(self) -> None:
         if self._is_split:
             share_gradient_sizes(self.run.pipeline, self.group)
+
+    def _start_batch(self, num_microbatches: int, accumulation: Accumulation) -> None:
+        if self._stop is not None:
+            self._stop.start_batch(
+                num_microbatches, accumulation.is_last or bool(accumulation.watched_by)
+            )
+
+    def _counted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._arrivals is None else self._arrivals.batch()
+
+    def arrive(self) -> None:
+        """Pass a place to which all ranks come after as many batches."""
+        if self._arrivals is not None:
+            self._arrivals.arrive()
+
+    def settle(self) -> None:
+        """Let all ranks stop if one of them has set ``trainer.should_stop``; they wait here."""
+        self.arrive()
+        if self._stop is not None:
+            self._stop.settle()
 
     def _accumulation(self) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -460,7 +500,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._between_hooks():
+        with self._between_hooks(), self._counted():
             done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
             self._log(done)
         return done.value
@@ -583,6 +623,13 @@ class PipeOffloadStrategy(PipelineProcesses):
     @override
     def on_predict_end(self) -> None:
         self.run.finish_checking()
+
+    @override
+    def _break_off(self) -> None:
+        super()._break_off()
+        connector = self._trainer._logger_connector
+        if isinstance(connector, SharedMetricsConnector):
+            connector.abandon()
 
     @override
     def teardown(self) -> None:

@@ -146,6 +146,7 @@ class TrainingPlan:
     def abandon(self) -> None:
         """Leave the plan under way as it is, after an error say."""
         self._open = None
+        self._executor.abandon()
 
 
 def _lower(schedule: Schedule, count: int, training: bool) -> Schedule:

@@ -26,6 +26,7 @@ class UsersSteps:
 
     Attributes:
         watching: makes what each call of a step that computes runs in.
+        end_step: called when a step has come to its end, which it does on the last stage.
     """
 
     def __init__(self, module: LightningModule, run: PipelineRun, seed: int) -> None:
@@ -34,6 +35,7 @@ class UsersSteps:
         self._seed = seed
         self._capture = LogCapture(module)
         self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.end_step: Callable[[], None] = lambda: None
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         """Say what to run for one batch.
@@ -51,7 +53,10 @@ class UsersSteps:
             capturing = self._capture.capturing(self._run.is_on_last_stage, is_probe)
             watching = nullcontext() if is_probe else self.watching()
             with self._loggers_quiet(), self._print_quiet(), capturing, watching:
-                return step(part, *rest, **kwargs)
+                result = step(part, *rest, **kwargs)
+            if not is_probe:
+                self.end_step()
+            return result
 
         trainer = self._module.trainer
         position = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, *rest

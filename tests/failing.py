@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Subset, TensorDataset, get_worker_info
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from tests import fits
@@ -31,6 +32,10 @@ def fail(error: BaseException) -> None:
 
 def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
+
+
+def rank_of() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def kill_a_worker() -> None:
@@ -45,6 +50,8 @@ ACTS = {
     "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
     "exit": lambda: sys.exit(3),
     "exit_0": lambda: sys.exit(0),
+    "own": lambda: fail(RuntimeError(f"only of rank {rank_of()}")),
+    "stop": lambda: send(signal.SIGSTOP),
     "kill": lambda: send(signal.SIGKILL),
     "terminate": lambda: send(signal.SIGTERM),
     "interrupt": lambda: os.killpg(os.getpgrp(), signal.SIGINT),
@@ -69,13 +76,13 @@ class Failing(fits.Net):
     Args:
         hook: a name in HOOKS, or "backward": a hook of a parameter of the first or last stage.
         act: what happens there.
-        rank: on which global rank.
+        ranks: on which global ranks.
         wait: the other ranks wait in that hook for ever, as behind a lock or in a long computation.
     """
 
-    def __init__(self, hook: str, act: str, rank: int, wait: bool) -> None:
+    def __init__(self, hook: str, act: str, ranks: set[int], wait: bool) -> None:
         super().__init__()
-        self.hook, self.act, self.rank, self.wait = hook, act, rank, wait
+        self.hook, self.act, self.ranks, self.wait = hook, act, ranks, wait
         for parameter in (self.embed.weight, self.norm.weight):
             parameter.register_hook(lambda _: self.visit("backward"))
 
@@ -87,7 +94,7 @@ class Failing(fits.Net):
             return  # the probe
         if hook in AFTER_TWO_STEPS and trainer.global_step < 2:
             return
-        if trainer.global_rank == self.rank:
+        if trainer.global_rank in self.ranks:
             self.hook = "done"
             ACTS[self.act]()
         elif self.wait:
@@ -114,7 +121,7 @@ class FailingSamples(TensorDataset):
         self.ranks = ranks
 
     def __getitem__(self, index: int) -> Any:
-        is_here = int(os.environ.get("LOCAL_RANK", "0")) in self.ranks
+        is_here = rank_of() in self.ranks
         if index == 20 and get_worker_info() is not None and is_here:
             raise ValueError("a bad sample")
         return super().__getitem__(index)
@@ -148,9 +155,7 @@ class Strategy(PipeOffloadStrategy):
         super().setup_environment()
 
 
-def main() -> None:
-    # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def read_options() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0)
@@ -160,10 +165,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
     parser.add_argument("--before", choices=["fit", "connecting"])
+    parser.add_argument("--fewer", choices=["train", "val"])
+    parser.add_argument("--then", choices=["call", "wait"])
+    parser.add_argument("--rank-too", type=int)
+    parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--save-to")
     parser.add_argument("--save-on-exception", action="store_true")
-    options = parser.parse_args()
-    is_at_fault = int(os.environ.get("LOCAL_RANK", "0")) == options.rank
+    return parser.parse_args()
+
+
+def main() -> None:
+    # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = read_options()
+    is_at_fault = rank_of() == options.rank
     if options.before == "fit" and is_at_fault:
         ACTS[options.act]()
     data = DataLoader(
@@ -180,16 +195,29 @@ def main() -> None:
         strategy=Strategy(
             ACTS[options.act] if options.before == "connecting" and is_at_fault else None,
             num_microbatches=4,
+            timeout=timedelta(seconds=options.timeout),
         ),
         max_epochs=3,
         enable_checkpointing=bool(checkpoints),
         callbacks=[Callback(options.act, options.rank), *checkpoints],
     )
-    module = Failing(options.hook, options.act, options.rank, options.wait)
+    ranks = {options.rank, options.rank_too}
+    module = Failing(options.hook, options.act, ranks, options.wait)
     if "predict" in str(options.hook):
         trainer.predict(module, data)
     else:
-        trainer.fit(module, data, fits.loader())
+        validation = fits.loader()
+        if options.fewer and is_at_fault:
+            few = Subset(fits.samples(), range(24))
+            short = DataLoader(few, batch_size=8, collate_fn=fits.collate)
+            data, validation = (short, validation) if options.fewer == "train" else (data, short)
+        trainer.fit(module, data, validation)
+    if options.then:
+        if is_at_fault:
+            ACTS[options.act]()
+        if options.then == "wait" and trainer.is_global_zero:
+            threading.Event().wait()
+        trainer.validate(module, fits.loader())
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _be_first_process(errors: Connection, script: Script, arguments: tuple[str, 
     errors.close()
     os.environ["MASTER_PORT"] = str(free_port())
     subprocess.Popen = partial(ForkedRank, script)  # type: ignore[assignment,misc]
-    sys.argv = [script.__module__, *arguments]
+    sys.argv = [str(sys.modules[script.__module__].__file__), *arguments]
     _run_to_the_end(script)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -139,14 +140,16 @@ def test_a_rank_that_is_told_to_stop_stops_all(hook, rank):
     }
 
 
-@pytest.mark.parametrize(("act", "code"), [("exit", 3), ("exit_0", 0)])
-def test_a_rank_that_exits_in_a_hook_stops_all(act, code):
-    run = run_failing(*BATCH, act, "--rank", "1")
+@pytest.mark.parametrize(
+    ("act", "code", "rank"), [("exit", 3, 1), ("exit_0", 0, 1), ("exit_0", 0, 0)]
+)
+def test_a_rank_that_exits_in_a_hook_stops_all(act, code, rank):
+    run = run_failing(*BATCH, act, "--rank", str(rank))
     assert run.status == (code or 1)
-    what = f"sys.exit({code})"
+    what = f"sys.exit({code}) in on_train_batch_start"
     assert set(run.lines) == {
-        f"[pipeoffload] global rank 1 stops: {what}",
-        because(1, f": {what}"),
+        f"[pipeoffload] global rank {rank} stops: {what}",
+        because(rank, f": {what}"),
     }
 
 
@@ -202,3 +205,53 @@ def test_a_rank_whose_launcher_is_gone_before_the_ranks_connect_ends():
     run = run_failing("--before", "connecting", "--act", "kill", "--rank", "0")
     assert run.status == 137
     assert run.lines == [because(0, ", which is gone")]
+
+
+@pytest.mark.parametrize(
+    ("then", "act", "rank", "how"),
+    [
+        ("call", "raise", 1, ", which ended with status 1"),
+        ("call", "kill", 0, ", which is gone"),
+        ("wait", "exit", 1, ", which ended with status 3"),
+    ],
+)
+def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, how):
+    run = run_failing("--then", then, "--act", act, "--rank", str(rank))
+    assert run.status == (137 if rank == 0 else 1)
+    assert run.lines == [because(rank, how)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
+    started = time.monotonic()
+    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "5", "--devices", "3")
+    assert run.status == (137 if rank == 0 else 1)
+    answers = {because(rank, ", which does not answer", other) for other in {0, 1, 2} - {rank}}
+    killed = {because(rank, ", which is gone", other) for other in {1, 2} if rank == 0}
+    assert len(run.lines) == 2
+    assert set(run.lines) <= answers | killed
+    assert set(run.lines) & answers
+    assert time.monotonic() - started < 60
+
+
+def test_ranks_that_fail_differently_do_not_wait_for_each_other():
+    started = time.monotonic()
+    run = run_failing(*BATCH, "own", "--rank", "0", "--rank-too", "1")
+    assert run.status == 1
+    assert all(f"RuntimeError: only of rank {rank}" in run.errors for rank in range(2))
+    assert time.monotonic() - started < 25
+
+
+def test_what_all_raise_and_nobody_catches_is_shown_once():
+    run = run_failing(*BATCH, "raise", "--rank", "0", "--rank-too", "1")
+    assert run.status == 1
+    assert run.errors.count("RuntimeError: on purpose\n") == 2  # a traceback and a line
+    assert len(run.lines) == 1
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("train", 1), ("train", 0), ("val", 1)])
+def test_a_rank_with_fewer_batches_is_named(kind, rank):
+    run = run_failing("--fewer", kind, "--rank", str(rank))
+    assert run.status == 1
+    cause = f"global rank {rank}, whose data has ended after 3 batches"
+    assert any(cause in line for line in run.lines)

@@ -15,6 +15,8 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import nn
 from torchmetrics import MeanMetric
@@ -187,3 +189,12 @@ def test_dispatch_keys_have_names_and_make_sets(key):
 def test_lightning_makes_numbers_for_a_progress_bar_where_it_is_kept_from_it():
     assert callable(result.convert_tensors_to_scalars)
     assert "convert_tensors_to_scalars" in result._ResultCollection.metrics.__code__.co_names
+
+
+@pytest.mark.parametrize("what", ["callback_hooks", "lightning_module_hook", "strategy_hook"])
+def test_lightnings_callers_of_hooks_know_their_name_by_a_name(what):
+    assert "hook_name" in inspect.signature(getattr(call, f"_call_{what}")).parameters
+
+
+def test_the_launcher_has_a_method_that_starts_processes():
+    assert callable(_SubprocessScriptLauncher._call_children_scripts)

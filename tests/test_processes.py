@@ -1,6 +1,7 @@
 """Starting the ranks: what is said when some of them cannot come."""
 
 import os
+import sys
 from datetime import timedelta
 from queue import Queue
 from unittest.mock import Mock
@@ -47,7 +48,7 @@ def test_no_group_waits_longer_than_the_timeout(monkeypatch, device):
     group = PipelineGroup(build("1f1b", 2, 4), 0, torch.device(device), seconds)
     tensors = Mock(ranks_sharing=lambda: [(0, 1)], shared_parameters=list, common_buffers=list)
     group.share(Mock(tensors=tensors))
-    assert timeouts == [seconds] * {"cpu": 3, "meta": 4}[device]
+    assert timeouts == [seconds] * {"cpu": 4, "meta": 5}[device]
 
 
 def test_a_trainer_that_has_started_no_ranks_claims_none():
@@ -64,3 +65,14 @@ def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
     line = said.get(timeout=1000)
     board.stop()
     assert "global rank 0 still waits for all 4 ranks to connect" in line
+
+
+@pytest.mark.parametrize("name", ["", "-", "-c"])
+def test_a_script_that_is_no_file_starts_no_processes(monkeypatch, name):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = L.Trainer(**options, devices=2, strategy=PipeOffloadStrategy())
+    with pytest.raises(ValueError, match="devices=2 needs 2 processes, which run the script"):
+        trainer.fit(L.LightningModule())

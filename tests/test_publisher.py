@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from queue import Queue
 
 import torch
 from torch.distributed import HashStore
@@ -12,7 +13,7 @@ from lightning_pipeoffload.publisher import Publisher
 
 def test_what_was_published_is_there_when_the_publisher_is_closed():
     store = HashStore()
-    publisher = Publisher(store)
+    publisher = Publisher(store, print)
     metrics = {"log": {"a": torch.tensor(1.5), "b": 2}}
     for moment in range(70):
         publisher.publish(f"at {moment}", metrics, [moment])
@@ -26,9 +27,17 @@ def test_what_was_published_is_there_when_the_publisher_is_closed():
 
 def test_numbers_are_those_of_the_moment():
     store = HashStore()
-    publisher = Publisher(store)
+    publisher = Publisher(store, print)
     metrics = {"log": {"a": torch.tensor(1.5)}}
     publisher.publish("now", metrics, None)
     metrics["log"]["a"].fill_(3.0)
     publisher.close()
     assert json.loads(store.get("now"))["metrics"] == {"log": {"a": 1.5}}
+
+
+def test_what_cannot_be_published_is_told():
+    told = Queue()
+    publisher = Publisher(HashStore(), told.put)
+    publisher.publish("at 0", {}, object())
+    assert "not JSON serializable" in str(told.get(timeout=1000))
+    publisher.close()

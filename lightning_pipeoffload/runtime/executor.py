@@ -157,6 +157,14 @@ class Executor:
             self.timer.end_step()
         self.transport.finish_step()
 
+    def abandon(self) -> None:
+        """Leave a step where it is, after an error."""
+        self.current = None
+        self._inbox.clear()
+        self._outbox.clear()
+        for stage in self.stages.values():
+            stage.abandon()
+
     def _go_on(
         self,
         actions: Sequence[Action],

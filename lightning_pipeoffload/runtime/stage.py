@@ -186,6 +186,10 @@ class StageRunner:
             return _NOTHING
         return CheckpointWatch(state, step.place, is_first).watching()
 
+    def abandon(self) -> None:
+        """Keep nothing for backwards that will not come."""
+        self._alive.clear()
+
     def _saving(self) -> AbstractContextManager[None]:
         is_cheap = self._context.recompute == "cheap"
         return CheapRecompute().saving() if is_cheap else _NOTHING

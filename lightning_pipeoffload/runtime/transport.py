@@ -144,11 +144,19 @@ class ProcessGroupTransport:
         timeout: timedelta | None = None,
         settings: MessageSettings = DEFAULTS,
     ) -> None:
+        self._global_ranks = global_ranks
+        self._rank = rank
+        self._edges = edges
         self._device = device
         self._timeout = timeout
         self._settings = settings
         self._backend = _backend_for(device)
         self._make_link = self._link_maker()
+        self.connect()
+
+    def connect(self) -> None:
+        """Make the groups, on all ranks; again: forget what was on its way."""
+        global_ranks, rank, edges = self._global_ranks, self._rank, self._edges
         groups = self._make_groups(global_ranks, edges)
         self._to: dict[int, Link] = {}
         self._from: dict[int, Link] = {}
