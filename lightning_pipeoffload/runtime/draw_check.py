@@ -58,19 +58,21 @@ class DrawCheck:
         """
         for source, draws in probe.draws.items():
             for stage in self._stages if source.kind.draws else ():
-                seen = {draw for draw in draws if self._comes_to(stage, draw, probe)}
+                seen = {draw for draw in draws if comes_to(stage, draw, probe, self._stages)}
                 draws_now = bool(seen)
                 drew = self._draws.setdefault((source, stage.index), draws_now)
                 if drew != draws_now or (seen and seen != draws):
                     raise ValueError(_describe(source, stage, probe))
 
-    def _comes_to(self, stage: Stage, draw: Draw, probe: Probe) -> bool:
-        if not draw.is_in_block:
-            return stage is self._stages[-1] or draw.segment < stage.blocks.stop
-        output = probe.flow.outputs[draw.segment]
-        runs_foreign = draw.segment in probe.flow.opened or not output.is_template
-        is_before = draw.segment < stage.blocks.start
-        return draw.segment in stage.blocks or (is_before and runs_foreign)
+
+def comes_to(stage: Stage, draw: Draw, probe: Probe, stages: Sequence[Stage]) -> bool:
+    """Whether a stage comes to a place of the step."""
+    if not draw.is_in_block:
+        return stage is stages[-1] or draw.segment < stage.blocks.stop
+    output = probe.flow.outputs[draw.segment]
+    runs_foreign = draw.segment in probe.flow.opened or not output.is_template
+    is_before = draw.segment < stage.blocks.start
+    return draw.segment in stage.blocks or (is_before and runs_foreign)
 
 
 def _describe(source: Source, stage: Stage, probe: Probe) -> str:

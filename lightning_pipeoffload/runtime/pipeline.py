@@ -50,6 +50,7 @@ from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.step_probes import StepProbes
 from lightning_pipeoffload.runtime.step_writes import StepWrites
+from lightning_pipeoffload.runtime.use_check import UseCheck
 from lightning_pipeoffload.schedule import Costs
 
 
@@ -251,6 +252,7 @@ class Pipeline:
             check_weight_writes(probe, self._chain, self.partition, owners_of)
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
+            self._use_check.check(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
             check_hooks(probe, self._chain)
@@ -283,6 +285,7 @@ class Pipeline:
         ranks = self._settings.stage_ranks
         self.partition = cut(self._chain, costs, ranks, self._settings.split)
         self._draw_check = DrawCheck(self.partition)
+        self._use_check = UseCheck(self._chain, self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition

@@ -13,7 +13,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeoffload.runtime.attribute_uses import AttributeUses, Uses
 from lightning_pipeoffload.runtime.batch_sizes import BatchSizes
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.call_counter import mark_slots
@@ -94,6 +95,7 @@ class Probe:
         lines: of the user's code that draw from sources drawn from in several places.
         changes_batch: the step changes its microbatch in place.
         unrepeatable: the first value that a second run did not have; None if it had all.
+        uses: of what some step writes to keep, by the id of what holds it and its name.
         trained: names of the parameters that the loss leads back to; None: it is not known.
         imagined: blocks that ask for values, which are made up, and the line that does so first.
         sized_in: the last segment in which sizes beside the blocks depend on the batch's values;
@@ -115,6 +117,7 @@ class Probe:
     lines: dict[Source, list[str]] = field(default_factory=dict)
     changes_batch: bool = False
     unrepeatable: Entry | None = None
+    uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
     trained: set[str] | None = None
     imagined: dict[int, str] = field(default_factory=dict)
     sized_in: int | None = None
@@ -142,6 +145,7 @@ def probe_step(
     device: torch.device,
     log: ValueLog | None = None,
     way: Imagined = EVERYTHING,
+    uses: AttributeUses | None = None,
 ) -> Probe:
     """Run the user's step once without values.
 
@@ -152,12 +156,14 @@ def probe_step(
         device: of that microbatch, on which the module seems to be, wherever it is.
         log: keeps the values that the step has nevertheless.
         way: to make values up that blocks ask for.
+        uses: watches what the step writes to keep.
 
     Raises:
         ValueError: the step cannot be cut at its blocks; says what it does and where.
         ImaginedError: something went wrong with values that are made up.
     """
     probing = _ProbePass(module, chain, device, log, way)
+    probing.uses = uses
     result = probing.result
     with probing.telling_of_imagination():
         with _looking(module, probing):
@@ -206,6 +212,7 @@ def _looking(module: nn.Module, probing: _ProbePass) -> Iterator[None]:
         stack.enter_context(uncompiled())
         stack.enter_context(probing.on(module))
         probing.result.assigned = stack.enter_context(noting_writes(module))
+        stack.enter_context(probing.uses.watching() if probing.uses else nullcontext())
         stack.enter_context(probing.sizes)
         yield
     probing.result.written_in_place |= written
@@ -234,6 +241,7 @@ class _ProbePass:
         self.chain = chain
         self._device = device
         self.watch = SourceWatch(module)
+        self.uses: AttributeUses | None = None
         self.sizes = BatchSizes(self._find_place)
         self._trace = ValueTrace(chain, log)
         flow, aliases = self._trace.flow, self._trace.aliases
@@ -308,12 +316,17 @@ class _ProbePass:
         self._check_call(index)
         args, kwargs = self._trace.enter_block(index, arguments)
         self._num_hooks.append(_count_hooks(self.chain.blocks[index]))
-        self.watch.look(Draw(index, is_in_block=False))
+        self._look(Draw(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
         output = self.chain.run_block(index, *args, **kwargs)
         self._is_in_block = False
-        self.watch.look(Draw(index, is_in_block=True))
+        self._look(Draw(index, is_in_block=True))
         return self._trace.leave_block(index, arguments, output)
+
+    def _look(self, place: Draw) -> None:
+        self.watch.look(place)
+        if self.uses is not None:
+            self.uses.look(place)
 
     def _check_call(self, index: int) -> None:
         """Refuse a call of a block that a stage could not make, or not alike in its backward."""
@@ -419,7 +432,7 @@ class _ProbePass:
     def finish(self) -> None:
         """Look once more when the step is over, before all is set back."""
         self._compare_hooks()
-        self.watch.look(Draw(self.segment, is_in_block=False))
+        self._look(Draw(self.segment, is_in_block=False))
         self.result.made = self.watch.made()
         self.result.sized_in = self.sizes.last
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.batch_writes import Trial
 from lightning_pipeoffload.runtime.block_chain import BlockChain
 from lightning_pipeoffload.runtime.draw_lines import tracing_lines
@@ -21,6 +22,7 @@ from lightning_pipeoffload.runtime.probe import Probe, find_sizes, probe_step
 from lightning_pipeoffload.runtime.random_sources import Place, Source
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.value_log import Entry, ValueLog, first_difference
+from lightning_pipeoffload.runtime.written_state import REGISTRIES, Space, Variable
 
 _MOST_PROBES = 64
 
@@ -50,6 +52,7 @@ class StepProbes:
         self._is_cut = is_cut
         self._compared: set[Any] = set()
         self._sized_in: dict[Any, int] = {}
+        self._written: dict[tuple[Any, str], Variable] = {}
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
@@ -128,7 +131,25 @@ class StepProbes:
             probe.lines = self._find_lines(call, run, probe)
         if is_first:
             probe.unrepeatable = self._find_difference(partial(run, call), logs[way])
+        if self._know_written((*probe.assigned, *self._in_place(probe))):
+            uses = AttributeUses(self._module, self._chain.blocks, self._written.values())
+            run(call, uses=uses)
+            probe.uses = uses.found
         return probe
+
+    def _in_place(self, probe: Probe) -> Iterator[Variable]:
+        paths = {part: path for path, part in self._module.named_modules()}
+        for part, name in probe.written_in_place:
+            if name not in REGISTRIES:
+                yield Variable(Space(part, paths[part], name in part._buffers), name)
+
+    def _know_written(self, variables: Iterable[Variable]) -> bool:
+        """Add what a step writes to what steps write; return whether that is anything."""
+        found = {(v.space.key, v.name): v for v in variables}
+        if found.keys() - self._written.keys():
+            self._written.update(found)
+            self.known.clear()  # other steps may read it
+        return bool(self._written)
 
     def _find_lines(
         self, call: Callable[[], Any], run: Callable[[Callable[[], Any]], Probe], probe: Probe
@@ -155,9 +176,13 @@ class StepProbes:
         return found
 
     def _run(
-        self, call: Callable[[], Any], log: ValueLog | None = None, way: Imagined = EVERYTHING
+        self,
+        call: Callable[[], Any],
+        log: ValueLog | None = None,
+        way: Imagined = EVERYTHING,
+        uses: AttributeUses | None = None,
     ) -> Probe:
-        return probe_step(self._module, self._chain, call, self._device, log, way)
+        return probe_step(self._module, self._chain, call, self._device, log, way, uses)
 
     def forget(self) -> None:
         """Look anew: what blocks hand on may need a gradient now, or none."""

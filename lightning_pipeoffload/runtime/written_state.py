@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.unchanged import Attribute, containers_in, parts_of, refill
 
-_REGISTRIES = frozenset(nn.Module().__dict__)
+REGISTRIES = frozenset(nn.Module().__dict__)
 _LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
 _LONGEST = 10_000  # of a container that a step may write; a longer one is data
@@ -56,7 +56,7 @@ class Space:
         return [
             name
             for name, value in self.contents.items()
-            if name not in _REGISTRIES and not (is_shared and _is_definition(name, value))
+            if name not in REGISTRIES and not (is_shared and _is_definition(name, value))
         ]
 
     def put(self, name: str, value: Any) -> None:
@@ -186,7 +186,7 @@ class WrittenState:
         """
         self._variables.update(((v.space.key, v.name), v) for v in variables)
         for module, name in in_place:
-            if name in _REGISTRIES:
+            if name in REGISTRIES:
                 continue
             self._in_place.add((id(module), name))
             space = Space(module, type(module).__name__, name in module._buffers)
