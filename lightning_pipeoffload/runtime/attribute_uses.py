@@ -6,10 +6,12 @@ reads it before them, in the next microbatch, would have an old one.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,7 +23,9 @@ from lightning_pipeoffload.runtime.users_code import is_users_file, line_of
 from lightning_pipeoffload.runtime.written_state import Variable
 
 _Key = tuple[int, str]
-_Note = Callable[[nn.Module, str], None]
+# A list that is empty stays as it is when it is cleared, so its contents do not tell.
+_RESETS = {"clear", "reset", "zero_", "fill_", "copy_"}
+_FILLS = {"add", "append", "appendleft", "extend", "insert", "update", "setdefault"}
 
 
 class Use(NamedTuple):
@@ -128,15 +132,21 @@ class AttributeUses:
         return next((self._of_holder[key] for key in keys if key in self._of_holder), None)
 
     def _read(self, part: nn.Module, name: str) -> None:
-        uses, line = self._uses_of(part, name), _line_of_caller()
-        if uses is not None and line:
-            uses.read(Use(self._place, line))
-
-    def _assign(self, part: nn.Module, name: str) -> None:
         uses = self._uses_of(part, name)
-        if uses is not None:
+        frame = sys._getframe(2)  # behind the watching method
+        if uses is None or not is_users_file(frame.f_code.co_filename):
+            return
+        method = _attribute_taken(frame)
+        if method in _RESETS:
+            uses.write(Use(self._place, _line_in(frame)))
+        elif method not in _FILLS:
+            uses.read(Use(self._place, _line_in(frame)))
+
+    def _assign(self, part: nn.Module, name: str, value: Any) -> None:
+        uses = self._uses_of(part, name)
+        if uses is not None and vars(part).get(name) is not value:  # as += of a list assigns it
             uses.is_assigned = True
-            uses.write(Use(self._place, _line_of_caller()))
+            uses.write(Use(self._place, _line_in(sys._getframe(2))))
 
     def look(self, place: Draw) -> None:
         """Note what was changed since the last look, which was at the border of another place."""
@@ -155,23 +165,35 @@ def _holders(part: nn.Module) -> tuple[Any, ...]:
     return part, *type(part).__mro__
 
 
-def _watching_methods(plain: type[Any], on_read: _Note, on_assign: _Note) -> dict[str, Any]:
+def _watching_methods(
+    plain: type[Any],
+    on_read: Callable[[nn.Module, str], None],
+    on_assign: Callable[[nn.Module, str, Any], None],
+) -> dict[str, Any]:
     def read(self: Any, name: str) -> Any:
         on_read(self, name)
         return plain.__getattribute__(self, name)  # type: ignore[call-arg]
 
     def assign(self: Any, name: str, value: Any) -> None:
-        on_assign(self, name)
+        on_assign(self, name, value)
         plain.__setattr__(self, name, value)  # type: ignore[call-arg]
 
     return {"__getattribute__": read, "__setattr__": assign}
 
 
-def _line_of_caller() -> str:
+def _line_in(frame: FrameType) -> str:
     """Name the line that reads or assigns; "" if it is a library's."""
-    frame = sys._getframe(3)  # behind the note and the watched class's method
     file = frame.f_code.co_filename
     return line_of(file, frame.f_lineno) if is_users_file(file) else ""
+
+
+def _attribute_taken(frame: FrameType) -> str:
+    """Name the attribute that code takes of what it is reading; "" if none."""
+    rest = (code for code in dis.get_instructions(frame.f_code) if code.offset > frame.f_lasti)
+    following = next(rest, None)
+    if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return ""
+    return str(following.argval)
 
 
 def _state(value: Any) -> list[tuple[Any, Any]]:

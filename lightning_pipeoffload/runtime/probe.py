@@ -138,7 +138,7 @@ class ImaginedError(Exception):
         self.is_in_block = is_in_block
 
 
-def probe_step(
+def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave out
     module: nn.Module,
     chain: BlockChain,
     run: Callable[[], Any],

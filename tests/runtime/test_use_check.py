@@ -161,11 +161,27 @@ def collects_on_the_way(m, x):
     return loss_of(m, x)
 
 
+def clears_before(m, x):
+    m.seen.clear()
+    x = m.embed(x)
+    for block in m.blocks:
+        x = block(x)
+        m.seen += [x]
+    return loss_of(m, x) + sum(part.mean() for part in m.seen)
+
+
 def only_blocks(m, x):
     return loss_of(m, through(m.blocks, m.embed(x)))
 
 
-ALLOWED = [counts_before, sets_before, counts_behind, collects_on_the_way, only_blocks]
+ALLOWED = [
+    counts_before,
+    sets_before,
+    counts_behind,
+    collects_on_the_way,
+    clears_before,
+    only_blocks,
+]
 
 
 @pytest.mark.parametrize("step", ALLOWED, ids=[f.__name__ for f in ALLOWED])
