@@ -146,25 +146,29 @@ class PipelineGroup:
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
-    def start_comparing(self, checksum: int, trained: int) -> Callable[[str], None]:
+    def start_comparing(
+        self, checksum: int, trained: int, drawn: int = 0
+    ) -> Callable[[str, str], None]:
         """Start sending this rank's checksum of a batch to the last stage.
 
         Args:
             checksum: of the batch.
             trained: of which parameters train.
+            drawn: of the states of generators of the user's own.
 
         Returns:
-            A function to call after the step, which raises RuntimeError if the ranks had different
-            ones. By then all of them have arrived: the step needed the ranks that sent them.
+            A function to call after the step, with what was compared and what the generators are
+            called. It raises RuntimeError if the ranks had different ones. By then all of them have
+            arrived: the step needed the ranks that sent them.
         """
-        mine = torch.tensor([checksum, trained])
+        mine = torch.tensor([checksum, trained, drawn])
         if self._global_rank != self.root:
             if self._comparing is not None:
                 with blaming_peers("lost global rank 0 while comparing batches"):
                     self._comparing[0].wait()  # one batch back; gloo never says completed otherwise
             root = dist.get_group_rank(self.host_group, self.root)
             self._comparing = self.host_group.send([mine], root, 0), mine
-            return lambda what: None
+            return lambda what, sources: None
         others = [rank for rank in self.global_ranks if rank != self.root]
         theirs = {rank: torch.empty_like(mine) for rank in others}
         works = [
@@ -172,10 +176,17 @@ class PipelineGroup:
             for r in others
         ]
 
-        def compare(what: str) -> None:
+        def compare(what: str, sources: str) -> None:
             with blaming_peers("lost a rank while comparing batches"):
                 for work in works:
                     work.wait()
+            others_draw = [rank for rank, value in theirs.items() if int(value[2]) != drawn]
+            if others_draw:
+                raise RuntimeError(
+                    f"global ranks {others_draw} draw other numbers than global rank {self.root} "
+                    f"from {sources}; seed generators of your own alike in every process, and "
+                    f"draw from them in no code that only some ranks run"
+                )
             apart = [rank for rank, value in theirs.items() if int(value[1]) != trained]
             if apart:
                 raise RuntimeError(

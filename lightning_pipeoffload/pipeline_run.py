@@ -321,8 +321,9 @@ class PipelineRun:
     def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
         """Start comparing the ranks' batches; return what ends it, after the step."""
         checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
-        finish = self._group.start_comparing(checksum, self.pipeline.trained_digest)
-        return partial(finish, what)
+        drawn = self.pipeline.drawn
+        finish = self._group.start_comparing(checksum, self.pipeline.trained_digest, drawn.now())
+        return partial(finish, what, drawn.names)
 
     def _weigh(
         self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
@@ -346,7 +347,7 @@ class PipelineRun:
             ValueError: the user's weights of its microbatches cannot be.
         """
         checksum, what = self._checksums.see_last()
-        self._group.start_comparing(checksum, self.pipeline.trained_digest)(what)
+        self._group.start_comparing(checksum, self.pipeline.trained_digest)(what, "")
         self._check_weights()
 
     def _smallest_size(self, total: int) -> int:

@@ -46,6 +46,7 @@ from lightning_pipeoffload.runtime.partition import (
 from lightning_pipeoffload.runtime.probe import Probe
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.slots import Slot, find_slots
+from lightning_pipeoffload.runtime.source_digest import SourceDigest
 from lightning_pipeoffload.runtime.stage import StageRunner
 from lightning_pipeoffload.runtime.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.step_probes import StepProbes
@@ -87,6 +88,7 @@ class Pipeline:
         probes: of the steps.
         gradient_age: of the parameters that other ranks own.
         trained_digest: tells apart which parameters train.
+        drawn: what all stages draw from.
 
     Raises:
         ValueError: the module has no chain of blocks, or not enough of them.
@@ -116,6 +118,7 @@ class Pipeline:
         self._parameters = list(module.parameters())
         self._trained: list[bool] = []
         self.trained_digest = 0
+        self.drawn = SourceDigest()
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
         mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self._chain)
@@ -253,6 +256,7 @@ class Pipeline:
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
             self._use_check.check(probe)
+            self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
             check_hooks(probe, self._chain)
