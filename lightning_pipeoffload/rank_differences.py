@@ -92,7 +92,9 @@ def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Describ
 
 def describe_trainer(trainer: Trainer) -> Described:
     """Describe what decides on a trainer's steps, and its precision."""
-    described = {f"the Trainer's {name}": repr(getattr(trainer, name)) for name in _OF_TRAINER}
+    # An interval in seconds is no number of batches, and Lightning then has no attribute for it.
+    found = {name: getattr(trainer, name, None) for name in _OF_TRAINER}
+    described = {f"the Trainer's {name}": repr(value) for name, value in found.items()}
     described["the Trainer's precision"] = str(trainer.precision)
     return described
 

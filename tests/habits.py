@@ -227,5 +227,5 @@ def _run_once(trainer: L.Trainer, module: Net, method: str, row: Row) -> Any:
         return trainer.fit(module, fits.loader(), val_loaders)
     if method == "predict":
         outputs = trainer.predict(module, fits.loader())
-        return None if outputs[0] is None else torch.cat(outputs)
+        return None if outputs is None else torch.cat(outputs)
     return getattr(trainer, method)(module, fits.loader(), verbose=False)

@@ -38,10 +38,11 @@ def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, m
 def test_no_group_waits_longer_than_the_timeout(monkeypatch, device):
     timeouts = []
 
-    def new_group(ranks, timeout=None, backend=None):
+    def new_group(ranks, timeout=None, **options):
         timeouts.append(timeout)
         return Mock()
 
+    monkeypatch.setattr(dist, "get_backend_config", lambda: f"cpu:gloo,{device}:other")
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
     monkeypatch.setattr(dist, "new_group", new_group)
     seconds = timedelta(seconds=9)

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     COMPUTE,
@@ -122,14 +123,19 @@ class Watched(nn.Module):
 
     def pack(self, tensor):
         held = Held(tensor)
-        Watched.alive.add(held)
+        Watched.watch(held, tensor)
         return held
+
+    @staticmethod
+    def watch(found, tensor):
+        if not isinstance(tensor, ShapeOnly):  # a probe's have no memory, and await the collector
+            Watched.alive.add(found)
 
     def forward(self, x):
         with saved_tensors_hooks(self.pack, lambda held: held.tensor):
             normed = self.norm(x)
             out = torch.nn.functional.gelu(self.linear(normed)).sin()
-            Watched.alive.update([out])
+            Watched.watch(out, out)
             return x + out
 
 
