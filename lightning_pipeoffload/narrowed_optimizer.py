@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.runtime.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shape_only import ShapeOnly
 
 
@@ -28,6 +29,7 @@ def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
         if narrows(hook):
             found: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
             found.age = age
+            found.adopt()
             return found
     return NarrowedOptimizer(optimizer, age)
 
@@ -51,11 +53,31 @@ class NarrowedOptimizer:
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
         self._optimizer = optimizer
         self.age = age
+        self._adopted: list[Tensor] = []
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._whole: list[tuple[dict[str, Any], list[Any]]] = []
         optimizer.register_step_post_hook(self._end_step)
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
+
+    def adopt(self) -> None:
+        """Have in the groups what has taken the shapes' places in a module made whole since."""
+        self._widen()  # where a step has ended in an error
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._real(p) for p in group["params"]]
+
+    def _real(self, parameter: Tensor) -> Tensor:
+        real = parameter.became if isinstance(parameter, ForeignTensor) else None
+        if real is None:
+            return parameter
+        self._adopted.append(real)
+        return real
+
+    @property
+    def stateless(self) -> list[Tensor]:
+        """What this rank has from another since that one's optimizer stepped, without its state."""
+        state = self._optimizer.state
+        return [p for p in self._adopted if state and p not in state and p.requires_grad]
 
     def come_last(self) -> None:
         """Let the user's hooks before a step, which were registered since, see all."""
@@ -82,7 +104,7 @@ class NarrowedOptimizer:
         self.age.change(are_none=set_to_none)
 
     def _narrow(self) -> None:
-        self._widen()  # where a step has ended in an error
+        self.adopt()  # a module that has left its pipeline may train on one device
         for group in self._optimizer.param_groups:
             self._whole.append((group, group["params"]))
             group["params"] = [p for p in group["params"] if not isinstance(p, ShapeOnly)]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.collectives import PipelineGroup
 from lightning_pipeoffload.narrowed_optimizer import NarrowedOptimizer, narrow_steps
 from lightning_pipeoffload.optimizer_groups import (
     GroupNames,
@@ -27,11 +28,18 @@ class OptimizedParameters:
 
     Args:
         pipeline: this rank's part of the module.
+        group: the pipeline's processes.
         optimizers: returns the trainer's, which every fit makes anew.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizers: Callable[[], list[Optimizer]]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        optimizers: Callable[[], list[Optimizer]],
+    ) -> None:
         self._pipeline = pipeline
+        self._group = group
         self._optimizers = optimizers
         self._narrowed: list[NarrowedOptimizer] = []
 
@@ -63,6 +71,7 @@ class OptimizedParameters:
         names = self.names
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
+        self._refuse_lost_states()
         self.forget_foreign()
         for optimizer in self._optimizers():
             if self._pipeline.device.type != "cpu" and optimizer.state:
@@ -73,3 +82,21 @@ class OptimizedParameters:
         own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
+
+    def _refuse_lost_states(self) -> None:
+        """Of an optimizer that the user keeps: its states stay on the rank that stepped with them.
+
+        Raises:
+            RuntimeError: this rank trains now what another trained in an earlier fit.
+        """
+        own = self._pipeline.tensors.canonical_parameters()
+        names = {id(parameter): name for name, parameter in own.items()}
+        stateless = [p for narrowed in self._narrowed for p in narrowed.stateless]
+        lost = [names[id(p)] for p in stateless if id(p) in names]
+        lost_anywhere = [name for names in self._group.gather(lost) for name in names]
+        if lost_anywhere:
+            raise RuntimeError(
+                f"{lost_anywhere[0]} was trained on another rank before, and what the optimizer "
+                f"knew of it is there: let configure_optimizers make a new optimizer for this fit, "
+                f"resume from a checkpoint, or keep the settings that cut the module"
+            )

@@ -358,7 +358,9 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._run = PipelineRun(
                 self._module, self.group, self.settings, self.root_device, self.num_processes
             )
-            self._parameters = OptimizedParameters(self._run.pipeline, lambda: self.optimizers)
+            self._parameters = OptimizedParameters(
+                self._run.pipeline, self.group, lambda: self.optimizers
+            )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = UsersSteps(self._module, self._run, self._seed)
         self.backward_of_batch = BatchBackward(

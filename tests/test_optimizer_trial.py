@@ -54,7 +54,7 @@ MORE_WAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", OF_TORCH.keys() - {"LBFGS"})
+@pytest.mark.parametrize("name", sorted(OF_TORCH.keys() - {"LBFGS"}))
 def test_torch_optimizers_are_decided(name):
     kind = OF_TORCH[name]
     for way in WAYS:
@@ -439,24 +439,24 @@ def test_a_refusal_is_one_line_that_names_class_cause_and_remedy():
 class OneOptimizer(fits.Net):
     """Gives every fit the same optimizer, which asks each of its parameters for a gradient."""
 
-    def __init__(self):
+    def __init__(self, momentum):
         super().__init__(dropout=0.0, depth=4)
-        self.optimizer = TrustRatio(self.parameters(), lr=0.01)
+        self.optimizer = TrustRatio(self.parameters(), lr=0.01, momentum=momentum)
 
     def configure_optimizers(self):
         return self.optimizer
 
 
-def _fit_twice(num_devices):
+def _fit_twice(num_devices, momentum, schedule):
     L.seed_everything(3, verbose=False)
-    module, record = OneOptimizer(), fits.Record()
-    for _ in range(2):
+    module, record = OneOptimizer(momentum), fits.Record()
+    for of_fit in ("zb_h1", schedule):
         trainer = L.Trainer(
             **fits.SILENT,
             max_steps=3,
             enable_checkpointing=False,
             devices=num_devices or 1,
-            strategy=fits.strategy(num_devices),
+            strategy=fits.strategy(num_devices, schedule=of_fit),
             callbacks=[record],
         )
         trainer.fit(module, fits.loader())
@@ -464,7 +464,20 @@ def _fit_twice(num_devices):
     return record.losses
 
 
-def test_an_optimizer_of_the_users_own_steps_with_its_rank_s_part_in_every_fit(ranks):
-    expected = _fit_twice(0)
-    for losses in ranks(2).run(_fit_twice, 2):
+@pytest.mark.parametrize(("momentum", "schedule"), [(0.9, "zb_h1"), (0.0, "zb_v")])
+def test_an_optimizer_of_the_users_own_steps_with_its_rank_s_part_in_every_fit(
+    ranks, momentum, schedule
+):
+    expected = _fit_twice(0, momentum, schedule)
+    for losses in ranks(2).run(_fit_twice, 2, momentum, schedule):
         assert losses == pytest.approx(expected, abs=1e-12)
+
+
+def _cut_otherwise():
+    with pytest.raises(RuntimeError, match=r"trained on another rank before, .* a new optimizer"):
+        _fit_twice(2, 0.9, "zb_v")
+    return True
+
+
+def test_what_an_optimizer_knew_on_another_rank_is_missed(ranks):
+    assert ranks(2).run(_cut_otherwise) == [True, True]

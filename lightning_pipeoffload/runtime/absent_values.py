@@ -94,6 +94,8 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
             tensor = torch.empty(shape.shape, dtype=shape.dtype)
             is_parameter = slot.kind == "_parameters"
             made[id(shape)] = nn.Parameter(tensor, shape.requires_grad) if is_parameter else tensor
+        if isinstance(shape, ForeignTensor):
+            shape.became = made[id(shape)]
     slot.module.__dict__[slot.kind][slot.attribute] = made[id(shape)]
     return made[id(shape)]
 

@@ -41,12 +41,14 @@ class ForeignTensor(ShapeOnly):
 
     Attributes:
         age: of the gradients of all such parameters of the rank.
+        became: the real tensor in its place since, where a module was made whole again.
     """
 
     _is_param = False
     _grad: Tensor | None = None
     _grad_age = 0
     age = GradientAge()
+    became: Tensor | None = None
 
     @classmethod
     def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> ForeignTensor:
