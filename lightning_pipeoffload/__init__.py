@@ -6,8 +6,8 @@ schedule, ``"pipeoffload_zb_h1"`` for instance.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipeoffload.memory_picture import MemoryPicture
-from lightning_pipeoffload.runtime.weight_grad import defer_weight_grad
+from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
+from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 

@@ -22,14 +22,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pipeoffload.accumulation import Accumulation
-from lightning_pipeoffload.argument_checks import check_backend, check_flag, check_timeout
-from lightning_pipeoffload.arrivals import Arrivals
-from lightning_pipeoffload.batch_backward import BatchBackward
-from lightning_pipeoffload.callback_checks import check_callbacks, check_profiler
-from lightning_pipeoffload.checkpoint import SplitState
-from lightning_pipeoffload.checkpoint_file import MovingCheckpointIO, let_move, present
-from lightning_pipeoffload.checkpoint_folder import (
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, let_move, present
+from lightning_pipeoffload.checkpoints.folder import (
     META_FILE,
     is_checkpoint_folder,
     read_checkpoint_folder,
@@ -37,39 +31,45 @@ from lightning_pipeoffload.checkpoint_folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.data import PipelineLoaders, leave_out_seen
-from lightning_pipeoffload.end_hooks import EndHooks
-from lightning_pipeoffload.gradient_clipping import clip_by_own_norm, clip_over_ranks
-from lightning_pipeoffload.gradient_hooks import GradientHooks
-from lightning_pipeoffload.gradient_sizes import share_gradient_sizes
-from lightning_pipeoffload.hook_forwards import HookForwards
-from lightning_pipeoffload.joint_stop import JointStop
-from lightning_pipeoffload.loops import join_loops, refuse_module
-from lightning_pipeoffload.loss_scale import leave_loss_scale, share_loss_scale
-from lightning_pipeoffload.monitor import LocalMetrics, SharedMetricsConnector
-from lightning_pipeoffload.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizer_state import name_optimizer_state
-from lightning_pipeoffload.optimizer_trial import refuse_optimizer
-from lightning_pipeoffload.outputs_elsewhere import numbers_in
-from lightning_pipeoffload.pipeline_run import PipelineRun, StepOutput
-from lightning_pipeoffload.processes import PipelineProcesses
-from lightning_pipeoffload.rank_differences import (
+from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints.state_collector import shapes_of
+from lightning_pipeoffload.checkpoints.whole_again import make_whole
+from lightning_pipeoffload.hooks.end_hooks import EndHooks
+from lightning_pipeoffload.hooks.gradient_hooks import GradientHooks
+from lightning_pipeoffload.hooks.gradient_sizes import share_gradient_sizes
+from lightning_pipeoffload.hooks.hook_forwards import HookForwards
+from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
+from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
+from lightning_pipeoffload.loop.arrivals import Arrivals
+from lightning_pipeoffload.loop.batch_backward import BatchBackward
+from lightning_pipeoffload.loop.callback_checks import check_callbacks, check_profiler
+from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
+from lightning_pipeoffload.loop.joint_stop import JointStop
+from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
+from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_scale
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun, StepOutput
+from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
+from lightning_pipeoffload.loop.step_calls import UsersSteps
+from lightning_pipeoffload.metrics.shared_metrics import LocalMetrics, SharedMetricsConnector
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state
+from lightning_pipeoffload.optimizers.trial import refuse_optimizer
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.argument_checks import check_backend, check_flag, check_timeout
+from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
+from lightning_pipeoffload.processes.processes import PipelineProcesses
+from lightning_pipeoffload.processes.rank_differences import (
     describe_module,
     describe_optimizers,
     describe_trainer,
     refuse_differences,
 )
-from lightning_pipeoffload.requeue import Requeue, join_requeue
-from lightning_pipeoffload.runtime.autocast import sharing_casts
-from lightning_pipeoffload.runtime.equal_is_same import EqualIsSame
+from lightning_pipeoffload.processes.tensor_gather import gather_tensor
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness
+from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
+from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.schedule import Schedule
-from lightning_pipeoffload.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
-from lightning_pipeoffload.state_collector import shapes_of
-from lightning_pipeoffload.tensor_gather import gather_tensor
-from lightning_pipeoffload.users_hooks import hooks_between_batches
-from lightning_pipeoffload.users_steps import UsersSteps
-from lightning_pipeoffload.whole_again import make_whole
 
 _SEED = "pipeoffload_seed"
 _OF_A_RUN = frozenset(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

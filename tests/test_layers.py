@@ -9,8 +9,61 @@ import pytest
 
 NAME = "lightning_pipeoffload"
 PACKAGE = Path(__file__).parents[1] / NAME
-TOP_LAYER = {"strategy", "monitor", "checkpoint", "cli", "train", "plan"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
+# Lowest first: each imports those before it. Of runtime/ what lies flat has a place by itself.
+LAYERS = (
+    "schedule",
+    "pictures",
+    "runtime/accelerator",
+    "runtime/randomness",
+    "runtime/leaves",
+    "runtime/payload",
+    "runtime/late_values",
+    "runtime/microbatch",
+    "runtime/timing",
+    "runtime/users_code",
+    "runtime/shapes",
+    "runtime/weight_grad",
+    "runtime/memory",
+    "runtime/cut",
+    "runtime/step",
+    "runtime/pipeline",
+    "runtime/rank_memory",
+    "runtime/message_links",
+    "runtime/transport",
+    "runtime/executor",
+    "runtime/in_process",
+    "runtime/groups",
+    "runtime/measure",
+    "planning",
+    "optimizers",
+    "checkpoints",
+    "metrics",
+    "processes",
+    "hooks",
+    "loop",
+    "strategy",
+    "callbacks",
+    "",
+    "demos",
+    "cli",
+    "train",
+    "plan",
+)
+
+
+def name_of(path):
+    """Return where a module lies below the package, by folders; a package is its folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "/".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(module) for module in MODULES}
+
+
+def layer_of(name):
+    first, _, rest = name.partition("/")
+    return f"{first}/{rest.partition('/')[0]}" if first == "runtime" and rest else first
 
 
 def imports_of(path):
@@ -25,43 +78,55 @@ def imports_of(path):
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def modules_in(*folders):
-    return [m for m in MODULES if m.relative_to(PACKAGE).parts[0] in folders]
+def own_imports_of(path):
+    """Yield the modules of the package that a module imports, or imports something of."""
+    for imported in imports_of(path):
+        package, _, rest = imported.partition(".")
+        name = rest.replace(".", "/")
+        if package == NAME:
+            yield name if name in NAMES else name.rpartition("/")[0]
 
 
-def named(path):
-    return str(path.relative_to(PACKAGE))
+def modules_in(folder):
+    return sorted((PACKAGE / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("module", modules_in("schedule"), ids=named)
-def test_schedule_imports_the_standard_library_and_itself(module):
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_imports_run_downwards(module):
+    layer = layer_of(name_of(module))
+    if layer == "runtime":  # its __init__.py, which is a docstring
+        assert not list(imports_of(module))
+        return
+    below = LAYERS[: LAYERS.index(layer) + 1]
+    assert {layer_of(name) for name in own_imports_of(module)} <= {*below}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    imports = {name_of(module): {*own_imports_of(module)} for module in MODULES}
+    while imports:
+        leaves = {
+            name for name, others in imports.items() if not (others - {name}) & imports.keys()
+        }
+        assert leaves, f"circles among {sorted(imports)}"
+        for name in leaves:
+            del imports[name]
+
+
+@pytest.mark.parametrize("module", modules_in("schedule"), ids=name_of)
+def test_schedule_imports_the_standard_library_and_itself_relatively(module):
+    assert NAME not in module.read_text()
     for imported in imports_of(module):
         own = imported.startswith(f"{NAME}.schedule.")
         assert own or imported.split(".")[0] in sys.stdlib_module_names, imported
 
 
-@pytest.mark.parametrize("module", modules_in("schedule"), ids=named)
-def test_schedule_imports_itself_relatively(module):
-    assert NAME not in module.read_text()
-
-
-@pytest.mark.parametrize("module", modules_in("runtime", "demos"), ids=named)
-def test_runtime_and_demos_import_nothing_of_the_layer_above(module):
-    for imported in imports_of(module):
-        package, _, rest = imported.partition(".")
-        assert package != NAME or rest.split(".")[0] not in TOP_LAYER, imported
-
-
-@pytest.mark.parametrize("module", modules_in("runtime"), ids=named)
+@pytest.mark.parametrize("module", modules_in("runtime"), ids=name_of)
 def test_runtime_does_not_know_lightning(module):
     assert not [name for name in imports_of(module) if name.split(".")[0] == "lightning"]
 
 
-def test_there_are_modules_to_look_at():
-    assert {path.parent.name for path in modules_in("schedule", "runtime")} >= {
-        "schedule",
-        "runtime",
-    }
+def test_there_are_modules_in_every_layer():
+    assert {layer_of(name) for name in NAMES} - {"runtime"} == {*LAYERS}
 
 
 ALONE = """

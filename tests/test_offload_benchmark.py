@@ -7,7 +7,7 @@ from examples.benchmarks import offload_emulated, offload_gpu
 from examples.benchmarks.absent_neighbours import delays_of
 from examples.benchmarks.offload_gpu import measure
 from examples.benchmarks.rehearsal import Size, Variant
-from lightning_pipeoffload.runtime.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
 
 SPEED = CopySpeed(to_host=1e12, to_device=1e12, overlap=1.0)

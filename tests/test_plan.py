@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from lightning_pipeoffload.cli import configuration
 from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
+from lightning_pipeoffload.planning.settings import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
-from lightning_pipeoffload.settings import DEFAULT_SCHEDULE
 
 
 def plan_config(*overrides):

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import build
-from tests import fits
+from tests.support import fits
 
 
 class Manual(fits.Net):

@@ -8,7 +8,7 @@ import torch
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from tests import fits
+from tests.support import fits
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 EXACT = {"rel": 1e-10, "abs": 1e-12}

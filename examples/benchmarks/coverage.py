@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from tests.models.comparison import train
-from tests.models.families import FAMILIES
+from tests.support.comparison import train
+from tests.support.families import FAMILIES
 
 
 def coverage(name: str) -> float:

@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader
 from examples.benchmarks import offload_gpu
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
-from lightning_pipeoffload.runtime.activation_store import OffloadSettings
-from lightning_pipeoffload.runtime.host_memory import HostMemory
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.streams import CopyLanes, InlineLane, StreamLane
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, InlineLane, StreamLane
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import finished_at
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, build, offload_activations
 

@@ -32,10 +32,10 @@ from statistics import fmean
 import torch
 
 from examples.benchmarks.rehearsal import Rehearsal, Size, Variant
-from lightning_pipeoffload.runtime.copy_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.host_memory import HostMemoryError
-from lightning_pipeoffload.runtime.ledger import Ledger
-from lightning_pipeoffload.runtime.measured_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
+from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,

@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
-from lightning_pipeoffload.runtime.activation_store import OffloadSettings
-from lightning_pipeoffload.runtime.copy_speed import CopySpeed
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.host_memory import HostBudget, HostMemory
-from lightning_pipeoffload.runtime.measured_costs import StageCosts, measure_costs
+from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts, measure_costs
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.streams import make_lanes
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
 from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, one_at_a_time
 

@@ -32,8 +32,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos.gpt import Block
-from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring
-from lightning_pipeoffload.runtime.weight_grad_kernels import install_kernels, mark, remove_kernels
+from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 
 NUM_BLOCKS = 8
 BATCH, TOKENS, HEADS = 2, 256, 4

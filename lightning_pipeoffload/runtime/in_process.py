@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
-from lightning_pipeoffload.runtime.batch_writes import copy_part
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
+from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.messages import RECVS
 

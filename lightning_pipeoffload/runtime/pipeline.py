@@ -17,41 +17,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import weight_grad_kernels
-from lightning_pipeoffload.runtime.absent_values import AbsentValues
-from lightning_pipeoffload.runtime.batch_writes import CallOnCopies, without_shared
-from lightning_pipeoffload.runtime.block_chain import find_chain
-from lightning_pipeoffload.runtime.call_counter import mark_slots
-from lightning_pipeoffload.runtime.checkpoint_replay import install_replay, remove_replay
-from lightning_pipeoffload.runtime.cut_check import (
+from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
+from lightning_pipeoffload.runtime.cut.cut_check import (
     check_crossings,
     check_hooks,
     check_imagined,
     check_shared_weights,
     check_weight_writes,
 )
-from lightning_pipeoffload.runtime.draw_check import DrawCheck, check_repeatable, drawn_before
-from lightning_pipeoffload.runtime.foreign_tensor import ForeignTensor, GradientAge
-from lightning_pipeoffload.runtime.lending import Lending
-from lightning_pipeoffload.runtime.microbatch import split_batch
-from lightning_pipeoffload.runtime.named_tensors import NamedTensors, SharedWeight
-from lightning_pipeoffload.runtime.ownership import Ownership
-from lightning_pipeoffload.runtime.partition import (
+from lightning_pipeoffload.runtime.cut.draw_check import DrawCheck, check_repeatable, drawn_before
+from lightning_pipeoffload.runtime.cut.lending import Lending
+from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors, SharedWeight
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.partition import (
     SegmentCosts,
     cut,
     estimate_costs,
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.probe import Probe
+from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
+from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
+from lightning_pipeoffload.runtime.cut.use_check import UseCheck
+from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.slots import Slot, find_slots
-from lightning_pipeoffload.runtime.source_digest import SourceDigest
-from lightning_pipeoffload.runtime.stage import StageRunner
-from lightning_pipeoffload.runtime.stage_pass import Microbatch
-from lightning_pipeoffload.runtime.step_probes import StepProbes
-from lightning_pipeoffload.runtime.step_writes import StepWrites
-from lightning_pipeoffload.runtime.use_check import UseCheck
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
+from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs
 
 

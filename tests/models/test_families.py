@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 import torch
 
-from tests.models.comparison import SCHEDULES, evaluate, evaluate_plain, train, train_plain
-from tests.models.families import FAMILIES, NEEDS_TORCHVISION
-from tests.runtime.models import assert_same
+from tests.support.comparison import SCHEDULES, evaluate, evaluate_plain, train, train_plain
+from tests.support.families import FAMILIES, NEEDS_TORCHVISION
+from tests.support.small_modules import assert_same
 
 
 def _has_torchvision():

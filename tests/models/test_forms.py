@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.models.comparison import SCHEDULES, assert_trains_exactly, train, train_plain
-from tests.models.families import Task
-from tests.runtime.models import Outcome, assert_same
+from tests.support.comparison import SCHEDULES, assert_trains_exactly, train, train_plain
+from tests.support.families import Task
+from tests.support.small_modules import Outcome, assert_same
 
 WIDTH = 4
 

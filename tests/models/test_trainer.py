@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from tests.fits import SILENT
-from tests.models.families import FAMILIES, Task
+from tests.support.families import FAMILIES, Task
+from tests.support.fits import SILENT
 
 
 class Fitted(Task):

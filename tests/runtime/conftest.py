@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime import weight_grad_kernels
+from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.autocast import sharing_casts
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.schedule import build
-from tests.rank_pool import RankPool
-from tests.runtime import python_device
-from tests.runtime.models import Regression, assert_same, call_step, run_pipeline, run_plain
-from tests.runtime.python_device import Block, set_up_device, through_device
-from tests.runtime.test_autocast import CountCasts
+from tests.runtime.step.test_autocast import CountCasts
+from tests.support import python_device
+from tests.support.python_device import Block, set_up_device, through_device
+from tests.support.rank_pool import RankPool
+from tests.support.small_modules import Regression, assert_same, call_step, run_pipeline, run_plain
 
 CPU = torch.device("cpu")
 

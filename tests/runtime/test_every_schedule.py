@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.schedule import SCHEDULES, build
-from tests.runtime.models import MODELS, assert_same, run_pipeline, run_plain
+from tests.support.small_modules import MODELS, assert_same, run_pipeline, run_plain
 
 
 @pytest.fixture(scope="module")

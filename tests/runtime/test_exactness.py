@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.schedule import build
-from tests.runtime.models import MODELS, SCHEDULES, assert_same, run_pipeline, run_plain
+from tests.support.small_modules import MODELS, SCHEDULES, assert_same, run_pipeline, run_plain
 
 
 @cache

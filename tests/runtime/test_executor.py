@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     COMPUTE,
@@ -22,7 +22,9 @@ from lightning_pipeoffload.schedule import (
     build,
     simulate,
 )
-from tests.runtime.models import (
+from tests.support.offloaded import memory_of_all
+from tests.support.random_orders import random_schedule
+from tests.support.small_modules import (
     SCHEDULES,
     DemoGPT,
     Regression,
@@ -33,8 +35,6 @@ from tests.runtime.models import (
     run_plain,
     tokens,
 )
-from tests.runtime.offloaded import memory_of_all
-from tests.runtime.random_orders import random_schedule
 
 PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
 

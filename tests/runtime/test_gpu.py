@@ -3,12 +3,19 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.publisher import start_fetching
-from lightning_pipeoffload.runtime import recompute
+from lightning_pipeoffload.metrics.publisher import start_fetching
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.memory import recompute
 from lightning_pipeoffload.schedule import build
-from tests.runtime.models import MODELS, SCHEDULES, assert_same, call_step, run_pipeline, run_plain
-from tests.runtime.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded
+from tests.support.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded
+from tests.support.small_modules import (
+    MODELS,
+    SCHEDULES,
+    assert_same,
+    call_step,
+    run_pipeline,
+    run_plain,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime import weight_grad_kernels
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import merge_outputs, split_batch
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import build, keep_microbatches, lower
-from tests.runtime.models import (
+from tests.support.small_modules import (
     DEPTH,
     MODELS,
     DemoGPT,

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeoffload.runtime import hop_speed
 from lightning_pipeoffload.runtime import transport as transport_module
-from lightning_pipeoffload.runtime.activation_memory import ActivationMemory
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.hop_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.measure import hop_speed
+from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
     InProcessTransport,
@@ -32,10 +32,10 @@ from lightning_pipeoffload.runtime.transport import (
     says_peer_lost,
 )
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
-from tests.forks import FORKS, fork
-from tests.free_port import free_port
-from tests.rank_pool import RankPool
-from tests.runtime.models import Outcome, Regression, assert_same, run_plain
+from tests.support.forks import FORKS, fork
+from tests.support.free_port import free_port
+from tests.support.rank_pool import RankPool
+from tests.support.small_modules import Outcome, Regression, assert_same, run_plain
 
 CPU = torch.device("cpu")
 SIZE = 3

@@ -1,0 +1,1 @@
+"""Lightning callbacks that show what a pipeline does."""

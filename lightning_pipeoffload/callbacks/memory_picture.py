@@ -1,0 +1,79 @@
+"""A callback that draws what was kept in memory over a step beside what the plan said."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_pipeoffload.pictures.drawing import Drawing
+from lightning_pipeoffload.pictures.memory_drawing import MemoryPanel, draw_memory, planned_panels
+from lightning_pipeoffload.pictures.png import write_png
+from lightning_pipeoffload.pictures.svg import to_svg
+from lightning_pipeoffload.runtime.memory.ledger import Held
+from lightning_pipeoffload.schedule import Costs, simulate
+from lightning_pipeoffload.strategy import PipeOffloadStrategy
+
+__all__ = ["MemoryPicture"]
+
+
+class MemoryPicture(Callback):
+    """Writes a picture when training has ended, on global rank 0.
+
+    For every rank: the plan's saved bytes over a step, with the seconds and bytes that were
+    measured, and below it those of the last step: on the device, on the host and on the way between
+    them. Times are the host's; an accelerator may be behind.
+
+    Args:
+        path: where to; ``.svg``, or ``.png``, which needs matplotlib.
+
+    Raises:
+        ValueError: the path ends otherwise.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = Path(path)
+        if self._path.suffix not in (".svg", ".png"):
+            raise ValueError(f"path ({path}) of a MemoryPicture must end in .svg or .png")
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, PipeOffloadStrategy):
+            raise ValueError(
+                f"MemoryPicture draws a pipeline's plan, and the strategy is "
+                f'{type(trainer.strategy).__name__}; use strategy="pipeoffload"'
+            )
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipeOffloadStrategy)
+        costs = strategy.run.measurements.costs_at_end
+        if stage != "fit" or costs is None or not trainer.is_global_zero:
+            return
+        drawing = _draw(strategy, costs)
+        if self._path.suffix == ".png":
+            write_png(drawing, self._path)
+        else:
+            self._path.write_text(to_svg(drawing), encoding="utf-8")
+
+
+def _draw(strategy: PipeOffloadStrategy, costs: Costs) -> Drawing:
+    report = strategy.report()
+    planned = planned_panels(simulate(strategy.plan, costs), costs)
+    measured = [_measured_panel(entries) for entries in report["measured"]["live_bytes"]]
+    title = f"{report['schedule']}, {report['num_microbatches']} microbatches: saved activations"
+    return draw_memory(list(zip(planned, measured, strict=True)), title)
+
+
+def _measured_panel(entries: list[tuple[Any, ...]]) -> MemoryPanel:
+    times = [0.0, *(entry[0] for entry in entries)]
+    held = [Held(), *(Held(*entry[1:]) for entry in entries)]
+    device, host, moving = (
+        [(time, float(there[place])) for time, there in zip(times, held, strict=True)]
+        for place in range(3)
+    )
+    return MemoryPanel("measured", device, host, moving, times[-1])

@@ -1,0 +1,1 @@
+"""The state of all ranks as one checkpoint: brought together, written whole, read safely."""

@@ -1,0 +1,186 @@
+"""The checkpoint as a folder: each rank writes what it owns, with torch's distributed checkpoint.
+
+The layout is that of Lightning's FSDPStrategy (``model``, ``optimizer_0``, ``meta.pt``), so that
+``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of it, with the
+optimizer's state by the names of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
+    CheckpointException,
+    DefaultLoadPlanner,
+    load,
+    save,
+)
+from torch.distributed.checkpoint._nested_dict import (
+    unflatten_state_dict,  # private: the inverse of what save does
+)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
+
+from lightning_pipeoffload.checkpoints.file import is_remote, replacing
+from lightning_pipeoffload.checkpoints.metadata import MetadataReader
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+META_FILE = "meta.pt"
+
+
+def is_checkpoint_folder(path: str | Path) -> bool:
+    """Whether there is a checkpoint in FSDPStrategy's layout."""
+    return (Path(path) / META_FILE).is_file()
+
+
+def refuse_file_io(io: CheckpointIO) -> NoReturn:
+    """Refuse a plugin that writes files.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each rank "
+        f"writes its part of a folder by itself; leave one of them out"
+    )
+
+
+def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
+    """Refuse a place that is no local folder.
+
+    Raises:
+        ValueError: says what was given.
+    """
+    if storage_options is not None or is_remote(path):
+        raise ValueError(
+            f"a checkpoint folder is written to a mounted disk, without storage_options; got "
+            f"{path} and {storage_options!r}; set save_distributed_checkpoint=False"
+        )
+
+
+def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:
+    """Write a Lightning checkpoint; every rank calls this.
+
+    Args:
+        checkpoint: of ``state_dict`` each rank writes what is not shape-only, of
+            ``optimizer_states`` all that it has; the rest is that of global rank 0.
+        path: of the folder, the same on every rank; what is there is replaced.
+        group: the pipeline's processes.
+
+    Raises:
+        RuntimeError: a rank could not write; all of them raise it, and what was there stays.
+    """
+    with replacing(path, folder=True) if group.is_root else nullcontext() as own:
+        part: Path = group.broadcast(own, group.root)
+        rest = dict(checkpoint)
+        with _naming_ranks(f"the checkpoint {path} was not saved", group):
+            save(_parts(rest), checkpoint_id=part, process_group=group.host_group)
+        if group.is_root:
+            with (part / META_FILE).open("wb") as file:
+                torch.save(rest, file)
+
+
+def _parts(rest: dict[str, Any]) -> dict[str, Any]:
+    """Take what ranks write apart out of a checkpoint."""
+    model = rest.pop("state_dict").items()
+    states = {"model": {k: v for k, v in model if not isinstance(v, ShapeOnly)}}
+    for place, state in enumerate(rest.pop("optimizer_states", ())):
+        states[f"optimizer_{place}"] = state
+    # An empty dict would be an entry of its own, next to those that other ranks write below it.
+    return {key: state for key, state in states.items() if state}
+
+
+@contextmanager
+def _naming_ranks(what: str, group: PipelineGroup) -> Iterator[None]:
+    """Say in one line what failed on which ranks; the same on all of them."""
+    try:
+        with blaming_peers(f"lost a rank: {what}"):
+            yield
+    except CheckpointException as error:
+        reasons = [
+            f"global rank {dist.get_global_rank(group.host_group, rank)}: {cause}"
+            for rank, (cause, _) in sorted(error.failures.items())
+        ]
+        raise RuntimeError(f"{what}: {'; '.join(reasons)}") from error
+
+
+def read_checkpoint_folder(
+    path: Path,
+    rest: dict[str, Any],
+    group: PipelineGroup,
+    weights_only: bool | None,
+    wanted: Callable[[Sequence[Any]], bool],
+) -> dict[str, Any]:
+    """Read a checkpoint as Lightning's loops take it; every rank calls this.
+
+    Args:
+        path: of the folder.
+        rest: what is in its ``meta.pt``.
+        group: the pipeline's processes.
+        weights_only: whether to refuse what is not plain data; None: as torch does by default.
+        wanted: says of an entry's place, as ("model", "head.weight") or ("optimizer_0", "state",
+            "head.weight", "exp_avg"), whether to read it. Of the model the others are shape-only.
+
+    Raises:
+        RuntimeError: a rank could not read; all of them raise it.
+        ValueError: its ``.metadata`` is none.
+    """
+    reader = MetadataReader(path)
+    metadata = reader.read_metadata()
+    places: dict[str, tuple[Any, ...]] = metadata.planner_data
+    entries = metadata.state_dict_metadata
+    flat = {key: _room_for(entry) for key, entry in entries.items() if wanted(places[key])}
+    with _naming_ranks(f"the checkpoint {path} cannot be read", group):
+        load(
+            flat,
+            storage_reader=reader,
+            planner=_CarefulPlanner(weights_only),
+            process_group=group.host_group,
+        )
+    for key in entries.keys() - flat.keys():
+        if places[key][0] == "model":
+            flat[key] = _shape_of(entries[key], f"{key} in {path}")
+    saved = unflatten_state_dict({key: flat[key] for key in entries if key in flat}, places)
+    checkpoint = {**rest, "state_dict": saved.pop("model")}
+    if saved:
+        checkpoint["optimizer_states"] = [
+            {"state": {}, **saved[f"optimizer_{n}"]} for n in range(len(saved))
+        ]
+    return checkpoint
+
+
+def _room_for(entry: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def _shape_of(entry: TensorStorageMetadata | BytesStorageMetadata, name: str) -> Tensor | None:
+    if isinstance(entry, TensorStorageMetadata):
+        shape = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        return ShapeOnly(shape, torch.device("cpu"), frozenset((name,)))
+    return None
+
+
+class _CarefulPlanner(DefaultLoadPlanner):
+    """Fills a flat dict; what is no tensor is unpickled as carefully as was asked for."""
+
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        loaded = torch.load(value, weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = loaded

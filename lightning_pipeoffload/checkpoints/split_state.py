@@ -1,0 +1,101 @@
+"""The state of a module and its optimizers that are spread over ranks, as a checkpoint has it.
+
+Keys are the plain module's; an optimizer's state has the plain optimizer's layout. So a checkpoint
+loads into the plain module, and into a pipeline of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.checkpoints.state_collector import StateCollector
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.optimizer_state import load_optimizer_state
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+class SplitState:
+    """What a checkpoint has of a module that is split.
+
+    Args:
+        pipeline: this rank's part.
+        group: the pipeline's processes.
+        parameters: of the optimizers.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, group: PipelineGroup, parameters: OptimizedParameters
+    ) -> None:
+        self._pipeline = pipeline
+        self._parameters = parameters
+        self._collector = StateCollector(pipeline, group)
+
+    def of_module(self, whole: bool) -> dict[str, Any]:
+        """Return the state dict under the plain module's keys; other ranks' entries are shapes.
+
+        Args:
+            whole: whether global rank 0 is to have all of it.
+        """
+        return self._collector.module_state(whole)
+
+    def of_optimizer(self, optimizer: Optimizer, whole: bool) -> dict[str, Any]:
+        """Return the plain optimizer's state.
+
+        Args:
+            optimizer: one of the trainer's.
+            whole: whether global rank 0 is to have all of it; else each rank has its part.
+        """
+        collect = self._collector.optimizer_state if whole else self._collector.optimizer_part
+        return collect(optimizer, self._parameters.names_in(optimizer))
+
+    def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.
+
+        Raises:
+            RuntimeError: as ``Module.load_state_dict``.
+        """
+        module, names = self._pipeline.module, self._pipeline.tensors.names
+        missing, unexpected = set(names) - set(state), set(state) - set(names)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
+                f"unexpected {sorted(unexpected)}"
+            )
+        own = self._own_keys()
+        module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+
+    def _own_keys(self) -> set[str]:
+        state = self._pipeline.module.state_dict(keep_vars=True)
+        return {key for key, value in state.items() if not isinstance(value, ShapeOnly)}
+
+    def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what this rank owns of the plain optimizers' states.
+
+        Raises:
+            ValueError: the states are of other groups.
+        """
+        own = self._pipeline.tensors.canonical_parameters()
+        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+            load_optimizer_state(optimizer, state, names, own)
+
+    def own_places(self, fits: bool) -> Callable[[Sequence[Any]], bool]:
+        """Return a function that says which entries of a checkpoint folder this rank uses.
+
+        Args:
+            fits: whether the optimizers' states are used too.
+        """
+        keys = self._own_keys()
+        stateful = self._pipeline.tensors.canonical_parameters().keys()
+
+        def is_own(place: Sequence[Any]) -> bool:
+            kind, *inside = place
+            if kind == "model":
+                return inside[0] in keys
+            return fits and (inside[0] != "state" or inside[1] in stateful)
+
+        return is_own

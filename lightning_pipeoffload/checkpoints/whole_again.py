@@ -1,0 +1,48 @@
+"""Brings a module together that an earlier pipeline over the same ranks has left in parts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.absent_values import (
+    absent_in,
+    explain_absent,
+    make_real,
+    settle,
+)
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+
+
+def make_whole(module: nn.Module, group: PipelineGroup) -> None:
+    """Give every rank what others have of a module; all ranks call it.
+
+    Args:
+        module: the user's.
+        group: the pipeline's processes.
+
+    Raises:
+        RuntimeError: no rank has it.
+    """
+    absent = {slot.name: slot for slot in absent_in(module)}
+    absent_on = group.gather(list(absent))
+    missing = [name for name in absent if all(name in names for names in absent_on)]
+    if missing:
+        raise RuntimeError(explain_absent(module))
+    made: dict[int, Tensor] = {}
+    present = {slot.name: slot.tensor for slot in find_slots(module)}
+    for name in sorted({name for names in absent_on for name in names}):
+        places = zip(group.global_ranks, absent_on, strict=True)
+        source = min(rank for rank, names in places if name not in names)
+        tensor = make_real(absent[name], made) if name in absent else present[name]
+        with blaming_peers("lost a rank while bringing the module together"):
+            _receive(tensor, source, group)
+    settle(module)
+
+
+def _receive(tensor: Tensor, source: int, group: PipelineGroup) -> None:
+    values = tensor.detach().cpu().contiguous()
+    dist.broadcast(values, source, group=group.host_group)
+    tensor.detach().copy_(values)

@@ -1,0 +1,1 @@
+"""Hooks of the user's module and callbacks, over ranks of which each has a part of the model."""

@@ -1,0 +1,167 @@
+"""Runs the module, or a part of it, that a hook calls: with what the ranks lend each other.
+
+Outside of steps nothing tells what other stages would have to compute. So every rank runs the whole
+call, as in evaluation steps that cannot be cut, and all have its result. That needs all of them:
+where one comes alone it does not wait for long, and says what to do.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_pipeoffload.processes.meeting import Meeting
+from lightning_pipeoffload.runtime.cut.lending import Lending
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
+
+
+class HookForwards:
+    """The calls of a module that is cut, and of its parts, outside of its steps.
+
+    Args:
+        pipeline: the module on this rank.
+        group: the pipeline's processes.
+        meeting: of all ranks.
+        left: says where the other ranks have left the hook that is running, if they have.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting, left: Callable[[], str]
+    ) -> None:
+        self._pipeline = pipeline
+        self._group = group
+        self._meeting = meeting
+        self._left = left
+        self._names: dict[int, str] = {}
+        self._handles: list[RemovableHandle] = []
+        self._outermost: nn.Module | None = None
+        self._depth = 0
+        self._had_gradients = False
+        self._running = ExitStack()
+        self.watch()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run a step, whose calls are no business of this."""
+        self.leave()
+        try:
+            yield
+        finally:
+            self.watch()
+
+    def watch(self) -> None:
+        """See the calls of modules from now on, if the module is cut."""
+        if self._pipeline.committed:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._exit, always_call=True),
+            ]
+
+    def leave(self) -> None:
+        """See no calls any more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._outermost is not None:
+            self._depth += module is self._outermost
+            return
+        name = self._apart().get(id(module))
+        if name is None:
+            return
+        self._come_together(name)
+        self._had_gradients = torch.is_grad_enabled()
+        lending: Lending = self._pipeline.lending(self._group.send_to_all, None, module)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(lending.running())
+            self._running = stack.pop_all()
+        self._outermost, self._depth = module, 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _exit(self, module: nn.Module, args: Any, result: Any) -> Any:
+        if module is not self._outermost:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        self._outermost = None
+        self._running.close()
+        return tree_map(_without_backward, result) if self._had_gradients else None
+
+    def _apart(self) -> dict[int, str]:
+        """Return the modules by identity that need what some rank lacks, and their names."""
+        if not self._names:
+            is_everywhere = self._pipeline.tensors.is_everywhere
+            slots = self._pipeline.ownership.slots
+            lacking = {id(slot.module) for slot in slots if not is_everywhere(slot.name)}
+            self._names = {
+                id(module): name or type(module).__name__
+                for name, module in self._pipeline.module.named_modules()
+                if any(id(part) in lacking for part in module.modules())
+            }
+        return self._names
+
+    def _come_together(self, name: str) -> None:
+        """Wait for all ranks to call the same module.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        found = self._meeting.come(name)
+        missing = [rank for rank in sorted(self._group.global_ranks) if rank not in found]
+        others = [
+            f"global rank {rank} calls {what}" for rank, what in found.items() if what != name
+        ]
+        if missing or others:
+            line = in_brackets(deepest_users_line(traceback.extract_stack()[:-2]))
+            reason = self._explain_missing(missing) if missing else f"where {others[0]}"
+            raise RuntimeError(
+                f"{name} is called outside of a step{line}, {reason}; each rank has a part of the "
+                f"weights, so call the same on all ranks and on the same input, outside of "
+                f"`if trainer.is_global_zero` and rank_zero_only, and use what it returns on one"
+            )
+
+    def _explain_missing(self, ranks: list[int]) -> str:
+        left = f", which have left {self._left()}," if self._left() else ""
+        return (
+            f"and global ranks {ranks}{left} have not come to it for {self._meeting.seconds:.0f} s"
+        )
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Refuses the backward by name, where autograd would say that nothing requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mark: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "a forward in a hook has no backward: what the module returns outside of a step leads "
+            "back to no weights; compute the loss in training_step"
+        )
+
+
+def _without_backward(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    mark = torch.zeros((), requires_grad=True, device=leaf.device)
+    return _WithoutBackward.apply(leaf, mark)

@@ -1,0 +1,138 @@
+"""Which attributes of an object some code writes, and what happens when they are used.
+
+The steps of a module may collect: ``self.outputs.append(loss)``. On the rank of the last stage they
+do, on the others they never come so far. So each rank watches what its steps write; where another
+one's are used, they are not here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipeoffload.runtime.users_code.instance_class import subclass_like
+from lightning_pipeoffload.runtime.users_code.namespaces import is_users
+
+_Look = list[tuple[object, int]]
+
+_DEPTH = 2
+_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+# Looked at in every microbatch: to ask whether they are a Mapping or a Metric takes longest.
+_WITHOUT_PARTS = {int, float, bool, str, type(None), FunctionType, MethodType}
+_FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
+
+
+class WrittenAttributes:
+    """Watches an object's attributes; buffers of a module are among them, and what classes have.
+
+    Args:
+        owner: the object.
+        ignored: names that are not the user's.
+
+    Attributes:
+        names: of attributes that were written so far.
+    """
+
+    def __init__(self, owner: object, ignored: Set[str]) -> None:
+        self._owner = owner
+        self._ignored = ignored
+        self._of_classes = _values_of_classes(owner)
+        self.names: set[str] = set()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Note the attributes that are written inside."""
+        return _Watch(self)
+
+    def look(self) -> dict[str, _Look]:
+        """Look at all attributes that may be written for the first time."""
+        attributes = vars(self._owner)
+        of_classes = {name: vars(cls).get(name) for name, cls in self._of_classes.items()}
+        return {
+            name: _look(value)
+            for space in (of_classes, attributes, attributes.get("_buffers", {}))
+            for name, value in space.items()
+            if name not in self._ignored and name not in self.names
+        }
+
+
+def _values_of_classes(owner: object) -> dict[str, type[Any]]:
+    """Return where values are that the user's classes have: ``losses = []``."""
+    return {
+        name: cls
+        for cls in reversed(type(owner).__mro__)
+        if is_users(cls.__module__)
+        for name, value in vars(cls).items()
+        if not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
+
+
+class _Watch:
+    """A class, not a generator: a step that leaves through here would be thrown into it."""
+
+    def __init__(self, written: WrittenAttributes) -> None:
+        self._written = written
+
+    def __enter__(self) -> None:
+        self._before = self._written.look()
+
+    def __exit__(self, *error: object) -> None:
+        for name, after in self._written.look().items():
+            if not _is_same(self._before.get(name, []), after):
+                self._written.names.add(name)
+
+
+def _look(value: Any, depth: int = _DEPTH) -> _Look:
+    """Return what tells whether a value is still the same; holds on to it, so that ids stay."""
+    if isinstance(value, Tensor):
+        return [(value, -1 if value.is_inference() else value._version)]  # private: counts writes
+    parts = _parts(value)
+    found: _Look = [(value, len(parts))]
+    if depth and len(parts) <= _MOST_PARTS:
+        for part in parts:
+            found += _look(part, depth - 1)
+    return found
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if type(value) in _WITHOUT_PARTS:
+        return ()
+    if isinstance(value, (dict, Mapping)):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)
+    if isinstance(value, Metric) or not (isinstance(value, _FOREIGN) or callable(value)):
+        return list(getattr(value, "__dict__", {}).values())
+    return []
+
+
+def _is_same(before: _Look, after: _Look) -> bool:
+    return len(before) == len(after) and all(
+        old is new and old_size == new_size
+        for (old, old_size), (new, new_size) in zip(before, after, strict=True)
+    )
+
+
+@contextmanager
+def attributes_watched(
+    owner: object, names: Set[str], on_use: Callable[[str], None]
+) -> Iterator[None]:
+    """Call ``on_use(name)`` before an attribute of ``owner`` in ``names`` is read."""
+    plain = type(owner)
+
+    def getattribute(self: object, name: str) -> Any:
+        if name in names:
+            on_use(name)
+        return plain.__getattribute__(self, name)
+
+    owner.__class__ = subclass_like(plain, {"__getattribute__": getattribute})
+    try:
+        yield
+    finally:
+        owner.__class__ = plain

@@ -1,0 +1,171 @@
+"""The same batches on every rank of a pipeline, and after a resume.
+
+Shuffling samplers, datasets and the seeds of workers draw from the global generators; ranks whose
+generators stand elsewhere (a hook has drawn a number more on one of them) would read different
+batches, silently. So each pass through a loader has random numbers of its own, which depend on the
+run's seed, the epoch and the loader's place among the others. As an epoch's batches are known then,
+a fit that resumes within one can leave out what it has seen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
+from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+
+
+class PipelineLoaders:
+    """The loaders of a fit or an evaluation.
+
+    Args:
+        seed: of the run, the same on every rank.
+        current_epoch: tells the epoch.
+    """
+
+    def __init__(self, seed: int, current_epoch: Callable[[], int]) -> None:
+        self._seed = seed
+        self._current_epoch = current_epoch
+        self._places: Counter[tuple[bool, int]] = Counter()
+        self._owned: list[Any] = []
+
+    def own(self, loader: Any, is_training: bool) -> None:
+        """Let passes through ``loader`` have random numbers of their own from now on.
+
+        Generators that the user has given to a loader or its sampler are left alone; they are her
+        promise. Lists, generators and the like are read as they are.
+        """
+        # Counted by the epoch: loaders made anew in a later one are placed as the first ones were.
+        siblings = is_training, self._current_epoch()
+        seed = mix_seed(self._seed, is_training, self._places[siblings])
+        self._places[siblings] += 1
+        _give_back(loader)
+        if isinstance(loader, DataLoader):
+            _let_workers_agree(loader)
+        if _intercept_passes(loader, _Passes(seed, self._current_epoch, repeats=is_training)):
+            self._owned.append(loader)
+
+    def release(self) -> None:
+        """Give the loaders their own classes back."""
+        while self._owned:
+            _give_back(self._owned.pop())
+
+
+class _Passes:
+    """The passes through one loader; in training it may start over and over within an epoch."""
+
+    def __init__(self, seed: int, current_epoch: Callable[[], int], repeats: bool) -> None:
+        self._seed = seed
+        self._current_epoch = current_epoch
+        self._repeats = repeats
+        self._finished: Counter[int] = Counter()
+
+    def start(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        epoch = self._current_epoch()
+        stream = RandomStream(mix_seed(self._seed, epoch, self._finished[epoch]))
+        return _Batches(iterate, stream, lambda: self._finish(epoch))
+
+    def _finish(self, epoch: int) -> None:
+        self._finished[epoch] += self._repeats
+
+
+class _Batches(Iterator[Any]):
+    """What a loader's own iterator yields, computed with random numbers of its own."""
+
+    def __init__(
+        self,
+        iterate: Callable[[], Iterator[Any]],
+        stream: RandomStream,
+        finish: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._finish = finish
+        with stream:
+            self._batches = iterate()
+
+    def __next__(self) -> Any:
+        with self._stream:
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._finish()
+                raise
+
+
+def _let_workers_agree(loader: DataLoader[Any]) -> None:
+    """Let batches, and the workers' random numbers, come alike on every rank."""
+    # Else they come in the order in which workers happen to finish.
+    loader.in_order = True
+    init = loader.worker_init_fn
+    if loader.num_workers and (init is None or init is pl_worker_init_function):
+        # Lightning's own, which it sets where there is none, mixes in the global rank.
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+
+
+def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
+    """Let each iteration over the loader be one of ``passes``; False where that cannot be."""
+    plain: Any = type(loader)
+    if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
+        return False  # data themselves, of which Lightning takes a list for one of loaders
+
+    def iterate(self: Any) -> Iterator[Any]:
+        return passes.start(lambda: plain.__iter__(self))
+
+    try:
+        loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Owned)
+    except TypeError:  # a builtin's instance, which has one class for life
+        return False
+    return True
+
+
+class _Owned:
+    """Marks the class of a loader that was intercepted."""
+
+    __slots__ = ()
+
+
+def _give_back(loader: Any) -> None:
+    while isinstance(loader, _Owned):
+        loader.__class__ = own_class(loader)
+
+
+def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
+    """Let the next iteration over a loader start after the batches that were seen.
+
+    They are read and dropped, so that workers draw for the rest what they would have drawn.
+    Lightning itself starts anew, unless the loader saves its state; then this does nothing.
+
+    Args:
+        loader: of training batches.
+        count_seen: says how many, when the first batch is asked for.
+    """
+    if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
+        return
+    plain = type(loader)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        self.__class__ = plain
+        return _iterate_after(self, count_seen)
+
+    loader.__class__ = subclass_like(plain, {"__iter__": iterate})
+    warnings.filterwarnings("ignore", ".*dataloader is not resumable", PossibleUserWarning)
+
+
+def _iterate_after(loader: DataLoader[Any], count_seen: Callable[[], int]) -> Iterator[Any]:
+    batches = iter(loader)
+    for _ in range(count_seen()):
+        try:
+            next(batches)
+        except StopIteration:  # the shorter one of several, which starts again
+            batches = iter(loader)
+            next(batches)
+    yield from batches

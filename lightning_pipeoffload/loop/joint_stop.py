@@ -1,0 +1,85 @@
+"""What one rank sets ``trainer.should_stop`` to counts for all of them, after the same batch.
+
+Nobody waits for another rank's news. At the end of a batch each rank casts a vote, and reads those
+of the batch before, which are all there by then: a batch takes every rank. Only who wants to stop
+waits for the votes of this batch, since all may want it. So what all ranks set stops them at once,
+and what one rank sets after the next batch. What a step sets behind the blocks, on the last stage,
+reaches the others before they end that batch, and stops them at once too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning.pytorch import Trainer
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+
+
+class JointStop:
+    """One rank's part in it, for a fit.
+
+    Args:
+        trainer: whose fit it is.
+        group: the pipeline's processes.
+    """
+
+    def __init__(self, trainer: Trainer, group: PipelineGroup) -> None:
+        self._trainer = trainer
+        self._group = group
+        self._wants = False
+        self._decides = False
+        self._num_steps = 0
+        self._told: Callable[[], int] | None = None
+        self._vote: Callable[[], int] | None = None
+
+    def start_batch(self, num_microbatches: int, decides: bool) -> None:
+        """Before a training batch.
+
+        Args:
+            num_microbatches: whose steps end on the last stage.
+            decides: whether training may stop after it; not within a plan of several batches.
+        """
+        self._hear()  # of the same batch, if an optimizer evaluates it again
+        self._decides = decides
+        self._num_steps = num_microbatches if self._group.is_root else 0
+        if decides and not self._group.is_root:
+            self._told = self._group.start_sharing(0, self._group.root)
+
+    def end_step(self) -> None:
+        """On the last stage, when a microbatch's step has come to its end."""
+        self._num_steps -= 1
+        if self._num_steps == 0 and self._decides:
+            self._told = self._group.start_sharing(self._is_asked, self._group.root)
+
+    def end_batch(self) -> None:
+        """After the hooks of a batch's end: set ``should_stop`` as all ranks do."""
+        if not self._trainer.training:
+            return
+        self._hear()
+        wants = self._is_asked
+        stops = False
+        if self._decides:
+            before, self._vote = self._vote, self._group.start_counting(wants)
+            stops = bool(before and before())
+            if wants:
+                stops = self._vote() == self._group.num_ranks or stops
+        self._trainer.should_stop = stops
+        self._wants = wants and not stops
+
+    def settle(self) -> None:
+        """Where ranks may wait for each other: let what any of them has set count."""
+        if self._vote is not None:
+            self._vote()
+            self._vote = None
+        self._trainer.should_stop = self._group.start_counting(self._is_asked)() > 0
+        self._wants = False
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._wants or self._trainer.should_stop
+
+    def _hear(self) -> None:
+        told, self._told = self._told, None
+        if told is not None and told():
+            self._wants = True

@@ -1,0 +1,68 @@
+"""The loss scale of float16, on which all stages have to agree.
+
+Gradients that overflow on one stage are infinite there only; the step is skipped, and the scale
+lowered, on every rank or on none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+def scaler_of(precision: Precision) -> GradScaler | None:
+    """Return the scaler of a precision plugin that has one."""
+    return getattr(precision, "scaler", None)
+
+
+def share_loss_scale(precision: Precision, group: PipelineGroup, age: GradientAge) -> None:
+    """Let a precision plugin's scaler skip a step where the gradients of any rank overflow.
+
+    Args:
+        precision: unscales gradients when Lightning asks it for a step.
+        group: the pipeline's processes.
+        age: of the gradients that other ranks have, which they unscale alike.
+    """
+    scaler = scaler_of(precision)
+    if scaler is not None:
+        # Private: unscale_ and step both look for infinities by it, and by nothing else.
+        scaler._unscale_grads_ = partial(  # type: ignore[method-assign]
+            _unscale, scaler, group, age
+        )
+
+
+def leave_loss_scale(precision: Precision) -> None:
+    """Let a precision plugin's scaler look at its own gradients only again."""
+    scaler = scaler_of(precision)
+    if scaler is not None:
+        scaler.__dict__.pop("_unscale_grads_", None)
+
+
+def _unscale(  # noqa: PLR0913 - torch's own, and whom to ask
+    scaler: GradScaler,
+    group: PipelineGroup,
+    age: GradientAge,
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[Any, Tensor]:
+    """Do what the scaler does with this rank's gradients, and tell what was found on any rank."""
+    members = [p for g in optimizer.param_groups for p in g["params"]]
+    own: Any = SimpleNamespace(
+        param_groups=[{"params": [p for p in members if not isinstance(p, ShapeOnly)]}]
+    )
+    found = type(scaler)._unscale_grads_(scaler, own, inv_scale, found_inf, allow_fp16)
+    age.change()
+    # A rank whose parameters are frozen has looked at nothing.
+    return {found_inf.device: group.largest(found.get(found_inf.device, found_inf))}

@@ -1,0 +1,407 @@
+"""One rank's run of a module: cuts batches, executes the plan that fits, reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.report import (
+    predict,
+    print_accumulation,
+    print_measurement,
+    print_offload,
+    print_prediction,
+)
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.microbatch import (
+    batch_size,
+    merge_outputs,
+    shape_signature,
+    weigh_parts,
+)
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+_WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One batch to run.
+
+    Attributes:
+        kind: of the step: "training_step", say.
+        batch: any pytree.
+        call: calls the user's step on a microbatch.
+        seed: of the batch's random numbers.
+    """
+
+    kind: str
+    batch: Any
+    call: Callable[[Any], Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a batch gave on this rank.
+
+    Attributes:
+        value: what the user's steps returned, put together; None without the last stage.
+        sizes: samples of each microbatch.
+    """
+
+    value: Any
+    sizes: list[int]
+
+
+class PipelineRun:
+    """Batches of one module on one rank.
+
+    Args:
+        module: the user's.
+        group: the pipeline's processes.
+        settings: the strategy's.
+        device: where this rank computes.
+        num_local_ranks: ranks on this machine.
+
+    Attributes:
+        pipeline: this rank's part of the module.
+        executor: runs its actions.
+        measurements: of what they cost.
+        is_whole: a step is running on every rank, which cannot be cut.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: PipelineGroup,
+        settings: PipelineSettings,
+        device: torch.device,
+        num_local_ranks: int = 1,
+    ) -> None:
+        cut = CutSettings(
+            group.stage_ranks,
+            settings.blocks,
+            settings.split,
+            settings.recompute,
+            tuple(group.global_ranks[rank] for rank in group.stage_ranks),
+        )
+        self.pipeline = Pipeline(module, group.rank, cut, device)
+        self.executor = Executor(
+            group.rank,
+            self.pipeline.stages,
+            group.transport,
+            ActionTimer(device),
+            ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
+        )
+        self.measurements = Measurements(self.executor, self.pipeline, group)
+        self._on_accelerator = device.type != "cpu"
+        self._training = TrainingPlan(
+            settings, group.num_ranks, self.executor, self._on_accelerator
+        )
+        self._checksums = BatchChecksums(self._on_accelerator)
+        self._check_weights: Callable[[], None] = lambda: None
+        self._group = group
+        self._settings = settings
+        self._size: int | None = None
+        self._runs_whole: dict[Any, bool] = {}
+        self.is_whole = False
+
+    @property
+    def plan(self) -> Schedule:
+        """The lowered plan of a full training batch, or of several that accumulate."""
+        return self._training.plan
+
+    @property
+    def is_on_last_stage(self) -> bool:
+        """Whether the last stage is running right now."""
+        if self.is_whole:
+            return self._group.is_root
+        action = self.executor.current
+        return action is not None and action.stage == self._training.schedule.num_stages - 1
+
+    @property
+    def is_on_last_local_stage(self) -> bool:
+        """Whether that stage of this rank is running that comes farthest in the step."""
+        action = self.executor.current
+        return action is not None and action.stage == self.pipeline.local_stages[-1]
+
+    @property
+    def place(self) -> str:
+        """Where in the plan this rank is: "stage 3, B of microbatch 5"; empty between steps."""
+        action = self.executor.current
+        if action is None:
+            return ""
+        return f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
+
+    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
+        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
+
+        Raises:
+            ValueError: the first batch cannot be cut, or the step not at its blocks.
+        """
+        total = batch_size(inputs.batch)
+        if self._size is None:
+            count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
+            self._training.make(count)
+            self._size = total // count
+        size = max(self._size, self._smallest_size(total))
+        try:
+            return self._cut(inputs, size)
+        except Exception as error:
+            if size < total:
+                self._blame_cutting(error, inputs, total, -(-total // size))
+            raise
+
+    def _blame_cutting(
+        self, error: Exception, inputs: StepInputs, total: int, num_microbatches: int
+    ) -> None:
+        """Say so where the step fails with a microbatch, and would not with the whole batch.
+
+        Raises:
+            ValueError: it is so.
+        """
+        try:
+            self._cut(inputs, total)
+        except Exception:
+            return  # the first error counts, which is the caller's
+        raise ValueError(
+            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
+            f"samples that was cut into {num_microbatches}: {type(error).__name__}: {error}; set a "
+            f"smaller num_microbatches or a larger batch_size, or leave out a short last batch "
+            f"with drop_last=True"
+        ) from error
+
+    def train(
+        self,
+        inputs: StepInputs,
+        microbatches: list[Microbatch],
+        accumulation: Accumulation,
+        before_backward: Callable[[], None],
+    ) -> StepOutput:
+        """Run all forwards of a batch, and its backwards now or with the batches that follow.
+
+        Args:
+            inputs: the batch.
+            microbatches: of it.
+            accumulation: whose gradients its own are added to.
+            before_backward: called before the first backward, or at the end.
+        """
+        if not self._training.goes_on(accumulation):
+            if self._training.costs is None and self.measurements.suffice:
+                self._plan_by_measurement()
+            self._training.choose(accumulation, self.pipeline.costs)
+            self._training.begin(accumulation)
+        execute = self._training.execution(microbatches, before_backward)
+        output = self._run(inputs, microbatches, accumulation.num_batches, execute)
+        if accumulation.is_last:
+            self._training.finish()
+        return output
+
+    def finish_plan(self) -> None:
+        """Run the backwards that are left of batches that accumulate."""
+        self._training.finish()
+
+    def _plan_by_measurement(self) -> None:
+        """Make the plan anew with what the first steps cost, and measure that one from now on.
+
+        The ranks wait for each other here, once.
+        """
+        if not self._training.may_copy:
+            return
+        costs = self.measurements.gather_costs(self._training.schedule)
+        heeds_devices = self._settings.keeps_device_limit(self._on_accelerator)
+        limits = self.measurements.gather_limits(heeds_devices)
+        self._training.make_by(costs, limits)
+        self.measurements.start_anew(costs.copy_lanes)
+        if self._group.is_root:
+            print_offload(self.report(), limits.device)
+
+    def evaluate(self, inputs: StepInputs) -> StepOutput:
+        """Run the forwards of a batch of any size, in no more microbatches than in training."""
+        key = inputs.kind, shape_signature(inputs.batch)
+        microbatches = None if self._runs_whole.get(key) else self._cut_evaluation(inputs)
+        if microbatches is None or self._runs_whole[key]:
+            return self._evaluate_whole(inputs, microbatches)
+        plan = self._training.of_evaluation(len(microbatches))
+        return self._run(inputs, microbatches, 1, lambda: self.executor.run(plan, microbatches))
+
+    def _cut_evaluation(self, inputs: StepInputs) -> list[Microbatch] | None:
+        """Cut a batch, and decide whether it runs so; None: the step cannot be cut."""
+        key = inputs.kind, shape_signature(inputs.batch)
+        microbatches, obstacle = None, ""
+        try:
+            microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+        except ValueError as error:
+            obstacle = str(error)
+        if key not in self._runs_whole:
+            is_certain = microbatches is not None and all(m.flow.is_certain for m in microbatches)
+            self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
+            if obstacle and self._group.is_root:
+                log.info(_WHOLE, inputs.kind, obstacle)
+        return microbatches
+
+    def _evaluate_whole(
+        self, inputs: StepInputs, microbatches: list[Microbatch] | None
+    ) -> StepOutput:
+        """Run a step on every rank alike; global rank 0's results count.
+
+        Args:
+            inputs: the batch.
+            microbatches: of it, where it may turn out that the step can be cut: what it computes is
+                then the same to the bit. None: it runs once.
+        """
+        finish_comparing = self._start_comparing(inputs)
+        cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
+        values, could_be_cut = [], True
+        self.is_whole = True
+        try:
+            for part, seed in cuts:
+                lending = self.pipeline.lending(self._group.send_to_all, seed)
+                seed_all(mix_seed(seed, 0))
+                with self._metrics_elsewhere(), lending.running():
+                    values.append(inputs.call(part))
+                could_be_cut &= lending.could_be_cut
+        finally:
+            self.is_whole = False
+        finish_comparing()
+        self._runs_whole[inputs.kind, shape_signature(inputs.batch)] = not could_be_cut
+        sizes = [_size_of(part) for part, _ in cuts]
+        if not self._group.is_root:
+            return StepOutput(None, sizes)
+        shares = [size / sum(sizes) for size in sizes] if len(cuts) > 1 else [1.0]
+        return StepOutput(merge_outputs(values, shares) if len(cuts) > 1 else values[0], sizes)
+
+    @contextmanager
+    def _metrics_elsewhere(self) -> Iterator[None]:
+        """Leave metrics as they are but on global rank 0, as where a step is cut."""
+        with ExitStack() as stack:
+            if not self._group.is_root:
+                for part in self.pipeline.module.modules():
+                    if isinstance(part, Metric):
+                        stack.enter_context(unchanged(part))
+            yield
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        microbatches: list[Microbatch],
+        accumulated: int,
+        execute: Callable[[], list[Any]],
+    ) -> StepOutput:
+        finish_comparing = self._start_comparing(inputs)
+        sizes = [batch_size(microbatch.part) for microbatch in microbatches]
+        shares = self._weigh(microbatches, sizes, accumulated)
+        results = execute()
+        finish_comparing()
+        return StepOutput(merge_outputs(results, shares) if results else None, sizes)
+
+    def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
+        """Start comparing the ranks' batches; return what ends it, after the step."""
+        checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
+        drawn = self.pipeline.drawn
+        finish = self._group.start_comparing(checksum, self.pipeline.trained_digest, drawn.now())
+        return partial(finish, what, drawn.names)
+
+    def _weigh(
+        self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
+    ) -> Sequence[Any]:
+        """Set each microbatch's weight in the gradient; return its share of the batch's loss."""
+        weigh = self._settings.microbatch_weight
+        shares: Sequence[Any] = [size / sum(sizes) for size in sizes]
+        if callable(weigh):
+            self._check_weights()  # of the batch before
+            parts = [microbatch.part for microbatch in microbatches]
+            shares, self._check_weights = weigh_parts(weigh, parts)
+        for microbatch, share in zip(microbatches, shares, strict=True):
+            microbatch.weight = share / accumulated
+        return shares
+
+    def finish_checking(self) -> None:
+        """Compare the last batches of the ranks, where each is compared one late; all call it.
+
+        Raises:
+            RuntimeError: they were different.
+            ValueError: the user's weights of its microbatches cannot be.
+        """
+        checksum, what = self._checksums.see_last()
+        self._group.start_comparing(checksum, self.pipeline.trained_digest)(what, "")
+        self._check_weights()
+
+    def _smallest_size(self, total: int) -> int:
+        return -(-total // self._training.schedule.num_microbatches)
+
+    def _cut(self, inputs: StepInputs, size: int) -> list[Microbatch]:
+        return self.pipeline.make_microbatches(
+            inputs.batch, size, inputs.call, inputs.kind, inputs.seed
+        )
+
+    def begin_training(self, accumulation: Accumulation) -> None:
+        """Agree on what several ranks own, and say what is going to run.
+
+        Args:
+            accumulation: of the first batch.
+        """
+        self._group.share(self.pipeline)
+        self._training.choose(accumulation, self.pipeline.costs)
+        if self._group.is_root:
+            print_prediction(self.report())
+            print_accumulation(self._training.of_batch, self.plan, accumulation)
+
+    def report(self) -> dict[str, Any]:
+        """Describe the pipeline; see ``PipeOffloadStrategy.report``.
+
+        Raises:
+            RuntimeError: before the first batch, which decides how the module is cut.
+        """
+        if not self.pipeline.stages:
+            raise RuntimeError("there is nothing to report before the first batch")
+        report = predict(self.plan, self.pipeline, self._training.costs)
+        if self._training.offloaded is not None:
+            report["offload"] = asdict(self._training.offloaded)
+        measured = self.measurements.report()
+        if measured is not None:
+            report["measured"] = measured
+        return report
+
+    def end_training(self) -> None:
+        """Bring the measurements of all ranks together, and print them."""
+        if self.measurements.end_training(self._training.may_copy) and self._group.is_root:
+            print_measurement(self.report())
+
+    def leave(self) -> None:
+        """Leave the module, after an error in the middle of a step too."""
+        self._training.abandon()
+        self._checksums = BatchChecksums(self._on_accelerator)
+        self._check_weights = lambda: None
+        self.pipeline.detach()
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples; 1 of what has no dimension of them."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1

@@ -1,0 +1,77 @@
+"""The module's steps as stages call them: on one microbatch, with ``self.log`` taken aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun, StepInputs
+from lightning_pipeoffload.loop.quiet_passes import LoggersQuiet, PrintQuiet
+from lightning_pipeoffload.metrics.log_capture import LogCapture
+from lightning_pipeoffload.runtime.randomness import mix_seed
+
+_KINDS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class UsersSteps:
+    """The steps of one module, for a fit or an evaluation.
+
+    Args:
+        module: the user's, which has a trainer.
+        run: runs it on this rank.
+        seed: of the fit, the same on every rank.
+
+    Attributes:
+        watching: makes what each call of a step that computes runs in.
+        end_step: called when a step has come to its end, which it does on the last stage.
+    """
+
+    def __init__(self, module: LightningModule, run: PipelineRun, seed: int) -> None:
+        self._module = module
+        self._run = run
+        self._seed = seed
+        self._capture = LogCapture(module)
+        self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.end_step: Callable[[], None] = lambda: None
+
+    def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
+        """Say what to run for one batch.
+
+        Args:
+            kind: name of the step.
+            args: that Lightning calls it with: the batch, and after it indices.
+            kwargs: that Lightning calls it with.
+        """
+        batch, *rest = args
+        step = getattr(self._module, kind)
+
+        def call(part: Any) -> Any:
+            is_probe = self._run.executor.current is None and not self._run.is_whole
+            capturing = self._capture.capturing(self._run.is_on_last_stage, is_probe)
+            watching = nullcontext() if is_probe else self.watching()
+            with self._loggers_quiet(), self._print_quiet(), capturing, watching:
+                result = step(part, *rest, **kwargs)
+            if not is_probe:
+                self.end_step()
+            return result
+
+        trainer = self._module.trainer
+        position = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, *rest
+        return StepInputs(kind, batch, call, mix_seed(self._seed, _KINDS.index(kind), *position))
+
+    def _loggers_quiet(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run.is_on_last_stage else LoggersQuiet(self._module)
+
+    def _print_quiet(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run.is_on_last_local_stage else PrintQuiet()
+
+    def log(self, sizes: Sequence[int]) -> None:
+        """Log what the step has logged, once for the whole batch.
+
+        Args:
+            sizes: samples of each microbatch.
+        """
+        self._capture.replay(sizes)

@@ -1,0 +1,161 @@
+"""What ``self.log`` records in a step, taken aside microbatch by microbatch and logged once.
+
+Lightning sees what it would see had the step run on the whole batch: one value of each name, and
+for a metric that the step calls its value over the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
+
+_REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
+
+
+@dataclass
+class _Call:
+    """One call of ``self.log``: in which microbatch, and with what."""
+
+    microbatch: int
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class LogCapture:
+    """Takes the calls of ``self.log`` in a step aside.
+
+    Args:
+        module: whose ``log`` to take.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._log = type(module).log  # may be the user's own, around Lightning's
+        self._signature = signature(self._log)
+        kinds = [(p.name, p.kind) for p in self._signature.parameters.values()]
+        self._takes_batch_size = any(
+            name == "batch_size" or kind is Parameter.VAR_KEYWORD for name, kind in kinds
+        )
+        self._calls: dict[tuple[str, int], list[_Call]] = {}
+        self._num_passes = 0
+        self._metrics = WholeBatchValues(module)
+
+    def capturing(self, keep: bool, probing: bool = False) -> AbstractContextManager[None]:
+        """Take the calls of one microbatch.
+
+        Args:
+            keep: the step comes to its end, with all that it logs.
+            probing: it has no values; shows only what is logged where.
+        """
+        if keep or probing:
+            return self._capturing(keep, probing)
+        return _Unheard(self._module)
+
+    @contextmanager
+    def _capturing(self, keep: bool, probing: bool) -> Iterator[None]:
+        repeats: Counter[str] = Counter()
+        microbatch = self._num_passes
+        calls: list[_Call] = []
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            call = _Call(microbatch, _detach(value), args, kwargs)
+            calls.append(call)
+            self._calls.setdefault((name, repeats[name]), []).append(call)
+            repeats[name] += 1
+
+        self._module.__dict__["log"] = log
+        self._num_passes += keep
+        try:
+            with self._metrics.watching(keep):
+                yield
+        finally:
+            del self._module.__dict__["log"]
+            # Only now can values of earlier stages be there: used on the last stage, they come.
+            for call in calls:
+                call.value = _detach(call.value)
+            if probing:
+                self._calls.clear()
+
+    def replay(self, sizes: Sequence[int]) -> None:
+        """Log each name once, with its values combined.
+
+        Args:
+            sizes: samples of each microbatch.
+        """
+        calls, self._calls, self._num_passes = self._calls, {}, 0
+        for (name, _), entries in calls.items():
+            self._log_once(name, entries, sizes)
+        self._metrics.forget()
+
+    def _log_once(self, name: str, entries: list[_Call], sizes: Sequence[int]) -> None:
+        last = entries[-1]
+        given = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
+        options = {**given.arguments, **last.kwargs}
+        weights = [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries]
+        value = _combine([e.value for e in entries], weights, options.get("reduce_fx", "mean"))
+        if isinstance(value, Metric) and self._is_on_step(options):
+            self._metrics.give_to(value)
+        kwargs = dict(last.kwargs)
+        if self._takes_batch_size:
+            kwargs["batch_size"] = sum(weights)
+        self._log(self._module, name, value, *last.args, **kwargs)
+
+    def _is_on_step(self, options: dict[str, Any]) -> bool:
+        on_step = options.get("on_step")
+        return self._module.trainer.training if on_step is None else bool(on_step)
+
+
+class _Unheard:
+    """What a stage logs that the step leaves before its end."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._attributes = module.__dict__
+
+    def __enter__(self) -> None:
+        self._attributes["log"] = _ignore
+
+    def __exit__(self, *error: object) -> None:
+        del self._attributes["log"]
+
+
+def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Take a call of ``self.log``; the same operations count as where it is kept."""
+    _detach(value)
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
+    """Combine the microbatches' values of one name; a metric has combined them itself."""
+    if not all(isinstance(v, Number) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
+        return values[-1]  # a metric, or what Lightning refuses
+    stacked = torch.stack([torch.as_tensor(v, dtype=_dtype(v)).reshape(()) for v in values])
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name in _REDUCTIONS:
+        return _REDUCTIONS[name](stacked)
+    # Mean; any other reduction Lightning refuses. By numbers: a tensor of them would have to go to
+    # the accelerator, which the host waits for.
+    weighted = [value * weight for value, weight in zip(stacked.unbind(), weights, strict=True)]
+    return torch.stack(weighted).sum() / sum(weights)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    """Return what Lightning accumulates a value in: never less than float32."""
+    default = torch.get_default_dtype()
+    dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else default
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,0 +1,275 @@
+"""What ``self.log`` recorded on global rank 0, read by all ranks.
+
+Only the last stage comes to the loss, and that stage is on global rank 0. The other ranks fetch
+what rank 0 has published when, and only when, something of theirs asks for it: nobody waits
+otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
+    _LoggerConnector,  # private: it answers trainer.callback_metrics
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pipeoffload.metrics.publisher import Numbers, Publisher, start_fetching
+from lightning_pipeoffload.runtime import late_values
+
+_Metrics = dict[str, Any]
+
+
+class SharedMetricsConnector(_LoggerConnector):
+    """Lightning's connector, whose metrics are those of global rank 0 on every rank.
+
+    Every rank goes through the same loop, so counting its milestones (**ticks**: the end of a
+    step, of an epoch, of a hook) names a moment on all of them. Rank 0 publishes what it has at
+    each.
+
+    Attributes:
+        describe: on global rank 0, returns what else to publish.
+        at_batch_end: called when the hooks of a batch's end have run.
+        at_data_end: called when the last batch of an epoch or a validation is done.
+    """
+
+    describe: Callable[[], Any] = staticmethod(lambda: None)
+    at_batch_end: Sequence[Callable[[], None]] = ()
+    at_data_end: Callable[[], None] = staticmethod(lambda: None)
+    _store: Store | None = None
+    _publisher: Publisher | None = None
+    _tick = 0
+    _fetched = 0
+    _last: dict[str, _Metrics]
+    _news: Any = None
+    _fetch_shown: Callable[[], Numbers] | None = None
+
+    @classmethod
+    def replacing(
+        cls, plain: _LoggerConnector, store: Store | None, fail: Callable[[Exception], None]
+    ) -> SharedMetricsConnector:
+        """Make one with the state of ``plain``; without a store it is a plain one.
+
+        Args:
+            plain: the trainer's.
+            store: that all ranks can read.
+            fail: ends the run by an error of another thread.
+        """
+        made = cls(plain.trainer)
+        made.__dict__.update(plain.__dict__)
+        made._forget_callbacks()
+        made._tick, made._fetched, made._last = 0, 0, {}
+        made._store = store
+        if store is not None and plain.trainer.is_global_zero:
+            made._publisher = Publisher(store, fail)
+        return made
+
+    def _forget_callbacks(self) -> None:
+        """Call nothing that was of a run."""
+        for name in ("at_batch_end", "at_data_end"):
+            self.__dict__.pop(name, None)
+
+    def leave(self) -> None:
+        """Fetch what there is while global rank 0 is still there; be a plain connector then."""
+        for kind in ("callback", "log", "pbar"):
+            self._read(kind)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._store = self._publisher = None
+        self._forget_callbacks()
+
+    def abandon(self) -> None:
+        """Be a plain connector: the run was broken off, and nobody publishes what is asked for."""
+        if self._publisher is not None:
+            self._publisher.abandon()
+        self._store = self._publisher = None
+        self._forget_callbacks()
+
+    def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
+        """Mark a moment, and publish what was logged up to it.
+
+        Args:
+            returned: what an evaluation returns of a loader.
+            outputs: numbers that a step has returned, by name.
+        """
+        self._tick += 1
+        if self._publisher is None:
+            return
+        mine = self._update_all()
+        now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
+        self._publisher.publish(_key(self._tick), now, self.describe())
+
+    def _update_all(self) -> dict[str, _Metrics]:
+        """Take in what this rank has logged itself; return all, by kind."""
+        mine: dict[str, _Metrics] = {
+            "callback": self._callback_metrics,
+            "log": self._logged_metrics,
+            "pbar": self._progress_bar_metrics,
+        }
+        if self.trainer._results:
+            latest = cast(dict[str, _Metrics], self.metrics)
+            for kind, values in mine.items():
+                values.update(latest[kind])
+        return mine
+
+    def news(self, wait: bool = True) -> Any:
+        """Return what ``describe`` returned on global rank 0 at the last tick, or that is known."""
+        if wait:
+            self._fetch()
+        return self._news
+
+    def outputs(self) -> _Metrics:
+        """Return the numbers that the last step returned on global rank 0; waits for them."""
+        return self._fetch().get("outputs", {})
+
+    @override
+    def on_batch_end(self) -> None:
+        super().on_batch_end()
+        self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
+        self.tick()
+        for end_batch in self.at_batch_end:
+            end_batch()
+
+    @override
+    def epoch_end_reached(self) -> None:
+        self.at_data_end()  # before anything waits for the other ranks
+        super().epoch_end_reached()
+        self._fetch_shown = None  # a trainer may be saved now
+        self.tick()
+
+    @override
+    def update_eval_epoch_metrics(self) -> _Metrics:
+        metrics = super().update_eval_epoch_metrics()
+        self.tick(metrics)
+        if self._is_reader and self.trainer.state.fn != TrainerFn.FITTING:
+            return self._fetch().get("returned", metrics)  # the trainer's user sees it
+        return metrics
+
+    @override
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.tick()
+
+    @override
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        # What was published so far belongs to what is over.
+        self._fetched, self._last = self._tick, {}
+
+    @property
+    @override
+    def callback_metrics(self) -> _Metrics:
+        return self._read("callback")
+
+    @property
+    @override
+    def logged_metrics(self) -> _Metrics:
+        return self._read("log")
+
+    @property
+    @override
+    def metrics(self) -> Any:
+        """This rank's values; those for a progress bar are tensors yet."""
+        with _keeping_tensors():
+            return super().metrics
+
+    @property
+    @override
+    def progress_bar_metrics(self) -> _Metrics:
+        """Numbers; from one batch to the next those that were known by the end of the one before.
+
+        A bar that is drawn at each batch would otherwise wait for the accelerator at each.
+        """
+        metrics = self._read("pbar")
+        if not any(map(late_values.is_remote, metrics.values())):
+            return convert_tensors_to_scalars(metrics)
+        # Private: None outside of batches, at the end of an epoch say.
+        is_in_epoch = self._first_loop_iter is not None
+        if not is_in_epoch:
+            return start_fetching({"pbar": metrics})()["pbar"]
+        return self._fetch_shown()["pbar"] if self._fetch_shown is not None else {}
+
+    def _read(self, kind: str) -> _Metrics:
+        """Return metrics of a kind; where both have a value global rank 0's counts."""
+        metrics = self._update_all()[kind]
+        metrics.update(self._fetch().get(kind, {}))
+        return metrics
+
+    @property
+    def _is_reader(self) -> bool:
+        return self._store is not None and not self.trainer.is_global_zero
+
+    def _fetch(self) -> dict[str, _Metrics]:
+        """Return the metrics of the last tick, by kind; nothing on global rank 0."""
+        if self._store is None or not self._is_reader or self._tick == 0:
+            return {}
+        if self._fetched != self._tick:
+            found = json.loads(self._store.get(_key(self._tick)))
+            self._fetched = self._tick
+            metrics = found["metrics"]
+            self._last = {kind: _as_tensors(values) for kind, values in metrics.items()}
+            self._last["pbar"] = metrics["pbar"]
+            self._news = found["news"]
+        return self._last
+
+
+@contextmanager
+def _keeping_tensors() -> Iterator[None]:
+    """Let Lightning collect what a progress bar shows without waiting for each value."""
+    # Private: Lightning turns them into numbers there, though nothing may draw a bar.
+    place = vars(result)
+    plain, place["convert_tensors_to_scalars"] = place["convert_tensors_to_scalars"], _same
+    try:
+        yield
+    finally:
+        place["convert_tensors_to_scalars"] = plain
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+
+
+def _key(tick: int) -> str:
+    return f"metrics/{tick}"
+
+
+class LocalMetrics:
+    """Metrics that are computed where they are updated, instead of gathering over all ranks.
+
+    Each value is logged by the one rank that has it: there is nothing to synchronize.
+
+    Args:
+        module: whose metrics.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
+        metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._plain = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.distributed_available_fn = _never
+
+    def give_back(self) -> None:
+        """Let them synchronize as before, under another strategy."""
+        for metric, is_available in self._plain:
+            metric.distributed_available_fn = is_available
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,1 @@
+"""Optimizers that have the whole module's parameters and step with one rank's."""

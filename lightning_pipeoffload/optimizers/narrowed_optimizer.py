@@ -1,0 +1,127 @@
+"""An optimizer whose groups have the whole module's parameters, and whose step has this rank's.
+
+Hooks, schedulers and callbacks see the groups that one device's optimizer would have. While it
+computes, or sets gradients to zero, they are narrowed to what this rank owns; the closure, in which
+hooks run, sees all again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
+    """Let an optimizer step with what this rank owns, from its first step on; again is harmless.
+
+    Args:
+        optimizer: of the whole module's parameters.
+        age: of the gradients of those that other ranks own.
+    """
+    # Private: a user may give every fit the same optimizer.
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if narrows(hook):
+            found: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
+            found.age = age
+            found.adopt()
+            return found
+    return NarrowedOptimizer(optimizer, age)
+
+
+def narrows(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a step is one of those that narrow it."""
+    return isinstance(getattr(hook, "__self__", None), NarrowedOptimizer)
+
+
+class NarrowedOptimizer:
+    """Narrows an optimizer's groups around its step.
+
+    Args:
+        optimizer: of the whole module's parameters, those of other ranks as shapes.
+        age: of those parameters' gradients.
+
+    Attributes:
+        age: the same.
+    """
+
+    def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
+        self._optimizer = optimizer
+        self.age = age
+        self._adopted: list[Tensor] = []
+        self._zero_own = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self._whole: list[tuple[dict[str, Any], list[Any]]] = []
+        optimizer.register_step_post_hook(self._end_step)
+        self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
+
+    def adopt(self) -> None:
+        """Have in the groups what has taken the shapes' places in a module made whole since."""
+        self._widen()  # where a step has ended in an error
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._real(p) for p in group["params"]]
+
+    def _real(self, parameter: Tensor) -> Tensor:
+        real = parameter.became if isinstance(parameter, ForeignTensor) else None
+        if real is None:
+            return parameter
+        self._adopted.append(real)
+        return real
+
+    @property
+    def stateless(self) -> list[Tensor]:
+        """What this rank has from another since that one's optimizer stepped, without its state."""
+        state = self._optimizer.state
+        return [p for p in self._adopted if state and p not in state and p.requires_grad]
+
+    def come_last(self) -> None:
+        """Let the user's hooks before a step, which were registered since, see all."""
+        self._pre_hook.remove()
+        self._pre_hook = self._optimizer.register_step_pre_hook(self._start_step)
+
+    def _start_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step, *given = args
+        self._narrow()
+        return (
+            (step, *map(self._among_whole, given)),
+            {name: self._among_whole(value) for name, value in kwargs.items()},
+        )
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._widen()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._narrow()
+        self._zero_own(set_to_none)
+        self._widen()
+        self.age.change(are_none=set_to_none)
+
+    def _narrow(self) -> None:
+        self.adopt()  # a module that has left its pipeline may train on one device
+        for group in self._optimizer.param_groups:
+            self._whole.append((group, group["params"]))
+            group["params"] = [p for p in group["params"] if not isinstance(p, ShapeOnly)]
+
+    def _widen(self) -> None:
+        for group, members in self._whole:
+            group["params"] = members
+        self._whole.clear()
+
+    def _among_whole(self, closure: Any) -> Any:
+        return self._calling(closure) if callable(closure) else closure
+
+    def _calling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            self._widen()
+            result = closure()
+            self._narrow()
+            return result
+
+        return call

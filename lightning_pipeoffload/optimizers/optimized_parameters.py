@@ -1,0 +1,102 @@
+"""The parameters that optimizers have: the whole module's, of which a rank trains its own.
+
+Code that freezes, unfreezes and groups parameters (``configure_optimizers``, a callback) is the
+same on every rank and means the whole module's; it sees them all, once the module is split as
+shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, narrow_steps
+from lightning_pipeoffload.optimizers.optimizer_groups import (
+    GroupNames,
+    fill_groups,
+    forget_states,
+    name_groups,
+)
+from lightning_pipeoffload.optimizers.optimizer_state import follow_parameters
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+
+
+class OptimizedParameters:
+    """Which parameters of the whole module each optimizer has, and which of them this rank trains.
+
+    Args:
+        pipeline: this rank's part of the module.
+        group: the pipeline's processes.
+        optimizers: returns the trainer's, which every fit makes anew.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        optimizers: Callable[[], list[Optimizer]],
+    ) -> None:
+        self._pipeline = pipeline
+        self._group = group
+        self._optimizers = optimizers
+        self._narrowed: list[NarrowedOptimizer] = []
+
+    @property
+    def names(self) -> list[GroupNames]:
+        """Of the whole module's parameters, in each group of each optimizer."""
+        return name_groups(self._optimizers(), self._pipeline.module)
+
+    def names_in(self, optimizer: Optimizer) -> GroupNames:
+        """Return the names in each group of one of the trainer's optimizers."""
+        return name_groups([optimizer], self._pipeline.module)[0]
+
+    def named(self) -> list[tuple[Optimizer, GroupNames]]:
+        """Return each optimizer with the names in each of its groups."""
+        return list(zip(self._optimizers(), self.names, strict=True))
+
+    def narrow_steps(self) -> None:
+        """Let the optimizers step with what this rank owns, even where a step's closure splits."""
+        age = self._pipeline.gradient_age
+        self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
+
+    def start_training(self) -> None:
+        """Heed the hooks that were registered with the optimizers since they were made."""
+        for narrowed in self._narrowed:
+            narrowed.come_last()
+
+    def leave_foreign(self) -> None:
+        """Before the first training step: leave what other ranks own to them, for good."""
+        names = self.names
+        self._pipeline.commit()
+        fill_groups(self._optimizers(), self._pipeline.module, names)
+        self._refuse_lost_states()
+        self.forget_foreign()
+        for optimizer in self._optimizers():
+            if self._pipeline.device.type != "cpu" and optimizer.state:
+                follow_parameters(optimizer)
+
+    def forget_foreign(self) -> None:
+        """Let the optimizers forget what they know of what other ranks own."""
+        own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
+        for optimizer in self._optimizers():
+            forget_states(optimizer, lambda p: id(p) not in own)
+
+    def _refuse_lost_states(self) -> None:
+        """Of an optimizer that the user keeps: its states stay on the rank that stepped with them.
+
+        Raises:
+            RuntimeError: this rank trains now what another trained in an earlier fit.
+        """
+        own = self._pipeline.tensors.canonical_parameters()
+        names = {id(parameter): name for name, parameter in own.items()}
+        stateless = [p for narrowed in self._narrowed for p in narrowed.stateless]
+        lost = [names[id(p)] for p in stateless if id(p) in names]
+        lost_anywhere = [name for names in self._group.gather(lost) for name in names]
+        if lost_anywhere:
+            raise RuntimeError(
+                f"{lost_anywhere[0]} was trained on another rank before, and what the optimizer "
+                f"knew of it is there: let configure_optimizers make a new optimizer for this fit, "
+                f"resume from a checkpoint, or keep the settings that cut the module"
+            )

@@ -1,0 +1,99 @@
+"""An optimizer's state in the layout of the plain module's: parameters by number, or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.optimizers.optimizer_groups import GroupNames
+
+
+def plain_layout(
+    optimizer: Optimizer, names: GroupNames, states: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict that the optimizer of the plain module would have.
+
+    Args:
+        optimizer: of one rank's parameters; its groups tell the options.
+        names: of the whole module's parameters in each group.
+        states: of parameters, by name.
+    """
+    order = [name for group in names for name in group]
+    index = {name: place for place, name in enumerate(order)}
+    places = [[index[name] for name in group] for group in names]
+    return {
+        "state": {index[name]: states[name] for name in order if name in states},
+        "param_groups": groups_with(optimizer.param_groups, places),
+    }
+
+
+def groups_with(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str | int]]
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with these members."""
+    return [{**group, "params": list(whole)} for group, whole in zip(groups, members, strict=True)]
+
+
+def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
+    """Return a plain optimizer's state dict with names in place of the parameters' numbers.
+
+    Args:
+        state: of an optimizer that has all parameters.
+        names: of the parameters in each group.
+    """
+    order = [name for group in names for name in group]
+    return {
+        "state": {order[place]: entry for place, entry in state["state"].items()},
+        "param_groups": groups_with(state["param_groups"], names),
+    }
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    names: GroupNames,
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Load what this rank owns of a plain optimizer's state dict.
+
+    Args:
+        optimizer: of this rank's parameters.
+        state: of the whole.
+        names: of the whole module's parameters in each group.
+        parameters: this rank's, by name.
+
+    Raises:
+        ValueError: the state is of other groups.
+    """
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != [len(group) for group in names]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"{[len(group) for group in names]}; resume with the same configure_optimizers"
+        )
+    place_of = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    local: dict[int, Any] = {}
+    groups = []
+    for group, members, own in zip(
+        state["param_groups"], names, optimizer.param_groups, strict=True
+    ):
+        for index, name in zip(group["params"], members, strict=True):
+            if name in parameters and index in state["state"]:
+                local[place_of[id(parameters[name])]] = state["state"][index]
+        groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
+    optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to where its parameters have moved.
+
+    It may have been loaded, or made, while the module was on the host; counts of steps stay there.
+    """
+    optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,1 @@
+"""The strategy's arguments, and the plan and memory that follow from them and measurements."""

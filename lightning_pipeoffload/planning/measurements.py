@@ -1,0 +1,120 @@
+"""What the steps of one rank have cost, what its machine has left, and all ranks' of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.memory_limit import device_limit
+from lightning_pipeoffload.planning.report import join_measurements, measure
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.measure.hop_speed import measure_hops
+from lightning_pipeoffload.runtime.measure.measured_costs import (
+    RankCosts,
+    join_costs,
+    measure_costs,
+)
+from lightning_pipeoffload.runtime.memory.ledger import Ledger
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.schedule import Costs, Schedule
+
+# The first one allocates and warms caches; medians of three leave it out.
+_STEPS_TO_MEASURE = 3
+_NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
+
+
+class Measurements:
+    """Of one rank, and with the other ranks'.
+
+    Args:
+        executor: of this rank.
+        pipeline: this rank's part of the module.
+        group: the pipeline's processes.
+
+    Attributes:
+        costs_at_end: what the stages of all ranks cost, once training has ended; None before.
+    """
+
+    def __init__(self, executor: Executor, pipeline: Pipeline, group: PipelineGroup) -> None:
+        self._executor = executor
+        self._pipeline = pipeline
+        self._group = group
+        self._hops: dict[int, float] = {}
+        self._at_end: dict[str, list[Any]] | None = None
+        self.costs_at_end: Costs | None = None
+
+    @property
+    def suffice(self) -> bool:
+        """Whether the first steps have just been measured, by which to plan those that follow."""
+        return self._executor.timer.num_steps == _STEPS_TO_MEASURE
+
+    def gather_costs(self, schedule: Schedule) -> Costs:
+        """Return what the stages of all ranks cost, the hops between them and copies included.
+
+        All ranks call it, between two steps.
+
+        Args:
+            schedule: which rank has which stage.
+        """
+        self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
+        return join_costs(self._group.gather(self._costs(may_copy=True)))
+
+    def gather_limits(self, keeps_device_limit: bool) -> MachineLimits:
+        """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.
+
+        Args:
+            keeps_device_limit: whether it is to heed what the devices have.
+        """
+        memory = self._executor.memory
+        left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
+        budget = memory.settings.host.budget
+        ranks = self._group.gather((left, budget))
+        device = min(left for left, _ in ranks) if keeps_device_limit else None
+        return MachineLimits(device, [budget for _, budget in ranks])
+
+    def start_anew(self, num_copy_lanes: int) -> None:
+        """Measure another plan from now on.
+
+        Args:
+            num_copy_lanes: that its copies run on.
+        """
+        device = self._pipeline.device
+        self._executor.timer = ActionTimer(device)
+        self._executor.memory.ledger = Ledger()
+        self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
+
+    def end_training(self, may_copy: bool) -> bool:
+        """Bring the measurements of all ranks together; all ranks call it.
+
+        Args:
+            may_copy: whether to measure copies too.
+
+        Returns:
+            Whether there are any.
+        """
+        if not self._executor.timer.num_steps:
+            return False
+        ranks = self._group.gather((self._mine(), self._costs(may_copy)))
+        self._at_end = join_measurements([mine for mine, _ in ranks])
+        self.costs_at_end = join_costs(costs for _, costs in ranks)
+        return True
+
+    def report(self) -> dict[str, list[Any]] | None:
+        """Return the measurements of each rank, other ranks' None before the end of training."""
+        if self._at_end is not None or not self._executor.timer.num_steps:
+            return self._at_end
+        mine = self._mine()
+        missing = dict.fromkeys(mine)
+        ranks = range(self._group.num_ranks)
+        return join_measurements([mine if rank == self._group.rank else missing for rank in ranks])
+
+    def _mine(self) -> dict[str, Any]:
+        return measure(self._executor, self._pipeline.weight_flops)
+
+    def _costs(self, may_copy: bool) -> RankCosts:
+        speed = measure_copy_speed(self._pipeline.device) if may_copy else _NO_COPIES
+        return measure_costs(self._executor, speed, self._hops)

@@ -1,0 +1,146 @@
+"""The order of a step together with what it offloads, by what is known of the costs.
+
+Before anything has run, a plan that was asked to offload does so as if a copy there and back took
+as long as its stage's computing, and one that has a limit to keep needs as little memory as there
+can be. After the first steps it is made anew, with the costs that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.schedule import (
+    UNMEASURED,
+    Costs,
+    OffloadReport,
+    Schedule,
+    ScheduleError,
+    offload_activations,
+    one_at_a_time,
+    simulate,
+)
+
+_NO_LIMITS = MachineLimits()
+
+MemoryPlan = tuple[Schedule, OffloadReport | None]
+
+# A plan that copies nothing is preferred to one that is faster by less than this.
+_WORTH_COPYING = 0.01
+
+
+def plan_before_measuring(
+    settings: PipelineSettings, num_ranks: int, num_microbatches: int, on_accelerator: bool = False
+) -> MemoryPlan:
+    """Build the schedule of the first steps; under a limit they run one microbatch at a time.
+
+    Args:
+        settings: the strategy's.
+        num_ranks: of the pipeline.
+        num_microbatches: of a batch.
+        on_accelerator: the ranks' devices have a memory of their own.
+
+    Raises:
+        ScheduleError: there is none for these numbers, or it offloads of its own accord.
+    """
+    schedule = settings.make_schedule(num_ranks, num_microbatches)
+    if settings.offload not in ("auto", "none") and schedule.has_copies:
+        raise ScheduleError(
+            f"schedule {schedule.name} says itself what it offloads, and offload="
+            f"{settings.offload!r} was asked for; leave that at auto, or use a schedule without "
+            f"copies, such as uniform"
+        )
+    if settings.offload not in ("auto", "none"):
+        return offload_activations(schedule, UNMEASURED, settings.offload)
+    if settings.is_limited(on_accelerator) and not schedule.has_copies:
+        return one_at_a_time(schedule), None
+    return schedule, None
+
+
+def plan_by_costs(
+    settings: PipelineSettings,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    limits: MachineLimits = _NO_LIMITS,
+) -> MemoryPlan:
+    """Build the schedule that fits measured costs, the memory limit and the hosts.
+
+    ``offload="auto"`` is the fastest plan within the limit, of about equal ones that which copies
+    nothing. Where the limit is the devices' own and nothing keeps it, what needs least is tried.
+
+    Args:
+        settings: the strategy's.
+        num_ranks: of the pipeline.
+        num_microbatches: of a batch.
+        costs: in seconds and bytes.
+        limits: of the machines.
+
+    Raises:
+        ScheduleError: no plan keeps within the limit that was given; the message has the smallest
+            that one does. Or a rank would take more of its host than it may.
+    """
+    planned = _plan(settings, (num_ranks, num_microbatches), costs, limits)
+    shortage = limits.shortage(planned[0], costs)
+    if shortage:
+        raise ScheduleError(
+            f"{shortage}; allow more with host_memory_limit if the machine has it, offload less "
+            f'or, with offload=auto, raise memory_limit, or use recompute="cheap"'
+        )
+    return planned
+
+
+def _plan(
+    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limits: MachineLimits
+) -> MemoryPlan:
+    given = settings.limit_bytes
+    if settings.offload == "none":
+        return settings.make_schedule(*sizes, costs, given), None
+    if settings.offload != "auto":
+        schedule = settings.make_schedule(*sizes)
+        return offload_activations(schedule, costs, settings.offload, given)
+    free = settings.make_schedule(*sizes, costs)
+    found = list(_within(settings, free, costs, limits))
+    if found:
+        return min(found, key=lambda plan: _seconds(plan, costs))
+    if free.has_copies:
+        return settings.make_schedule(*sizes, costs, given), None
+    amount = "full" if given is None else "auto"
+    return _offload(free, costs, amount, given, limits)
+
+
+def _within(
+    settings: PipelineSettings, free: Schedule, costs: Costs, limits: MachineLimits
+) -> Iterator[MemoryPlan]:
+    """Yield what keeps the limits: an order made for them; ``free``, which is not, with copies."""
+    given = settings.limit_bytes
+    limit = limits.device if given is None else given
+    ordered = None
+    try:
+        ordered = settings.make_schedule(free.num_ranks, free.num_microbatches, costs, limit)
+        yield ordered, None
+    except ScheduleError:
+        pass
+    if ordered == free or free.has_copies:
+        return
+    try:
+        planned = _offload(free, costs, "auto", limit, limits)
+    except ScheduleError:
+        return
+    if not limits.shortage(planned[0], costs):
+        yield planned
+
+
+def _offload(
+    schedule: Schedule, costs: Costs, amount: str, limit: float | None, limits: MachineLimits
+) -> MemoryPlan:
+    def has_room(offloaded: Schedule) -> bool:
+        return not limits.shortage(offloaded, costs)
+
+    return offload_activations(schedule, costs, amount, limit, has_room)
+
+
+def _seconds(plan: MemoryPlan, costs: Costs) -> float:
+    schedule, report = plan
+    return simulate(schedule, costs).makespan * (1.0 if report is None else 1 + _WORTH_COPYING)

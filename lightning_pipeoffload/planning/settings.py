@@ -1,0 +1,259 @@
+"""The strategy's arguments, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from lightning_pipeoffload.planning.argument_checks import (
+    check_blocks,
+    check_count,
+    check_microbatch_weight,
+    check_num_microbatches,
+    check_offload,
+    check_schedule,
+    check_split,
+    is_name,
+)
+from lightning_pipeoffload.planning.memory_limit import parse_bytes
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
+from lightning_pipeoffload.runtime.memory.recompute import check_recompute
+from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
+from lightning_pipeoffload.schedule import (
+    TRANSFERS,
+    Costs,
+    Schedule,
+    ScheduleError,
+    accept,
+    build,
+)
+
+ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
+
+DEFAULT_SCHEDULE = "zb_h1"
+_NOT_BUILT = {
+    "data_parallel_size": 1,
+    "optimizer_sync": "auto",
+}
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
+
+    Raises:
+        ValueError: a value that cannot be, or is not built yet.
+    """
+
+    pipeline_parallel_size: int | str = "auto"
+    num_microbatches: int | str = "auto"
+    num_chunks: int | str = "auto"
+    schedule: ScheduleLike = "auto"
+    blocks: str | Sequence[str] | None = None
+    split: str | Sequence[int] = "auto"
+    microbatch_weight: str | Callable[[Any], float] = "samples"
+    offload: str | float = "auto"
+    recompute: str = "none"
+    memory_limit: int | str | None = None
+    host_memory_limit: int | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_size", "num_chunks"):
+            check_count(name, getattr(self, name))
+        check_num_microbatches(self.num_microbatches)
+        check_blocks(self.blocks)
+        check_split(self.split)
+        check_microbatch_weight(self.microbatch_weight)
+        check_recompute(self.recompute)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        if self.host_memory_limit is not None:
+            parse_bytes(self.host_memory_limit, "host_memory_limit")
+        check_offload(self.offload)
+        check_schedule(self.schedule)
+
+    def num_ranks(self, world_size: int) -> int:
+        """Return the ranks of one pipeline.
+
+        Raises:
+            ValueError: the devices do not divide into pipelines, or make more than one.
+        """
+        num_ranks = self.pipeline_parallel_size
+        if not isinstance(num_ranks, int):
+            return world_size
+        if world_size % num_ranks:
+            raise ValueError(
+                f"devices ({world_size}) must be a multiple of pipeline_parallel_size "
+                f"({num_ranks}); use devices={num_ranks}, or pipeline_parallel_size={world_size}"
+            )
+        if world_size > num_ranks:
+            raise ValueError(
+                f"devices ({world_size}) are more than pipeline_parallel_size ({num_ranks}), and "
+                f"replicas of the pipeline are not built yet; use devices={num_ranks}"
+            )
+        return num_ranks
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most memory of a device that a plan may take; None: any."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    def host_budget(self, num_local_ranks: int) -> HostBudget | None:
+        """Return the most host memory of a rank, before any has taken some; None: any.
+
+        Args:
+            num_local_ranks: ranks on this machine.
+        """
+        if self.host_memory_limit is None:
+            return HostBudget.share_of_machine(num_local_ranks)
+        return HostBudget.given(parse_bytes(self.host_memory_limit, "host_memory_limit"))
+
+    def is_limited(self, on_accelerator: bool) -> bool:
+        """Whether a plan has a memory limit to keep, given or the devices' own.
+
+        Args:
+            on_accelerator: the devices have a memory of their own.
+        """
+        return self.memory_limit is not None or self.keeps_device_limit(on_accelerator)
+
+    def keeps_device_limit(self, on_accelerator: bool) -> bool:
+        """Whether a plan is to fit what the devices have left, for want of a limit.
+
+        Args:
+            on_accelerator: the devices have a memory of their own.
+        """
+        return on_accelerator and self.memory_limit is None and self.offload == "auto"
+
+    def plans_memory(self, on_accelerator: bool) -> bool:
+        """Whether what is kept on the device is to be planned."""
+        return self.is_limited(on_accelerator) or self.offload not in ("auto", "none")
+
+    def make_schedule(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        costs: Costs | None = None,
+        memory_limit: float | None = None,
+    ) -> Schedule:
+        """Build the schedule for that many microbatches.
+
+        Args:
+            num_ranks: of the pipeline.
+            num_microbatches: of a batch.
+            costs: of the stages; None: the schedule's own idea of them.
+            memory_limit: the most memory of a rank, in the unit of the costs; None: any.
+
+        Raises:
+            ScheduleError: there is none, a given one is of another size, or it needs more memory
+                than it may.
+        """
+        schedule = self._make(num_ranks, num_microbatches, costs, memory_limit)
+        if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
+            raise ScheduleError(
+                f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
+                f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
+                f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
+            )
+        return schedule
+
+    def provisional_schedule(self, num_ranks: int) -> Schedule:
+        """Build a schedule before the batch is known: it tells which rank holds which stage."""
+        if isinstance(self.num_microbatches, int):
+            return self.make_schedule(num_ranks, self.num_microbatches)
+        fixed = self._fixed_schedule()
+        return self.make_schedule(num_ranks, fixed.num_microbatches if fixed else 2 * num_ranks)
+
+    def choose_num_microbatches(self, num_ranks: int, batch_size: int) -> int:
+        """Choose how many microbatches the first batch is cut into.
+
+        Raises:
+            ValueError: the batch cannot be cut so.
+        """
+        if isinstance(self.num_microbatches, int):
+            wanted = self.num_microbatches
+        else:
+            fixed = self._fixed_schedule()
+            wanted = fixed.num_microbatches if fixed else self._legal_divisor(num_ranks, batch_size)
+        if batch_size % wanted:
+            raise ValueError(
+                f"a first batch of {batch_size} samples cannot be cut into {wanted} equal "
+                f"microbatches; use a batch_size that is a multiple of {wanted}, or another "
+                f"num_microbatches"
+            )
+        return wanted
+
+    def _legal_divisor(self, num_ranks: int, batch_size: int) -> int:
+        most = min(batch_size, MOST_MICROBATCHES)
+        divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
+        enough = [n for n in divisors if n >= 2 * num_ranks]
+        for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):
+            try:
+                self.make_schedule(num_ranks, count)
+            except ScheduleError:
+                continue
+            return count
+        raise ValueError(
+            f"a batch of {batch_size} samples cannot be cut into microbatches for schedule "
+            f"{self.schedule} on {num_ranks} ranks; use a batch_size that is a multiple of "
+            f"{num_ranks}"
+        )
+
+    def _fixed_schedule(self) -> Schedule | None:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        if callable(self.schedule) or is_name(self.schedule):
+            return None
+        return Schedule.from_csv(self.schedule)
+
+    def _make(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        costs: Costs | None,
+        memory_limit: float | None,
+    ) -> Schedule:
+        if is_name(self.schedule):
+            name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
+            num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
+            return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
+        given = self._fixed_schedule()
+        if given is None:
+            assert callable(self.schedule)
+            given = self.schedule(num_ranks, num_microbatches)
+            if not isinstance(given, Schedule):
+                raise ScheduleError(
+                    f"schedule={self.schedule!r} returned {given!r} for {num_ranks} ranks and "
+                    f"{num_microbatches} microbatches; it must return a Schedule"
+                )
+        accept(given, costs, memory_limit)
+        _refuse_no_schedule(given)
+        return given
+
+
+def _refuse_no_schedule(given: Schedule) -> None:
+    """Refuse what is valid, but no schedule to train by."""
+    if given.is_forward_only:
+        raise ScheduleError(
+            f"schedule {given.name} has no backward, and trains nothing; give each stage BW, or B "
+            f"and W, for each microbatch (evaluations leave them out)"
+        )
+    if given.has_transfers:
+        first = next(action for rank in given for action in rank if action.kind in TRANSFERS)
+        raise ScheduleError(
+            f"schedule {given.name} has transfers ({first}), which are put in when it is lowered; "
+            f"give it as it was before lower()"
+        )
+
+
+def refuse_unbuilt(**arguments: Any) -> None:
+    """Refuse arguments that have a name but no code yet.
+
+    Raises:
+        ValueError: one of them is not at its default.
+    """
+    for name, value in arguments.items():
+        default = _NOT_BUILT[name]
+        if value != default:
+            raise ValueError(f"{name}={value!r} is not built yet; leave it at {default!r}")

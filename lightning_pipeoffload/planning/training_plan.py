@@ -1,0 +1,158 @@
+"""The plan that one rank's batches run by: for each its own, or one for several that accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from lightning_pipeoffload.planning.accumulation import Accumulation, JoinedRun, join_batches
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.memory_plan import (
+    MemoryPlan,
+    plan_before_measuring,
+    plan_by_costs,
+)
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.schedule import (
+    Costs,
+    JoinedPlan,
+    OffloadReport,
+    Schedule,
+    forward_only,
+    keep_microbatches,
+    lower,
+)
+
+
+class TrainingPlan:
+    """The schedule in use, and the run of it that is under way.
+
+    Args:
+        settings: the strategy's.
+        num_ranks: of the pipeline.
+        executor: of this rank.
+        on_accelerator: the ranks' devices have a memory of their own.
+
+    Attributes:
+        schedule: of a full training batch; until there is one, with a provisional number of
+            microbatches.
+        offloaded: what it offloads and why, where that was planned.
+        costs: measured, by which it was planned; None before.
+    """
+
+    def __init__(
+        self, settings: PipelineSettings, num_ranks: int, executor: Executor, on_accelerator: bool
+    ) -> None:
+        self._settings = settings
+        self._num_ranks = num_ranks
+        self._executor = executor
+        self._on_accelerator = on_accelerator
+        self.schedule = settings.provisional_schedule(num_ranks)
+        self.offloaded: OffloadReport | None = None
+        self.costs: Costs | None = None
+        self._limits = MachineLimits()
+        self._lowered = cache(_lower)
+        self._joined: dict[int, JoinedPlan | None] = {}
+        self._in_use: JoinedPlan | None = None
+        self._open: JoinedRun | None = None
+
+    @property
+    def plan(self) -> Schedule:
+        """The lowered plan of a full training batch, or of several that accumulate."""
+        return self._in_use.plan if self._in_use else self.of_batch
+
+    @property
+    def of_batch(self) -> Schedule:
+        """The lowered plan of a full training batch."""
+        return self._lowered(self.schedule, self.schedule.num_microbatches, training=True)
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether activations go to the host, or may once costs are known."""
+        return self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
+
+    def of_evaluation(self, num_microbatches: int) -> Schedule:
+        """Return the lowered plan of the forwards of so many microbatches."""
+        return self._lowered(self.schedule, num_microbatches, training=False)
+
+    def make(self, num_microbatches: int) -> None:
+        """Make the schedule of so many microbatches, by what is known of the costs."""
+        self.schedule, self.offloaded = self._make(num_microbatches)
+        self._joined.clear()
+
+    def make_by(self, costs: Costs, limits: MachineLimits) -> None:
+        """Make the schedule anew.
+
+        Args:
+            costs: in seconds and bytes.
+            limits: of the machines.
+        """
+        self.costs, self._limits = costs, limits
+        self.make(self.schedule.num_microbatches)
+
+    def _make(self, num_microbatches: int) -> MemoryPlan:
+        sizes = self._num_ranks, num_microbatches
+        if self.costs is None:
+            return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
+        return plan_by_costs(self._settings, *sizes, self.costs, self._limits)
+
+    def goes_on(self, accumulation: Accumulation) -> bool:
+        """Whether the plan under way has the next batch too; finishes it if not."""
+        if self._open is not None and (accumulation.is_first or self._open.is_full):
+            self.finish()
+        return self._open is not None
+
+    def choose(self, accumulation: Accumulation, estimate: Costs) -> None:
+        """Decide whether batches that accumulate share a plan.
+
+        Args:
+            accumulation: of the next batch.
+            estimate: of the costs, until they are measured.
+        """
+        num_batches = accumulation.num_batches
+        if num_batches not in self._joined and not accumulation.watched_by:
+            self._joined[num_batches] = join_batches(
+                lambda count: self._make(count)[0],
+                self.schedule,
+                num_batches,
+                self.costs or estimate,
+            )
+        self._in_use = None if accumulation.watched_by else self._joined[num_batches]
+
+    def begin(self, accumulation: Accumulation) -> None:
+        """Begin with the plan that was chosen, if the next batch is not all that it has."""
+        if self._in_use is not None and not accumulation.is_last:
+            self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self._executor)
+
+    def execution(
+        self, microbatches: list[Microbatch], before_backward: Callable[[], None]
+    ) -> Callable[[], list[Any]]:
+        """Return what runs a batch by the plan under way, or by one of its own.
+
+        Args:
+            microbatches: of the batch.
+            before_backward: called before the first backward, or at the end.
+        """
+        if self._open is not None:
+            return partial(self._open.run, microbatches, before_backward)
+        plan = self._lowered(self.schedule, len(microbatches), training=True)
+        return partial(self._executor.run, plan, microbatches, before_backward)
+
+    def finish(self) -> None:
+        """Run the backwards that are left of batches that accumulate."""
+        if self._open is not None:
+            open_plan, self._open = self._open, None
+            open_plan.finish()
+
+    def abandon(self) -> None:
+        """Leave the plan under way as it is, after an error say."""
+        self._open = None
+        self._executor.abandon()
+
+
+def _lower(schedule: Schedule, count: int, training: bool) -> Schedule:
+    kept = keep_microbatches(schedule, count) if count < schedule.num_microbatches else schedule
+    return lower(kept if training else forward_only(kept))

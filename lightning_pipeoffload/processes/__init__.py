@@ -1,0 +1,1 @@
+"""The processes of a pipeline: started, connected, watched, and stopped together."""

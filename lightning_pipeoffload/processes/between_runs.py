@@ -1,0 +1,46 @@
+"""Between two calls of the trainer the ranks do not talk; who launched the others watches them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import ClassVar
+
+from lightning_pipeoffload.processes.last_words import POLL_SECONDS, say
+from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+
+
+class BetweenRuns:
+    """Ends this process and those that it launched when one of them ends badly.
+
+    As Lightning's own launcher does: the next call would wait for ever.
+
+    Args:
+        global_rank: of this process.
+        launched: the other processes of this machine.
+    """
+
+    _current: ClassVar[BetweenRuns | None] = None
+
+    def __init__(self, global_rank: int, launched: LaunchedProcesses) -> None:
+        self.end()
+        BetweenRuns._current = self
+        self._global_rank = global_rank
+        self._launched = launched
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, name="between-runs", daemon=True).start()
+
+    @classmethod
+    def end(cls) -> None:
+        """Watch no longer: a run begins, which watches by itself."""
+        if cls._current is not None:
+            cls._current._is_over.set()
+            cls._current = None
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(POLL_SECONDS):
+            failure = self._launched.find_ended_child(is_connecting=False)
+            if failure is not None:
+                say(f"global rank {self._global_rank} stops because of {failure.cause}")
+                self._launched.kill_all()
+                os._exit(failure.status)

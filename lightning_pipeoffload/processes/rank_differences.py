@@ -1,0 +1,157 @@
+"""What has to be the same on every rank, compared once before a run starts.
+
+Ranks that run other modules, optimizers or plans would train something that nobody has asked for,
+or wait for each other. Values of weights, devices, ranks and paths may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.optimizers.optimizer_groups import GroupNames
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.schedule import Schedule
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Each process, or machine, has its own.
+_OF_RANK = re.compile("rank|device|seed|host_memory")
+_LONGEST = 200
+_OF_TRAINER = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_epochs",
+    "max_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+)
+
+Described = dict[str, str]
+
+
+def refuse_differences(described: Mapping[str, str], group: Any) -> None:
+    """Compare with the other ranks; all call it, and all get the same error.
+
+    Args:
+        described: what has to be the same, by its name.
+        group: of processes, on the host.
+
+    Raises:
+        ValueError: names the first thing that differs, and what it is on two ranks.
+    """
+    text = repr(sorted(described.items())).encode()
+    digests = _gather(hashlib.blake2b(text, digest_size=16).digest(), group)
+    if len(set(digests)) == 1:
+        return
+    first, *others = _gather(dict(described), group)
+    other_rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    other = others[other_rank - 1]
+    name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
+    raise ValueError(
+        f"the ranks of a pipeline have to run the same, but {name} is "
+        f"{_shown(first.get(name))} on global rank 0 and {_shown(other.get(name))} on global rank "
+        f"{dist.get_global_rank(group, other_rank)}; make module, optimizers and arguments alike "
+        f"in every process, whatever its rank or environment"
+    )
+
+
+def _gather(obj: Any, group: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with blaming_peers("lost a rank while comparing what the ranks are to run"):
+        dist.all_gather_object(found, obj, group=group)
+    return found
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "missing"
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
+
+
+def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Described:
+    """Describe a strategy's arguments; the schedule by what it does, a callable by its name."""
+    arguments = {**vars(settings), "schedule": schedule}
+    return {
+        f"the strategy's {name}": _described(value)
+        for name, value in arguments.items()
+        if not _OF_RANK.search(name)
+    }
+
+
+def describe_trainer(trainer: Trainer) -> Described:
+    """Describe what decides on a trainer's steps, and its precision."""
+    # An interval in seconds is no number of batches, and Lightning then has no attribute for it.
+    found = {name: getattr(trainer, name, None) for name in _OF_TRAINER}
+    described = {f"the Trainer's {name}": repr(value) for name, value in found.items()}
+    described["the Trainer's precision"] = str(trainer.precision)
+    return described
+
+
+def describe_module(module: nn.Module) -> Described:
+    """Describe a module's tree: classes, settings, and its tensors but for their values."""
+    described = {}
+    for path, part in module.named_modules():
+        where = f"{path} of the module" if path else "the module"
+        # One of the user's may tell of values, of weights say.
+        is_of_torch = type(part).extra_repr.__module__.startswith("torch.")
+        options = _described(part.extra_repr()) if is_of_torch else ""
+        described[where] = f"{type(part).__qualname__}({options})"
+        for name, value in _settings_of(part):
+            described[f"{name} of {where}"] = repr(value)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        trains = "trained" if tensor.requires_grad else "not trained"
+        described[f"{name} of the module"] = f"{tuple(tensor.shape)} {tensor.dtype}, {trains}"
+    return described
+
+
+def _settings_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield numbers that a module's constructor takes and keeps; counters are none."""
+    for name in inspect.signature(type(part).__init__).parameters:
+        value = vars(part).get(name)
+        if isinstance(value, bool | int | float) and not _OF_RANK.search(name):
+            yield name, value
+
+
+def describe_optimizers(
+    optimizers: Sequence[Optimizer], names: Sequence[GroupNames], schedulers: Sequence[Any]
+) -> Described:
+    """Describe optimizers and the schedulers of their learning rates.
+
+    Args:
+        optimizers: the trainer's.
+        names: of the parameters in each group of each.
+        schedulers: Lightning's description of each.
+    """
+    described = {}
+    for i, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
+        described[f"optimizer {i}"] = type(optimizer).__qualname__
+        for j, (group, members) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            for name in group.keys() - {"params", "param_names"}:
+                described[f"{name} in group {j} of optimizer {i}"] = _described(group[name])
+            described |= {f"the group of {name}": f"{j} of optimizer {i}" for name in members}
+    for i, config in enumerate(schedulers):
+        kind = type(config.scheduler).__qualname__
+        described[f"scheduler {i}"] = f"{kind} per {config.frequency} {config.interval}s"
+    return described
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Schedule):
+        return f"{value.name} of {[tuple(map(str, rank)) for rank in value]}"
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    if callable(value):
+        value = getattr(value, "__qualname__", type(value).__qualname__)
+    return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))

@@ -1,0 +1,65 @@
+"""The value of a tensor that is on another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+
+
+def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> Tensor:
+    """Return a copy of what one rank has, on all of them; all call it.
+
+    Args:
+        pipeline: this rank's part of the module.
+        group: its processes.
+        tensor: a parameter, a buffer or a gradient of the module's.
+
+    Raises:
+        ValueError: it is none of these, or not the one that the other ranks ask for.
+    """
+    name = next((name for name, found in _known(pipeline) if found is tensor), "")
+    has_value = bool(name) and not isinstance(tensor, ShapeOnly)
+    asked = group.gather((name, has_value))
+    _check_alike([each for each, _ in asked], tensor)
+    owner = next(rank for rank, (_, has) in zip(group.global_ranks, asked, strict=True) if has)
+    return _broadcast(tensor, owner, group)
+
+
+def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
+    for slot in find_slots(pipeline.module):
+        yield slot.name, slot.tensor
+        if slot.kind == "_parameters":
+            yield f"{slot.name}.grad", slot.tensor.grad
+
+
+def _check_alike(names: list[str], tensor: Tensor) -> None:
+    if not all(names):
+        raise ValueError(
+            f"trainer.strategy.gather() was given a tensor of shape {tuple(tensor.shape)} that is "
+            f"no parameter, buffer or gradient of the module; give it the parameter itself, not "
+            f"what was computed from it"
+        )
+    if len(set(names)) > 1:
+        raise ValueError(
+            f"the ranks ask trainer.strategy.gather() for different tensors, {', '.join(names)}; "
+            f"call it in the same order on all of them"
+        )
+
+
+def _broadcast(tensor: Tensor, owner: int, group: PipelineGroup) -> Tensor:
+    value = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if not isinstance(tensor, ShapeOnly):
+        value.copy_(tensor.detach())
+    # As bytes: gloo does not know every dtype.
+    with blaming_peers("lost a rank while gathering a tensor"):
+        dist.broadcast(value.view(-1).view(torch.uint8), owner, group=group.host_group)
+    return value.to(tensor.device)

@@ -1,0 +1,232 @@
+"""The chain of blocks that is cut into stages, and the hook that sees each block's call.
+
+A block keeps its place, its name and its parameters: the one instance is given a subclass whose
+``__call__`` asks the pass under way what to do.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.running_steps import note_end, note_start
+
+
+class Pass(Protocol):
+    """One run of the user's step: decides what a call of a block does."""
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Return block ``index``'s output; ``call()`` computes it, ``arguments`` is a pytree."""
+
+
+class BlockChain:
+    """Blocks in the order of their calls.
+
+    Args:
+        name: of the whole, for messages: the container's in the user's module, say.
+        blocks: its entries by their names in the user's module.
+    """
+
+    def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
+        self.name = name
+        self.blocks = list(blocks.values())
+        self._names = list(blocks)
+        self._index = {block: index for index, block in enumerate(blocks)}
+        self._place = {id(block): index for index, block in enumerate(self.blocks)}
+        self._pass: Pass | None = None
+        self._intercepting = False
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def block_name(self, index: int) -> str:
+        """Return the name of a block in the user's module."""
+        return self._names[index]
+
+    def index_of(self, name: str) -> int | None:
+        """Return the block that holds a parameter or buffer of this name; None: no block does."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return next((self._index[path] for path in prefixes if path in self._index), None)
+
+    def run_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Call a block as its own class does."""
+        block = self.blocks[index]
+        return own_class(block).__call__(block, *args, **kwargs)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run of the user's step is under way."""
+        return self._pass is not None
+
+    def call(self, block: nn.Module, call: Callable[[], Any], arguments: Any) -> Any:
+        """Route the call of a block to the pass under way."""
+        if self._pass is None:
+            return call()
+        return self._pass.call_block(self._place[id(block)], call, arguments)
+
+    def running(self, step_pass: Pass) -> AbstractContextManager[None]:
+        """Let ``step_pass`` decide about the blocks' calls."""
+        return _Running(self, step_pass)
+
+    def intercept(self) -> None:
+        """See the blocks' calls from now on; again is harmless."""
+        if not self._intercepting:
+            # One for each class: a compiler starts anew for each type that it meets.
+            classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
+            for block in self.blocks:
+                block.__class__ = classes[type(block)]
+        self._intercepting = True
+
+    def release(self) -> None:
+        """Give the blocks their own classes back."""
+        if self._intercepting:
+            for block in self.blocks:
+                block.__class__ = own_class(block)
+        self._intercepting = False
+
+
+class _Running:
+    def __init__(self, chain: BlockChain, step_pass: Pass) -> None:
+        self._chain = chain
+        self._step_pass = step_pass
+
+    def __enter__(self) -> None:
+        self._chain._pass = self._step_pass
+        note_start(self._step_pass)
+
+    def __exit__(self, *error: object) -> None:
+        self._chain._pass = None
+        note_end()
+
+
+def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:
+    """Find the ModuleList or Sequential to cut.
+
+    The one that leaves the most parameters outside of its largest entry, that is, the one whose
+    cutting can spread the most; an outer container that holds the chain as one entry loses to it.
+
+    Args:
+        module: the user's module.
+        name: of the container, where the user says it; or patterns of the blocks' names in the
+            order of their calls, in which ``*`` stands for any part of a name between two dots.
+
+    Raises:
+        ValueError: no such container or block, several containers that are equally good, or one
+            inside of a compiled module.
+    """
+    chain = _find_chain(module, name)
+    _check_uncompiled(module, chain)
+    return chain
+
+
+def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
+    """Refuse a compiled module around the blocks, which would run all of them or none."""
+    for path, child in module.named_modules():
+        around = any(chain.block_name(i).startswith(f"{path}.") for i in range(len(chain)))
+        # Private, both: what torch.compile(module) and module.compile() leave behind.
+        if around and (hasattr(child, "_orig_mod") or child._compiled_call_impl is not None):
+            raise ValueError(
+                f"{path} is compiled as a whole, its blocks {chain.name} inside of it, of which "
+                f"each stage runs its own only; compile the blocks instead, block.compile() for "
+                f"each"
+            )
+
+
+def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockChain:
+    if name is not None and not isinstance(name, str):
+        return _chain_of_patterns(module, name)
+    containers = {
+        path: child
+        for path, child in module.named_modules()
+        if path and isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)
+    }
+    if name is not None:
+        return _named_chain(containers, name)
+    spread = {path: _spread(child) for path, child in containers.items()}
+    best = max(spread.values(), default=(0, 0))
+    names = [path for path, value in spread.items() if value == best]
+    if best == (0, 0):
+        raise ValueError(
+            f"found no ModuleList or Sequential of blocks with parameters in "
+            f"{type(module).__name__}; a pipeline is cut between its entries, so keep the model's "
+            f"layers in one and call them once each and in order"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"{' and '.join(names)} could both be the chain of blocks; say which with "
+            f'blocks="{names[0]}"'
+        )
+    return _chain_of(names[0], containers[names[0]])
+
+
+def _chain_of(name: str, container: nn.Module) -> BlockChain:
+    return BlockChain(name, {f"{name}.{key}": block for key, block in container.named_children()})
+
+
+def _chain_of_patterns(module: nn.Module, patterns: Sequence[str]) -> BlockChain:
+    """Join what the patterns find, in their order."""
+    modules = dict(module.named_modules())
+    blocks: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        expression = re.escape(pattern).replace(r"\*", "[^.]*")
+        found = {path: child for path, child in modules.items() if re.fullmatch(expression, path)}
+        if not found:
+            known = [
+                path for path, child in modules.items() if path and len(list(child.children()))
+            ]
+            raise ValueError(
+                f"blocks={list(patterns)!r}: no module is called {pattern!r}; with others inside "
+                f"there are {', '.join(known[:20]) or 'none'}"
+            )
+        blocks.update(found)
+    _check_apart(list(blocks), patterns)
+    return BlockChain(", ".join(patterns), blocks)
+
+
+def _check_apart(names: Sequence[str], patterns: Sequence[str]) -> None:
+    for outer in names:
+        for inner in names:
+            if inner.startswith(f"{outer}."):
+                raise ValueError(
+                    f"blocks={list(patterns)!r} finds {inner} inside of {outer}; each has to be a "
+                    f"block of its own"
+                )
+
+
+def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
+    if name not in containers:
+        similar = get_close_matches(name, containers, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(
+            f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "
+            f"{', '.join(containers) or 'none'}{hint}"
+        )
+    return _chain_of(name, containers[name])
+
+
+def _spread(container: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters outside of the largest entry, and of all."""
+    sizes = [sum(p.numel() for p in block.parameters()) for block in container.children()]
+    return sum(sizes) - max(sizes), sum(sizes)
+
+
+def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
+    """Make the subclass of a block's class whose calls ``chain`` sees."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return chain.call(self, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # Not copyreg.__newobj__, with which pickle insists on the object's own class.
+        state = object.__reduce_ex__(self, 2)[2]
+        return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+
+    return subclass_like(plain, {"__call__": call, "__reduce_ex__": reduce})

@@ -1,0 +1,153 @@
+"""Refuses a cut over which a value would have to go that cannot be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.named_tensors import SharedWeight
+from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.shapes.shape_only import describe
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
+from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+
+
+def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Check that all that goes from stage to stage can be sent.
+
+    Raises:
+        ValueError: a value of one stage is needed on another, and what it is made of or what
+            becomes of it forbids to send it.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    for crossing in probe.flow.crossings:
+        made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
+        obstacle = _obstacle(chain, crossing)
+        if made != used and obstacle:
+            raise ValueError(
+                f"stage {used} ({_span(chain, stages[used])}) needs what stage {made} "
+                f"({_span(chain, stages[made])}) has computed from "
+                f"{_origins(crossing.origins)}{in_brackets(crossing.line)}, {obstacle}"
+            )
+    for alias in probe.aliases:
+        made, written = stage_of[alias.made_in], stage_of[alias.written_in]
+        if made != written:
+            raise ValueError(
+                f"stage {written} ({_span(chain, stages[written])}) writes in place into what it "
+                f"gets from stage {made} under another name, computed from "
+                f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after that; "
+                f"each name is sent on its own, so the write would not be seen: compute a new "
+                f"tensor instead (x = x + y for x += y)"
+            )
+
+
+def check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Check that no block has to run, with values that are made up, where another stage has it.
+
+    Raises:
+        ValueError: one has, for what it hands on, or lets out beside, could depend on them.
+    """
+    for index, line in probe.imagined.items():
+        is_template = probe.flow.outputs[index].is_template
+        if index >= stages[-1].blocks.start or (is_template and index not in probe.flow.opened):
+            continue
+        what = (
+            "keeps in an attribute, or gives to a hook, what is used behind it"
+            if is_template
+            else "returns numbers or objects beside its tensors"
+        )
+        raise ValueError(
+            f"{chain.block_name(index)} asks for values that only the stage has that runs it"
+            f"{in_brackets(line)}, and {what}, which other stages would have to make up; let it "
+            f"return tensors alone, all that is used behind it among them"
+        )
+
+
+def check_weight_writes(
+    probe: Probe,
+    chain: BlockChain,
+    stages: Sequence[Stage],
+    owners_of: Callable[[str], frozenset[int]],
+) -> None:
+    """Check that the step writes no parameter where another stage has it.
+
+    Args:
+        probe: of the step.
+        chain: its blocks.
+        stages: of the whole model.
+        owners_of: says which stages have a parameter, under whatever name.
+
+    Raises:
+        ValueError: it does; that stage would not see it.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    for name, segment, line in probe.weight_writes:
+        elsewhere = owners_of(name) - {stage_of[segment]}
+        if elsewhere:
+            behind = len(chain) if segment < len(chain) else 0
+            place = f"before {chain.block_name(segment)}" if behind else "behind the blocks"
+            raise ValueError(
+                f"the step writes {name} {place}{in_brackets(line)}, on stage {stage_of[segment]}, "
+                f"but stage {min(elsewhere)} has this weight too and would not see it; write it "
+                f"between batches, in on_train_batch_start() say, or where only the stage that "
+                f"computes with it comes"
+            )
+
+
+def check_hooks(probe: Probe, chain: BlockChain) -> None:
+    """Check that hooks on blocks stay where they are.
+
+    Raises:
+        ValueError: the step uses what its own hooks got and removes them behind the blocks, where
+            only the last stage comes.
+    """
+    for block in sorted(probe.flow.opened & probe.briefly_hooked):
+        raise ValueError(
+            f"the step uses what a hook on {chain.block_name(block)} has kept, and registers and "
+            f"removes that hook itself, but only the last stage comes to where it is removed; "
+            f"register it once, in __init__ or in setup()"
+        )
+
+
+def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
+    """Check that nothing looks at gradients of which each stage has a part.
+
+    Raises:
+        ValueError: a hook is registered on such a weight.
+    """
+    for weight in weights:
+        if has_hooks(weight.parameter):
+            stages = " and ".join(map(str, weight.stages))
+            raise ValueError(
+                f"a hook is registered on {' = '.join(weight.names)}, a weight that stages "
+                f"{stages} use: each of them has a part of its gradient only, and would call the "
+                f"hook with that; do it in on_after_backward or on_before_optimizer_step, where "
+                f"the parts are summed"
+            )
+
+
+def _origins(origins: frozenset[str]) -> str:
+    return describe(origins).removeprefix("something computed from ")
+
+
+def _span(chain: BlockChain, stage: Stage) -> str:
+    first, last = chain.block_name(stage.blocks[0]), chain.block_name(stage.blocks[-1])
+    return first if first == last else f"{first} to {last}"
+
+
+def _obstacle(chain: BlockChain, crossing: Crossing) -> str:
+    """Say why a value cannot be sent, and what would help; "" if it can."""
+    blocks = [chain.index_of(origin) for origin in crossing.origins]
+    if any(block is not None and block > crossing.made_in for block in blocks):
+        return (
+            "but that stage has not all of these weights; compute a penalty on weights behind the "
+            "blocks, or as the optimizer's weight_decay"
+        )
+    if crossing.port is None:
+        return (
+            "but no call of a torch function returned it, so it cannot be followed; let the block "
+            "return it beside its output, or compute it with torch's functions"
+        )
+    return ""

@@ -1,0 +1,169 @@
+"""Which parameters a rank has, and which of them each of its stages sees.
+
+Names never change and modules are never copied. What no stage of this rank owns stays in its place
+as a shape, so that the module is whole; what another of the rank's stages owns is one while a stage
+runs, by exchanging the dicts of the few modules outside of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+_View = list[tuple[dict[str, Any], str, dict[str, Any]]]
+
+
+class Ownership:
+    """The parameters and buffers of one rank.
+
+    Args:
+        module: the user's module.
+        chain: its blocks.
+        owners: name of a parameter or buffer to the stages that own it.
+        local_stages: the stages of this rank.
+        device: where they compute; what is not there says that it is there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        owners: Mapping[str, frozenset[int]],
+        local_stages: Iterable[int],
+        device: torch.device,
+    ) -> None:
+        self.owners = owners
+        self._device = device
+        self.local_stages = frozenset(local_stages)
+        self.slots = find_slots(module)
+        self._stand_ins: list[tuple[ForeignTensor, Slot]] = []
+        everyone = frozenset().union(*owners.values())
+        self._common = {name for name, stages in owners.items() if stages == everyone}
+        glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
+        with_hidden = {id(slot.module) for slot in glue if not self._is_common_buffer(slot)}
+        self._glue = [slot for slot in glue if id(slot.module) in with_hidden]
+        self._blocks: dict[str, tuple[_View, _View]] = {}
+        self._home = self._make_view(self._glue, _all)
+        self._hidden = self._make_view(self._glue, self._is_common_buffer)
+        self._views = {stage: self._view_of(stage) for stage in self.local_stages}
+
+    def show(self, stage: int) -> None:
+        """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
+        _exchange(self._views[stage])
+
+    def hide(self) -> None:
+        """Let the modules outside of the blocks have nothing but shapes."""
+        _exchange(self._hidden)
+
+    def restore(self) -> None:
+        """Let every module have all that this rank owns."""
+        _exchange(self._home)
+
+    @contextmanager
+    def hiding(self, block: str) -> Iterator[None]:
+        """Let a block that another stage runs have nothing but shapes, whoever owns it."""
+        if block not in self._blocks:
+            slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
+            views = (self._make_view(slots, visible) for visible in (_all, _none))
+            self._blocks[block] = next(views), next(views)
+        home, hidden = self._blocks[block]
+        _exchange(hidden)
+        try:
+            yield
+        finally:
+            _exchange(home)
+
+    def is_local(self, name: str) -> bool:
+        """Whether a stage of this rank owns ``name``."""
+        return bool(self.owners[name] & self.local_stages)
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Return what this rank owns, by name."""
+        return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
+
+    def drop_foreign(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
+        """Let what other ranks own be shapes, in all views; a tied weight under all its names.
+
+        Args:
+            age: of their gradients.
+            stage_ranks: the global rank of each stage.
+        """
+        shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
+        for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
+            found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
+            slot.module.__dict__[slot.kind][slot.attribute] = found
+            _put(self._home, slot, found)
+            if isinstance(found, ForeignTensor):
+                found.age = age
+                for view in (self._hidden, *self._views.values()):
+                    _put(view, slot, found)
+        self._blocks.clear()
+
+    def follow_requires_grad(self) -> None:
+        """Let what is hidden from a stage require a gradient where the rank's own does."""
+        for placeholder, slot in self._stand_ins:
+            placeholder.requires_grad_(slot.tensor.requires_grad)
+
+    def _is_common_buffer(self, slot: Slot) -> bool:
+        return slot.kind == "_buffers" and slot.name in self._common
+
+    def _view_of(self, stage: int) -> _View:
+        return self._make_view(self._glue, lambda slot: stage in self.owners[slot.name])
+
+    def _make_view(self, slots: Iterable[Slot], is_visible: Callable[[Slot], bool]) -> _View:
+        view: dict[tuple[int, str], tuple[dict[str, Any], str, dict[str, Any]]] = {}
+        for slot in slots:
+            place = slot.module.__dict__
+            key = id(slot.module), slot.kind
+            _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
+            if not is_visible(slot) and not isinstance(slot.tensor, ForeignTensor):
+                contents[slot.attribute] = self._placeholder(slot)
+                self._stand_ins.append((contents[slot.attribute], slot))
+        return list(view.values())
+
+    def _placeholder(self, slot: Slot, stage_ranks: Sequence[int] = ()) -> ForeignTensor:
+        stages = sorted(self.owners[slot.name])
+        place = "of stage " + " and ".join(map(str, stages))
+        if stage_ranks:
+            ranks = sorted({stage_ranks[stage] for stage in stages})
+            place += ", on global rank " + " and ".join(map(str, ranks))
+        # The module may be on the host still, whose step makes masks, say, where its weights are.
+        return ForeignTensor.standing_for(slot, f"{slot.name} ({place})", self._device)
+
+
+def _all(slot: Slot) -> bool:
+    return True
+
+
+def _none(slot: Slot) -> bool:
+    return False
+
+
+def _exchange(view: _View) -> None:
+    for place, kind, contents in view:
+        if kind == "_buffers":  # which a step may assign anew
+            contents.update(_real_in_both(place[kind], contents))
+        place[kind] = contents
+
+
+def _real_in_both(found: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if not isinstance(tensor, ShapeOnly) and not isinstance(contents.get(name), ShapeOnly)
+    }
+
+
+def _put(view: _View, slot: Slot, tensor: Tensor) -> None:
+    for place, kind, contents in view:
+        if place is slot.module.__dict__ and kind == slot.kind:
+            contents[slot.attribute] = tensor

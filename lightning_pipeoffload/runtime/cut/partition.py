@@ -1,0 +1,241 @@
+"""Cuts the chain of blocks into stages and says which stage owns which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, permutations
+
+from torch import nn
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.schedule import Costs
+
+# What a parameter weighs against time: enough to decide where times are equal, or unknown.
+_PARAMETER_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A consecutive part of the model.
+
+    Attributes:
+        index: global, in model order.
+        blocks: indices of its blocks.
+        segments: the parts of the step that it runs; see :mod:`.probe`.
+    """
+
+    index: int
+    blocks: range
+    segments: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """What each segment costs, in units of an average block.
+
+    Attributes:
+        forward: work of F.
+        backward_input: work of B.
+        backward_weight: work of W.
+        parameters: numbers of elements.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    parameters: tuple[int, ...]
+
+
+def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> SegmentCosts:
+    """Estimate each segment's work from its floating-point operations.
+
+    A product has one gradient for each operand; the weight's is W's, the rest is B's.
+    """
+    unit = sum(probe.forward_flops[: len(chain)]) / len(chain) or 1.0
+    forward = [flops / unit for flops in probe.forward_flops]
+    weight = [flops / unit for flops in probe.weight_flops]
+    backward_input = [2 * f - w for f, w in zip(forward, weight, strict=True)]
+    parameters = [0] * (len(chain) + 1)
+    segments = find_segments(module, chain, probe)
+    for slot in find_slots(module):
+        if slot.kind == "_parameters":
+            parameters[min(segments[slot.name])] += slot.tensor.numel()
+    return SegmentCosts(tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters))
+
+
+def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[str, set[int]]:
+    """Say for each parameter and buffer which segments have to have it.
+
+    Those that use it; a block's are always its segment's too. What nothing uses goes to the first
+    segment if it was registered before the blocks, else to the last. Buffers are where they are
+    written, or with the parameters of their module. Every segment has those of modules without
+    parameters, as a table of positions, those of the modules around the blocks, and what the step
+    writes from values that every stage has.
+    """
+    found: dict[str, set[int]] = {}
+    default = 0
+    for slot in find_slots(module):
+        block = chain.index_of(slot.name)
+        if block is not None:
+            default = len(chain)
+        uses = set(probe.segments.get(slot.name, ()))
+        if block is not None:
+            uses.add(block)
+        elif slot.kind == "_buffers":
+            uses = uses or _uses_of_buffer(slot, chain, found, probe)
+        found[slot.name] = uses or {default}
+    return found
+
+
+def _uses_of_buffer(
+    buffer: Slot, chain: BlockChain, found: dict[str, set[int]], probe: Probe
+) -> set[int]:
+    is_around = any(chain.block_name(index).startswith(buffer.path) for index in range(len(chain)))
+    is_common = is_around or buffer.name in probe.written
+    uses = set() if is_common else _uses_of_parameters(buffer, found)
+    return uses or set(range(len(chain) + 1))
+
+
+def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
+    return set().union(*(found.get(buffer.path + name, ()) for name in buffer.module._parameters))
+
+
+def cut(
+    chain: BlockChain,
+    costs: SegmentCosts,
+    stage_ranks: Sequence[int],
+    split: str | Sequence[int] = "auto",
+) -> list[Stage]:
+    """Cut the chain into stages.
+
+    Args:
+        chain: the blocks.
+        costs: of each segment, for ``split="auto"``.
+        stage_ranks: the rank of each stage.
+        split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted,
+            and where ranks have several, the busiest rank; "even" gives each stage as many blocks;
+            or the number of blocks of each stage.
+
+    Raises:
+        ValueError: fewer blocks than stages, or a ``split`` that does not add up.
+    """
+    num_blocks, num_stages = len(chain), len(stage_ranks)
+    if num_blocks < num_stages:
+        raise ValueError(
+            f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
+            f"num_chunks, or a model of at least {num_stages} blocks"
+        )
+    counts = _count_blocks(costs, num_blocks, stage_ranks, split)
+    ends = list(accumulate(counts))
+    stages = []
+    for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        blocks = range(end - count, end)
+        last = {num_blocks} if index == num_stages - 1 else set()
+        stages.append(Stage(index, blocks, frozenset(blocks) | last))
+    return stages
+
+
+def _count_blocks(
+    costs: SegmentCosts, num_blocks: int, stage_ranks: Sequence[int], split: str | Sequence[int]
+) -> list[int]:
+    num_stages = len(stage_ranks)
+    if split == "auto":
+        weights = _weights(costs)
+        return _relieve_ranks(_balance(weights, num_stages), weights, stage_ranks)
+    if split == "even":
+        return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
+    counts = [int(count) for count in split]
+    if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
+        raise ValueError(
+            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) "
+            f"that add up to {num_blocks} blocks; its {len(counts)} entries add up to "
+            f"{sum(counts)}"
+        )
+    return counts
+
+
+def _weights(costs: SegmentCosts) -> list[float]:
+    mean = sum(costs.parameters) / len(costs.parameters) or 1.0
+    works = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+    weights = [
+        sum(work) + _PARAMETER_SHARE * (count / mean + 1e-3)
+        for work, count in zip(works, costs.parameters, strict=True)
+    ]
+    # What follows the last block cannot be cut from it.
+    return [*weights[:-2], weights[-2] + weights[-1]]
+
+
+def _balance(weights: list[float], num_stages: int) -> list[int]:
+    """Make the heaviest stage as light as can be, then all alike; in O(stages * blocks^2)."""
+    total = [0.0, *accumulate(weights)]
+
+    @cache
+    def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        if stages == 1:
+            return total[end], total[end] ** 2, (end,)
+        options = []
+        for start in range(stages - 1, end):
+            heaviest, squares, counts = best(start, stages - 1)
+            load = total[end] - total[start]
+            options.append((max(heaviest, load), squares + load**2, (*counts, end - start)))
+        return min(options)
+
+    for stages in range(1, num_stages):  # fills the cache from below: no deep recursion
+        for end in range(stages, len(weights) + 1):
+            best(end, stages)
+    return list(best(len(weights), num_stages)[2])
+
+
+def _relieve_ranks(
+    counts: list[int], weights: list[float], stage_ranks: Sequence[int]
+) -> list[int]:
+    """Move single blocks from stage to stage while that leaves the busiest rank less to do."""
+    if len(set(stage_ranks)) == len(stage_ranks):
+        return counts
+    total = [0.0, *accumulate(weights)]
+    least = _rank_loads(counts, total, stage_ranks)
+    while True:
+        moved = min(_single_moves(counts), key=lambda c: _rank_loads(c, total, stage_ranks))
+        loads = _rank_loads(moved, total, stage_ranks)
+        if loads >= least:
+            return counts
+        counts, least = moved, loads
+
+
+def _rank_loads(
+    counts: list[int], total: list[float], stage_ranks: Sequence[int]
+) -> tuple[float, float]:
+    """Return the largest load of a rank, and the sum of the loads' squares."""
+    loads = dict.fromkeys(stage_ranks, 0.0)
+    for rank, end, count in zip(stage_ranks, accumulate(counts), counts, strict=True):
+        loads[rank] += total[end] - total[end - count]
+    return round(max(loads.values()), 9), round(sum(load**2 for load in loads.values()), 9)
+
+
+def _single_moves(counts: list[int]) -> Iterator[list[int]]:
+    """Yield ``counts`` with one block less in one stage and one more in another; or as they are."""
+    yield counts
+    for giver, taker in permutations(range(len(counts)), 2):
+        if counts[giver] > 1:
+            moved = list(counts)
+            moved[giver] -= 1
+            moved[taker] += 1
+            yield moved
+
+
+def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
+    """Sum the segments' costs over each stage; activation in blocks, as times are."""
+
+    def total(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
+
+    return Costs(
+        forward=total(costs.forward),
+        backward_input=total(costs.backward_input),
+        backward_weight=total(costs.backward_weight),
+        activation=tuple(float(len(stage.blocks)) for stage in stages),
+    )

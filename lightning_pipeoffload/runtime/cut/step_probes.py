@@ -1,0 +1,221 @@
+"""What the user's steps do, looked at once for each kind of step and shape of its microbatch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.imagined_probe import look_both_ways
+from lightning_pipeoffload.runtime.cut.probe import Probe, find_sizes, probe_step
+from lightning_pipeoffload.runtime.cut.value_log import Entry, ValueLog, first_difference
+from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
+from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
+from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
+from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
+from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
+from lightning_pipeoffload.runtime.users_code.written_state import REGISTRIES, Space, Variable
+
+_MOST_PROBES = 64
+
+
+class StepProbes:
+    """The probes of one module's steps, of which the last few are kept.
+
+    Args:
+        module: the user's.
+        chain: its blocks.
+        device: of the microbatches.
+        is_cut: whether there are several stages, which have to compute alike.
+
+    Attributes:
+        known: probes by kind of step, mode of the module and shapes, and by sizes that depend on
+            the values of the microbatch.
+        always_trained: names of the parameters that get a gradient in each training step that was
+            looked at.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: BlockChain, device: torch.device, is_cut: bool
+    ) -> None:
+        self._module = module
+        self._chain = chain
+        self._device = device
+        self._is_cut = is_cut
+        self._compared: set[Any] = set()
+        self._sized_in: dict[Any, int] = {}
+        self._written: dict[tuple[Any, str], Variable] = {}
+        self.known: OrderedDict[Any, Probe] = OrderedDict()
+        self._first_of_training: Probe | None = None
+        self.always_trained: set[str] = set()
+
+    def find(
+        self,
+        kind: str,
+        part: Any,
+        run: Callable[[Any], Any],
+        learn: Callable[[Probe], None],
+        seed: int = 0,
+    ) -> Probe:
+        """Return what a step does with a microbatch.
+
+        Args:
+            kind: of the step.
+            part: the microbatch.
+            run: calls the step on one.
+            learn: is told of a probe that is new.
+            seed: of what the step draws before its blocks.
+        """
+        key = kind, self._module.training, shape_signature(part)
+        trial = Trial(partial(_run_seeded, run, seed), part)
+        sizes = self._find_sizes(key, trial)
+        if (key, sizes) in self.known:
+            self.known.move_to_end((key, sizes))
+            return self.known[key, sizes]
+        probe = self._probe(trial, is_first=key[:2] not in self._compared)
+        if self._is_cut and probe.sized_in is not None and key not in self._sized_in:
+            self._sized_in[key] = probe.sized_in
+            sizes = self._find_sizes(key, trial)
+        self.known[key, sizes] = probe
+        probe.changes_batch = trial.has_changed
+        self._compared.add(key[:2])
+        if len(self.known) > _MOST_PROBES:
+            self.known.popitem(last=False)
+        if torch.is_grad_enabled():
+            self._note_training(probe)
+        learn(probe)
+        return probe
+
+    def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Return the sizes that depend on the values of a microbatch, if any do."""
+        if key not in self._sized_in:
+            return ()
+        block = self._sized_in[key]
+        return find_sizes(self._module, self._chain, call, self._device, block)
+
+    def _note_training(self, probe: Probe) -> None:
+        trained = probe.trained or set()
+        if self._first_of_training is None:
+            self._first_of_training = probe
+            self.always_trained = set(trained)
+        else:
+            self.always_trained &= trained
+
+    def always_train(self, names: Set[str]) -> bool:
+        """Whether every training step gives a parameter of these names a gradient."""
+        return not self.always_trained.isdisjoint(names)
+
+    def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
+        logs: dict[Imagined, ValueLog] = {}
+
+        def look(way: Imagined) -> Probe:
+            log = logs[way] = ValueLog()
+            return self._run(call, log if is_first and self._is_cut else None, way)
+
+        probe, way = look_both_ways(look, self._chain)
+        if not self._is_cut:
+            return probe
+        run = partial(self._run, way=way)
+        if probe.made:
+            with _having(probe.made):
+                probe.draws.update(run(call).draws)
+        if any(len(draws) > 1 for draws in probe.draws.values()):
+            probe.lines = self._find_lines(call, run, probe)
+        if is_first:
+            probe.unrepeatable = self._find_difference(partial(run, call), logs[way])
+        if self._know_written((*probe.assigned, *self._in_place(probe))):
+            uses = AttributeUses(self._module, self._chain.blocks, self._written.values())
+            run(call, uses=uses)
+            probe.uses = uses.found
+        return probe
+
+    def _in_place(self, probe: Probe) -> Iterator[Variable]:
+        paths = {part: path for path, part in self._module.named_modules()}
+        for part, name in probe.written_in_place:
+            if name not in REGISTRIES:
+                yield Variable(Space(part, paths[part], name in part._buffers), name)
+
+    def _know_written(self, variables: Iterable[Variable]) -> bool:
+        """Add what a step writes to what steps write; return whether that is anything."""
+        found = {(v.space.key, v.name): v for v in variables}
+        if found.keys() - self._written.keys():
+            self._written.update(found)
+            self.known.clear()  # other steps may read it
+        return bool(self._written)
+
+    def _find_lines(
+        self, call: Callable[[], Any], run: Callable[[Callable[[], Any]], Probe], probe: Probe
+    ) -> dict[Source, list[str]]:
+        lines: dict[Source, list[str]] = {}
+
+        def traced() -> Any:
+            with tracing_lines(probe.draws) as found:
+                lines.update(found)  # the lists, which are filled
+                return call()
+
+        with _having(probe.made):
+            run(traced)
+        return lines
+
+    def _find_difference(self, run: Callable[..., Probe], log: ValueLog) -> Entry | None:
+        """Run the step again from the same state; what only the first run makes is a cache."""
+        for _ in range(2):
+            before, log = log, ValueLog()
+            run(log=log)
+            found = first_difference(before, log)
+            if found is None:
+                break
+        return found
+
+    def _run(
+        self,
+        call: Callable[[], Any],
+        log: ValueLog | None = None,
+        way: Imagined = EVERYTHING,
+        uses: AttributeUses | None = None,
+    ) -> Probe:
+        return probe_step(self._module, self._chain, call, self._device, log, way, uses)
+
+    def forget(self) -> None:
+        """Look anew: what blocks hand on may need a gradient now, or none."""
+        self.known.clear()
+        self._first_of_training = None
+
+    def weight_flops(self, segments: Iterable[int]) -> int:
+        """Return the operations of the weight gradients of the first training microbatch.
+
+        Args:
+            segments: of the step, that count.
+        """
+        probe = self._first_of_training
+        return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
+
+
+def _run_seeded(run: Callable[[Any], Any], seed: int, part: Any) -> Any:
+    """Run a step so that it draws before its blocks what it will: sizes may depend on it."""
+    seed_all(mix_seed(seed, 0))
+    return run(part)
+
+
+@contextmanager
+def _having(made: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+    """Let what a step has made, and would make once, be there already."""
+    before = [(place, place.exists(), place.find()) for place, _ in made]
+    for place, value in made:
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, existed, value in before:
+            if existed:
+                place.put(value)
+            else:
+                place.remove()

@@ -1,0 +1,1 @@
+"""What stages, copies and messages cost on this machine."""

@@ -1,0 +1,176 @@
+"""Host memory for offloaded activations: pinned pieces that are allocated once and reused.
+
+A pinned allocation costs milliseconds and blocks the device, so all of them happen in the first
+step. torch rounds each up to a power of two, up to twice of what was asked for; a slab is therefore
+made of a few pieces whose sizes are powers of two already (PipeOffload, section 5, packs into three
+such bins).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
+
+_SMALLEST_PIECE = 1 << 12
+_MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
+_LEFT_FREE = 0.05  # of the machine's memory, for whoever else needs some
+
+
+class HostMemoryError(RuntimeError):
+    """There is no room on the host for what the plan offloads."""
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """The most that one rank may take of its host's memory.
+
+    Attributes:
+        num_bytes: so much.
+        origin: who says so, for errors.
+    """
+
+    num_bytes: int
+    origin: str
+
+    @classmethod
+    def given(cls, num_bytes: int) -> HostBudget:
+        """Make what the user asked for."""
+        return cls(num_bytes, f"host_memory_limit is {readable(num_bytes)}")
+
+    @classmethod
+    def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
+        """Divide what the machine has left, but for a reserve; None where it does not tell.
+
+        To be called when no rank has taken any yet.
+
+        Args:
+            num_local_ranks: ranks on this machine.
+        """
+        total, available = machine_memory()
+        if not total:
+            return None
+        share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
+        ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
+        origin = (
+            f"{readable(share)} is a rank's share of the {readable(available)} that the machine had"
+        )
+        return cls(share, f"{origin} left for {ranks}")
+
+
+class HostMemory:
+    """A pool of one rank.
+
+    Args:
+        pinned: the device can copy from and to it while it computes.
+        budget: the most to allocate; None: as much as the machine has.
+
+    Attributes:
+        allocated_bytes: of all pieces.
+        num_allocations: so far; does not grow after the first step.
+    """
+
+    def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
+        self.budget = budget
+        self.allocated_bytes = 0
+        self.num_allocations = 0
+        self._pinned = pinned
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Slab:
+        """Return room for ``num_bytes``.
+
+        Raises:
+            HostMemoryError: the budget, or the machine's memory, does not allow it.
+        """
+        return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
+
+    def give_back(self, pieces: list[Tensor]) -> None:
+        """Let others reuse ``pieces``, once the compute lane has waited for their last copy."""
+        for piece in pieces:
+            self._free[piece.numel()].append(piece)
+
+    def _take_piece(self, size: int) -> Tensor:
+        if self._free[size]:
+            return self._free[size].pop()
+        self._check_room(size)
+        with torch.inference_mode(False):  # a validation may come first
+            try:
+                piece = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise self._exhausted(size, f"the allocation failed: {reason}") from error
+        self.allocated_bytes += size
+        self.num_allocations += 1
+        return piece
+
+    def _check_room(self, size: int) -> None:
+        budget = self.budget
+        if budget is not None and self.allocated_bytes + size > budget.num_bytes:
+            raise self._exhausted(size, budget.origin)
+        total, available = machine_memory()
+        if total and available - size < _LEFT_FREE * total:
+            raise self._exhausted(
+                size, f"the machine has {readable(available)} left and would swap"
+            )
+
+    def _exhausted(self, size: int, reason: str) -> HostMemoryError:
+        return HostMemoryError(
+            f"host memory for offloading is exhausted: {readable(size)} more than the "
+            f"{readable(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
+            f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
+        )
+
+
+class Slab:
+    """Room for several tensors of one stage and microbatch; see :meth:`HostMemory.take`."""
+
+    def __init__(self, memory: HostMemory, pieces: list[Tensor]) -> None:
+        self._memory = memory
+        self._pieces = pieces
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (offset, bytes) for the range from ``start`` to ``stop``, which may cross pieces.
+
+        The offset counts from ``start``.
+        """
+        first = 0
+        for piece in self._pieces:
+            low, high = max(start, first), min(stop, first + piece.numel())
+            if low < high:
+                yield low - start, piece[low - first : high - first]
+            first += piece.numel()
+
+    def give_back(self) -> None:
+        """Return the room to the pool."""
+        pieces, self._pieces = self._pieces, []
+        self._memory.give_back(pieces)
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Split into powers of two, largest first; the last one covers what is left."""
+    sizes: list[int] = []
+    while num_bytes > 0:
+        last = len(sizes) == _MOST_PIECES - 1 or num_bytes <= _SMALLEST_PIECE
+        exponent = (num_bytes - 1).bit_length() if last else num_bytes.bit_length() - 1
+        sizes.append(max(1 << exponent, _SMALLEST_PIECE))
+        num_bytes -= sizes[-1]
+    return sizes
+
+
+def slab_bytes(num_bytes: float) -> int:
+    """Return what a slab of ``num_bytes`` takes of the host's memory."""
+    return sum(piece_sizes(ceil(num_bytes)))
+
+
+def readable(num_bytes: int) -> str:
+    """Write bytes with the unit that makes them readable: "1.50 GiB"."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.2f} {unit}" if power else f"{num_bytes} {unit}"

@@ -1,0 +1,204 @@
+"""Keeps less for the backward: what is cheap to compute again is not saved.
+
+What autograd saves passes :class:`CheapRecompute`, which gives each tensor either to the hooks
+around it (those of an offload, say), or puts a recipe in its place where that takes less memory:
+the output of a layer norm, whose input is saved anyway, but not that of a ReLU, whose input nobody
+else needs.
+
+What only W reads, the input of a linear layer, is computed at W and not at B, for which the
+neighbour waits; unless B computes it on the way to something else, or keeping what it comes from
+until W would take more memory than the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_pipeoffload.runtime.memory.call_recorder import CallRecorder
+from lightning_pipeoffload.runtime.memory.cheap_calls import Source
+from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
+from lightning_pipeoffload.runtime.weight_grad import node as deferred_node
+
+RECOMPUTE = ("none", "cheap", "full")
+SMALLEST_NUMEL = 1024
+"""Tensors with fewer elements are kept."""
+_SMALLEST_SHARE = 1 / 8
+"""Of what computing a tensor reads; a smaller one, such as a norm's mean, is kept."""
+
+
+@dataclass
+class _Kept:
+    """What the hooks around keep of a tensor, and its version then."""
+
+    handle: Any
+    version: int
+
+
+@dataclass
+class _Recipe:
+    """How to compute a tensor that is left out: it is a view of what ``source`` computes.
+
+    Attributes:
+        source: of a value.
+        value_offset: first element of the value in its storage, when F ran.
+        size: of the tensor.
+        stride: of the tensor, in elements.
+        offset: first element of the tensor in that storage.
+        dtype: of the tensor.
+        device: of the tensor.
+        for_w: W alone needs it.
+    """
+
+    source: Source
+    value_offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    for_w: bool
+
+
+class SurroundingHooks:
+    """A :class:`.cheap_calls.Store`: the saved-tensors hooks in force where it is made, if any."""
+
+    def __init__(self) -> None:
+        # Private: hooks do not call those around them, and nothing public tells which those are.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
+        self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        """Keep a tensor; beside autograd, for a node that held its own output would never go."""
+        is_in_graph = type(tensor) is Tensor and tensor.requires_grad
+        # The hooks tell by its node that a cast parameter need not be kept.
+        detaches = is_in_graph and cast_parameter(tensor) is None
+        kept = tensor.detach() if detaches else tensor
+        return _Kept(self._pack(kept), tensor._version)
+
+    def unpack(self, handle: _Kept) -> Tensor:
+        """Return it.
+
+        Raises:
+            RuntimeError: it was written in place meanwhile.
+        """
+        tensor = self._unpack(handle.handle)
+        if tensor is handle.handle and tensor._version != handle.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was written in "
+                f"place after its use (version {tensor._version}, needed {handle.version}); write "
+                f'a copy of it, or use recompute="none" if it works so'
+            )
+        return tensor
+
+
+class CheapRecompute:
+    """What one stage's F of one microbatch saves."""
+
+    def __init__(self) -> None:
+        self._store = SurroundingHooks()
+        self._recorder = CallRecorder()
+        self._kept: dict[int, StorageWeakRef] = {}
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Decide about what autograd saves inside."""
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack), self._recorder:
+                yield
+        finally:
+            self._recorder.forget()
+            self._kept.clear()
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        """Keep a tensor that a recipe needs."""
+        self._note(tensor)
+        return self._store.pack(tensor)
+
+    def unpack(self, handle: _Kept) -> Tensor:
+        """Return it."""
+        return self._store.unpack(handle)
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Recipe:
+        if type(tensor) is not Tensor:
+            return self._store.pack(tensor)
+        found = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
+        if found is None:
+            return self.pack(tensor)
+        source, (size, stride, offset, dtype) = found
+        if tensor.dtype == dtype and self._is_worth_it(source, tensor):
+            return self._leave_out(source, offset, tensor)
+        kept = self.pack(tensor)
+        same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
+        # What is kept for W alone may be elsewhere when B has to compute something from it.
+        if same and not deferred_node.is_saving_weight_input():
+            source.kept_as(kept, tensor.nbytes)
+        return kept
+
+    def _leave_out(self, source: Source, value_offset: int, tensor: Tensor) -> _Recipe:
+        for_w = (
+            deferred_node.is_saving_weight_input()
+            and not source.is_needed_in_b
+            and source.bytes_read <= tensor.nbytes
+        )
+        with deferred_node.for_backward():  # W may compute what B has left on the device
+            source.claim(self, for_w)
+        layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _Recipe(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
+
+    def _unpack(self, packed: _Kept | _Recipe) -> Tensor:
+        if isinstance(packed, _Kept):
+            return self._store.unpack(packed)
+        if packed.for_w and deferred_node.is_reading_weight_input():
+            deferred_node.promise(lambda: self._value(packed))
+            return make_stand_in(packed.size, packed.dtype, packed.device)
+        return self._value(packed)
+
+    def _value(self, packed: _Recipe) -> Tensor:
+        with deferred_node.for_backward():
+            value = packed.source.value(self, packed.for_w)
+        offset = packed.offset - packed.value_offset + value.storage_offset()
+        return value.as_strided(packed.size, packed.stride, offset)
+
+    def _is_worth_it(self, source: Source, tensor: Tensor) -> bool:
+        if source.call is None or not source.is_intact():
+            return False
+        if tensor.nbytes < _SMALLEST_SHARE * source.bytes_read:
+            return False
+        needed = {id(leaf): leaf for leaf in source.leaves() if not self._is_kept(leaf)}
+        return sum(leaf.nbytes for leaf in needed.values()) < tensor.nbytes
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, nn.Parameter):
+            return True
+        kept = self._kept.get(tensor.untyped_storage()._cdata)
+        return kept is not None and not kept.expired()
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._kept[storage._cdata] = StorageWeakRef(storage)
+
+
+def check_recompute(recompute: str) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: it is none of :data:`RECOMPUTE`.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(
+            f'recompute must be "none", "cheap" (norms, activations, dropout) or "full" (whole '
+            f"blocks), not {recompute!r}"
+        )
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,208 @@
+"""What F keeps of one stage and microbatch, and what B leaves for W: counted, and sent to the host.
+
+``pack`` and ``unpack`` are the hooks of autograd's saved tensors. Parameters, inputs of the step
+and small tensors stay where they are; of everything else each storage is kept once. A plan's
+OFFLOAD, FREE and RELOAD move the storages.
+
+The input of a deferred linear layer is read by W alone: B gets a stand-in for it, and it may stay
+on the host until W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_pipeoffload.runtime.accelerator import is_on
+from lightning_pipeoffload.runtime.memory.host_copies import HostCopies
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.saved_tensor import (
+    Cast,
+    Resident,
+    Saved,
+    SavedStorage,
+    SavedTensor,
+    cast_parameter,
+)
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes
+from lightning_pipeoffload.runtime.weight_grad import node as deferred_node
+from lightning_pipeoffload.schedule.actions import Part
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
+_ALL = Part.FOR_B | Part.FOR_W | Part.GRADIENT
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """Where activations go.
+
+    Attributes:
+        device: of the rank; what is elsewhere stays there.
+        lanes: for the copies.
+        host: for the copied.
+        largest_to_stay: elements of a tensor that is not worth a copy; as in the implementation
+            that came with PipeOffload.
+    """
+
+    device: torch.device
+    lanes: CopyLanes
+    host: HostMemory
+    largest_to_stay: int = 1024
+
+
+class ActivationStore:
+    """One stage's saved tensors of one microbatch.
+
+    Args:
+        name: of stage and microbatch, for errors.
+        resident: addresses of storages that stay on the device anyway.
+        settings: where activations go.
+    """
+
+    def __init__(self, name: str, resident: Collection[int], settings: OffloadSettings) -> None:
+        self._name = name
+        self._resident = resident
+        self._settings = settings
+        self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._num_storages = 0
+        self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._copies = HostCopies(settings.lanes, settings.host)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what autograd saves inside."""
+        with saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """Keep a tensor that autograd saves."""
+        if self._stays(tensor):
+            return Resident(tensor)
+        parameter = cast_parameter(tensor)
+        if parameter is not None:
+            return Cast(parameter, tensor)
+        for_weight = deferred_node.is_saving_weight_input()
+        return self._keep(tensor, Part.FOR_W if for_weight else Part.FOR_B)
+
+    def pack_for_weight(self, tensor: Tensor) -> Saved:
+        """Keep a tensor that waits for W from now on."""
+        if self._stays(tensor):
+            return Resident(tensor)
+        return self._keep(tensor, Part.GRADIENT)
+
+    def unpack(self, saved: Saved) -> Tensor:
+        """Return a kept tensor; to a backward that leaves it for W, a stand-in.
+
+        Raises:
+            RuntimeError: it is not on the device, or has been written to.
+        """
+        if (
+            isinstance(saved, SavedTensor)
+            and saved.is_weight_input
+            and deferred_node.is_reading_weight_input()
+        ):
+            deferred_node.promise(self.fetch(saved))
+            return saved.stand_in()
+        with self._named():
+            return saved.unpack()
+
+    def fetch(self, saved: Saved) -> Callable[[], Tensor]:
+        """Return what W calls to have a kept tensor."""
+
+        def unpack() -> Tensor:
+            with self._named():
+                return saved.unpack()
+
+        return unpack
+
+    def offload(self) -> None:
+        """Start the copy of everything here to the host.
+
+        Raises:
+            RuntimeError: something was written to since it was saved, or the host is full.
+        """
+        with self._named():
+            for part in Part:
+                storages = [s for s in self._on_device() if s.part == part]
+                if storages:
+                    self._copies.offload(part, storages)
+
+    def free(self) -> None:
+        """Let the compute lane wait for the copies, and drop what they copied."""
+        with self._named():
+            self._copies.free()
+        self._by_address.clear()  # what is free may be another storage's address
+
+    def reload(self, parts: Part) -> None:
+        """Allocate what is on the host of some parts, and start the copy back."""
+        with self._named():
+            self._copies.reload(parts)
+
+    def arrive(self, parts: Part) -> None:
+        """Let the compute lane wait for what comes back, and give the host's room back."""
+        with self._named():
+            self._copies.arrive(parts)
+
+    def leave_for_weight(self) -> None:
+        """After B: what B needed and is still here waits for W, as the gradients do."""
+        for storage in self._storages.values():
+            if storage.part == Part.FOR_B:
+                storage.part = Part.GRADIENT
+
+    def saved_bytes(self, parts: Part = _ALL) -> int:
+        """Bytes of some parts, wherever they are."""
+        return sum(s.num_bytes for s in list(self._storages.values()) if s.part in parts)
+
+    def device_bytes(self) -> int:
+        """Bytes on the device, copies under way included."""
+        return sum(storage.num_bytes for storage in self._on_device())
+
+    def host_bytes(self) -> int:
+        """Bytes on the host, copies under way included."""
+        return self._copies.num_bytes
+
+    def moving_bytes(self) -> int:
+        """Bytes of copies that nobody has waited for yet."""
+        return self._copies.moving_bytes
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return True
+        # A tensor of the host would be copied by it, and not behind the lane's other copies.
+        if not is_on(tensor, self._settings.device):
+            return True
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return True
+        storage = tensor.untyped_storage()
+        if storage.nbytes() <= self._settings.largest_to_stay * tensor.element_size():
+            return True
+        return storage.data_ptr() in self._resident
+
+    def _keep(self, tensor: Tensor, part: Part) -> SavedTensor:
+        address = tensor.untyped_storage().data_ptr()
+        storage = self._by_address.get(address)
+        if storage is None:
+            storage = self._by_address[address] = SavedStorage(tensor, part)
+            self._storages[self._num_storages] = storage
+            self._num_storages += 1
+        if part == Part.FOR_B:
+            storage.part = part
+        return SavedTensor(storage, tensor, part == Part.FOR_W)
+
+    def _on_device(self) -> list[SavedStorage]:
+        return [s for s in self._storages.values() if s.device_bytes is not None]
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say whose tensors an error is about."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.args = (f"{self._name}: {error}",)
+            raise

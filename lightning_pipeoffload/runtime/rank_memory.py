@@ -1,0 +1,122 @@
+"""All that one rank keeps of its microbatches: a store for each that needs one, and the ledger.
+
+A store is opened where the plan offloads, and once for each stage to measure it; everywhere else
+autograd keeps its tensors without hooks, and the ledger counts what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
+from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
+from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, make_lanes
+from lightning_pipeoffload.runtime.microbatch import batch_leaves
+from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.schedule import Action, Kind
+from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
+
+_MOVES: dict[Kind, Callable[[ActivationStore], None]] = {
+    Kind.OFFLOAD: ActivationStore.offload,
+    Kind.FREE: ActivationStore.free,
+    Kind.RELOAD: lambda store: store.reload(ACTIVATION),
+    Kind.RELOAD_B: lambda store: store.reload(Part.FOR_B),
+    Kind.RELOAD_W: lambda store: store.reload(WAITING),
+    Kind.OFFLOAD_W: ActivationStore.offload,
+    Kind.FREE_W: ActivationStore.free,
+}
+_STARTS = {Kind.OFFLOAD, Kind.OFFLOAD_W}
+
+
+class ActivationMemory:
+    """The stores of one rank.
+
+    Args:
+        settings: where activations go.
+
+    Attributes:
+        ledger: of what is kept.
+    """
+
+    def __init__(self, settings: OffloadSettings) -> None:
+        self.settings = settings
+        self.ledger = Ledger()
+        self._stages: Mapping[int, StageRunner] = {}
+        self._offloaded: set[tuple[int, int]] = set()
+        self._stores: dict[tuple[int, int], ActivationStore] = {}
+        self._owned: set[int] = set()
+
+    @classmethod
+    def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
+        """Make one for a device, whose directions take turns until its copies were measured.
+
+        Args:
+            device: of the rank.
+            budget: the most host memory; None: what the machine has.
+        """
+        host = HostMemory(pinned=device.type != "cpu", budget=budget)
+        return cls(OffloadSettings(device, make_lanes(device, count=1), host))
+
+    def use_lanes(self, lanes: CopyLanes) -> None:
+        """Copy on other lanes from the next step on.
+
+        Args:
+            lanes: as many as the plan counts on.
+        """
+        self.settings = replace(self.settings, lanes=lanes)
+
+    def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
+        """Look at what a step is going to offload.
+
+        Args:
+            actions: of the rank.
+            stages: of the rank.
+        """
+        self._stages = stages
+        self._stores.clear()
+        self._owned.clear()  # parameters may have moved
+        self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _STARTS}
+        self.ledger.start_step()
+
+    def open(self, action: Action, microbatch: Microbatch) -> ActivationStore | None:
+        """Return a store for what an F keeps, if one is needed."""
+        key = action.stage, action.microbatch
+        stage = self._stages[action.stage]
+        if key not in self._offloaded and stage.memory.activation_bytes is not None:
+            return None
+        if not self._owned:
+            self._owned = {_address(tensor) for tensor in stage.owned_tensors()}
+        leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
+        resident = self._owned.union(map(_address, leaves))
+        name = f"stage {action.stage}, microbatch {action.microbatch}"
+        self._stores[key] = ActivationStore(name, resident, self.settings)
+        return self._stores[key]
+
+    def move(self, action: Action) -> None:
+        """Run an action that copies, or drops what was copied."""
+        _MOVES[action.kind](self._stores[action.stage, action.microbatch])
+
+    def record(self, action: Action) -> None:
+        """Count what is kept after an action."""
+        store = self._stores.get((action.stage, action.microbatch))
+        if store:
+            held = Held(store.device_bytes(), store.host_bytes(), store.moving_bytes())
+        else:
+            held = Held(self._measured(action))
+        self.ledger.record(action, held)
+
+    def _measured(self, action: Action) -> int:
+        memory = self._stages[action.stage].memory
+        if action.kind is Kind.F:
+            return memory.activation_bytes or 0
+        return (memory.residue_bytes or 0) if action.kind is Kind.B else 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""Tensors without values, which stand for what another stage or rank has."""

@@ -1,0 +1,450 @@
+"""Tensors that have a shape, a dtype and a device, but no value.
+
+A stage runs the user's whole step although it owns only some of the parameters. What it does not
+own is shape-only: operations on it yield shape-only results, so the code before the stage's first
+block runs as it stands, and any use of a value that is not there is seen at once and named, where
+zeros or NaN would give a wrong number silently. ``FakeTensor`` would do alike, but needs a mode
+around everything and knows no origins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
+
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
+from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
+from lightning_pipeoffload.runtime.shapes.imagined_values import (
+    Imagined,
+    can_make_result,
+    is_mask,
+    make_result,
+)
+from lightning_pipeoffload.runtime.shapes.meta_kernels import remember_on_meta, run_on_meta
+from lightning_pipeoffload.runtime.users_code.running_steps import is_any_step_running
+
+aten = torch.ops.aten
+
+# The value of these is known from their arguments, or drawn: they are real on every stage.
+_FACTORIES = {
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like,
+    aten.randn_like, aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full,
+aten.new_empty,
+}  # fmt: skip
+
+# What the user wrote, where torch calls it otherwise.
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_USERS_WORDS = {"index": "indexing with a mask"}
+
+
+class ValueNeededError(BaseException):
+    """Code asked for a value that exists on another stage only.
+
+    Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
+
+    Attributes:
+        origins: what the value was computed from, by name.
+    """
+
+    def __init__(self, operation: str, origins: frozenset[str]) -> None:
+        super().__init__(f"{operation} needs the value of {describe(origins)}")
+        self.operation = operation
+        self.origins = origins
+
+
+def describe(origins: frozenset[str]) -> str:
+    """Name up to three origins in a readable way."""
+    names = sorted(origins)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "something computed from " + ", ".join(names[:3]) + more
+
+
+class ShapeOnly(Tensor):
+    """A tensor without a value. It reports the real device, and carries the names it comes from.
+
+    Args:
+        meta: gives shape, strides and dtype; on the meta device.
+        device: the device that it pretends to be on.
+        origins: names of the parameters and block outputs it was computed from.
+    """
+
+    meta: Tensor
+    origins: frozenset[str]
+
+    @staticmethod
+    def __new__(
+        cls,
+        meta: Tensor,
+        device: torch.device,
+        origins: frozenset[str],
+        requires_grad: bool = False,
+    ) -> ShapeOnly:
+        """Wrap ``meta``."""
+        # Private: the one way to make a tensor that has a device but no storage.
+        made: ShapeOnly = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        # Private: kernels in C++ do not ask Python for an address; to them it would be a null.
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.meta = meta
+        made.origins = origins
+        return made
+
+    @classmethod
+    def like(
+        cls,
+        tensor: Tensor,
+        origin: str,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> ShapeOnly:
+        """Return the shape-only counterpart of ``tensor``, which may be on another device."""
+        device = tensor.device if device is None else device
+        return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeOnly:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the shape, and what is known of where the value is."""
+        made = self.meta, self.device, self.origins, self.requires_grad
+        return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
+
+    @property
+    def data(self) -> Tensor:
+        """The same without its part in autograd."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take another dtype or device, or another shape; a value is not there to be changed."""
+        _tell_of_write(self)
+        if not isinstance(value, ShapeOnly):
+            value = ShapeOnly(_to_meta(value), self.device, self.origins)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.meta = value.meta
+
+    def written_from(self, origins: frozenset[str]) -> None:
+        """Note what its value, which was written in place, comes from."""
+        self.origins = origins
+
+    def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
+        return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
+
+    def __format__(self, format_spec: str) -> str:
+        if not format_spec:
+            return repr(self)
+        return format(self._imagined(f"the format {format_spec!r}"), format_spec)
+
+    def data_ptr(self) -> int:
+        """Refuse: a kernel that asks for it is none of torch's, and would read what is not there.
+
+        But torch's RNNs ask whether their weights lie in one piece, which these do not.
+        """
+        if sys._getframe(1).f_globals["__name__"] == nn.modules.rnn.__name__:
+            return 0
+        raise ValueNeededError(
+            "a kernel that is called with the tensor's address (torch.library makes an operator "
+            "of it, with a function of shapes)",
+            self.origins,
+        )
+
+    def tolist(self) -> Any:
+        """Refuse, or make values up."""
+        return self._imagined("tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, or make values up."""
+        return self._imagined("numpy()").numpy()
+
+    def _imagined(self, operation: str) -> Tensor:
+        imagined = _imagine(operation, self.origins)
+        for observe in _observers:
+            observe(aten._local_scalar_dense.default, (self,), None)
+        value = imagined.flag if self.dtype == torch.bool else imagined.number
+        return torch.full(self.shape, value, dtype=self.dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on meta tensors and unite the origins of its arguments."""
+        kwargs = kwargs or {}
+        if goes_member_by_member(func, args):
+            return run_members(func, args, kwargs, _has_shapes)
+        shape_only = list(shape_only_leaves((args, kwargs)))
+        device = kwargs.get("device") or shape_only[0].device
+        if func.overloadpacket in _FACTORIES:
+            return _call_factory(func, device, args, kwargs)
+        origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
+        if func is aten._local_scalar_dense.default:
+            return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
+        func, args = _with_counted_masks(func, args)
+        args = _with_fitting_parts(func, args)
+        imagined = _imagine_sizes(func, args, origins)
+        _refuse_writes(func, args, kwargs, origins)
+        # Where operations are only observed nobody uses what is drawn, which may take much memory;
+        # but a probe has to see that a generator of the user's goes on.
+        is_seen = not _observers or kwargs.get("generator") is not None
+        if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
+            advance_generator(func, args, kwargs, device)
+        if torch.Tag.inplace_view in func.tags:
+            args[0].meta = args[0].meta.detach()  # others may have the same one
+        # What is observed may want to know which results share memory: none does by being new.
+        run = run_on_meta if _observers else remember_on_meta
+        on_meta = tree_map(_to_meta, args), _on_meta(kwargs)
+        if imagined is None:
+            out = run(func, *on_meta, device)
+        else:
+            out = make_result(func, *on_meta, imagined)
+        result = _wrap(func, args, out, device, origins)
+        _refuse_reduction(func, shape_only, result)
+        for observe in _observers:
+            observe(func, args, result)
+        for written in shape_only_leaves(kwargs.get("out")):
+            _tell_of_write(written)
+        return result
+
+
+_imagination: list[Callable[[], Imagined | None]] = []
+
+
+@contextmanager
+def imagining_values(imagine: Callable[[], Imagined | None]) -> Iterator[None]:
+    """Let code that asks for a value have one that is made up, if ``imagine()`` says how."""
+    _imagination.append(imagine)
+    try:
+        yield
+    finally:
+        _imagination.remove(imagine)
+
+
+Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Call ``observer(operation, arguments, result)`` for every operation on shape-only tensors."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _tell_of_write(tensor: ShapeOnly) -> None:
+    """Let observers know of a write that is in no operation's arguments."""
+    for observe in _observers:
+        observe(aten.set_.source_Tensor, (tensor, tensor), None)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: a compiler would follow each of our operations."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
+    """Yield the shape-only tensors in a pytree."""
+    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
+
+
+def memory_of(tensor: ShapeOnly) -> int:
+    """Return what two tensors have in common that share memory."""
+    return tensor.meta.untyped_storage()._cdata  # private: nothing else tells
+
+
+def _has_shapes(tree: Any) -> bool:
+    return next(shape_only_leaves(tree), None) is not None
+
+
+def written_arguments(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_OPTIONS
+) -> Iterator[Any]:
+    """Yield the arguments that an operation writes in place; ``out=`` is one."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _rebuild(kind: type[ShapeOnly], made: tuple[Any, ...], is_param: bool) -> ShapeOnly:
+    rebuilt = kind(*made)
+    if is_param:
+        rebuilt._is_param = True
+    return rebuilt
+
+
+def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, ShapeOnly):
+        return leaf.meta
+    if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs = {name: tree_map(_to_meta, value) for name, value in kwargs.items()}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    return kwargs
+
+
+def _call_factory(
+    func: torch._ops.OpOverload, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    source = args[0]
+    real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+    made: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
+    return made
+
+
+def _imagine(operation: str, origins: frozenset[str]) -> Imagined:
+    for imagine in _imagination:
+        imagined = imagine()
+        if imagined is not None:
+            return imagined
+    raise ValueNeededError(operation, origins)
+
+
+def _imagine_sizes(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+) -> Imagined | None:
+    """Refuse an operation whose sizes depend on values, or say how to make them up.
+
+    Returns:
+        None where the sizes are known.
+    """
+    if not is_sized_by_values(func, args):
+        return None
+    name = func.overloadpacket.__name__
+    operation = _USERS_WORDS.get(name, f"{name}()")
+    if not can_make_result(func):
+        raise ValueNeededError(operation, origins)
+    return _imagine(operation, origins)
+
+
+def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
+
+
+def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether ``func`` is an indexing whose result has a known shape, as no mask's has."""
+    return func.overloadpacket is aten.index and not any(map(is_mask, args[1]))
+
+
+def _with_counted_masks(
+    func: torch._ops.OpOverload, args: tuple[Any, ...]
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """Put places for masks that have a value: how many there are is known."""
+    if func is aten.masked_select.default and not isinstance(args[1], ShapeOnly):
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
+        func, args = aten.index.Tensor, (args[0].expand(shape), [args[1].expand(shape)])
+    if func is aten.index.Tensor:
+        args = (args[0], [place for index in args[1] for place in _places_in(index)])
+    return func, args
+
+
+def _with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make one part of all, if lengths that are made up do not add up."""
+    if func is not aten.split_with_sizes.default or not args[1]:
+        return args
+    source, (_, *others), *place = args
+    length = source.shape[place[0] if place else 0]
+    if sum(args[1]) == length or not any(imagine() for imagine in _imagination):
+        return args
+    return (source, [length, *(0 for _ in others)], *place)
+
+
+def _places_in(index: Any) -> Sequence[Any]:
+    is_known = is_mask(index) and not isinstance(index, ShapeOnly)
+    return index.nonzero().unbind(1) if is_known else (index,)
+
+
+def _refuse_writes(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    origins: frozenset[str],
+) -> None:
+    """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
+    for value in written_arguments(func, args, kwargs):
+        is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
+        if is_real and not any(drop(value) for drop in _drop_rules):
+            name = func.overloadpacket.__name__
+            raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
+
+
+def _refuse_reduction(
+    func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
+) -> None:
+    """Refuse in hooks what makes one number: it is used, or logged, where no line tells of it."""
+    if is_any_step_running() or not isinstance(result, ShapeOnly) or result.dim():
+        return
+    is_view = func._schema.returns[0].alias_info is not None
+    if not is_view and any(leaf.dim() for leaf in operands):
+        raise ValueNeededError(f"{func.overloadpacket.__name__}()", operands[0].origins)
+
+
+_drop_rules: list[Callable[[Tensor], bool]] = []
+
+
+@contextmanager
+def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Leave out writes into real tensors for which ``drop(tensor)`` is true.
+
+    For buffers such as running statistics, whose true value is on the stage that computes them.
+    """
+    _drop_rules.append(drop)
+    try:
+        yield
+    finally:
+        _drop_rules.remove(drop)
+
+
+def _wrap(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    out: Any,
+    device: torch.device,
+    origins: frozenset[str],
+) -> Any:
+    if func._schema.name.endswith("_") and args and isinstance(args[0], ShapeOnly):
+        args[0].written_from(origins)
+        return args[0]
+
+    def wrap(leaf: Any) -> Any:
+        return ShapeOnly(_as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(wrap, out)
+
+
+def _as_stored(meta: Tensor) -> Tensor:
+    """Return the same memory, not to be read conjugated or negated: operations would resolve it."""
+    meta = meta.conj() if meta.is_conj() else meta
+    # Private: the one way to take the mark off without a copy.
+    return meta._neg_view() if meta.is_neg() else meta

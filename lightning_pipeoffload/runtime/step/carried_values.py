@@ -1,0 +1,122 @@
+"""Values that go from stage to stage beside what the blocks hand on.
+
+A residual around a block, the encoder's output in every block of a decoder, a skip of a U-Net, an
+auxiliary loss: the step makes such a value before a cut and uses it behind. The sender has it as a
+real tensor, the receiver as a shape-only one, in the same place of the same step. So a value is
+named by its **port**, the place where the step makes it: the segment (see :mod:`.probe`) and the
+number of the call of a torch function there. Both sides count those calls alike, for they run the
+same Python code on the same batch. What the later stages need travels with the payload; a stage in
+between hands it on. Its gradient comes back the same way, summed over all uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map  # private: see shape_only
+
+from lightning_pipeoffload.runtime.cut.call_counter import CallCounter, mark_as_the_models
+from lightning_pipeoffload.runtime.cut.crossings import Flow, Port
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.awaited import Awaited
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+class Luggage(CallCounter):
+    """What one F of a stage receives, uses and hands on beside the payload.
+
+    Args:
+        flow: of the step.
+        incoming: cut before the stage; 0 for the first one.
+        outgoing: cut behind the stage; None for the last one.
+    """
+
+    def __init__(self, flow: Flow, incoming: int, outgoing: int | None) -> None:
+        super().__init__()
+        coming = flow.carried_over(incoming) if incoming else []
+        going = flow.carried_over(outgoing) if outgoing is not None else []
+        self._incoming = [crossing.port for crossing in coming if crossing.port]
+        self._outgoing = [crossing.port for crossing in going if crossing.port]
+        self._wanted = _places({*self._incoming, *self._outgoing})
+        self._digests = {c.port[:2]: c.digest for c in (*coming, *going) if c.port}
+        self._is_counting = any(call for _, call in self._wanted)
+        self._awaited: dict[Port, Awaited] = {}
+        self._values: dict[Port, Tensor] = {}
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Count the step's calls, if values are wanted that no block returns."""
+        return self if self._is_counting else nullcontext()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count, if anything is counted."""
+        return super().paused() if self._is_counting else nullcontext()
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Count again, if anything is counted."""
+        return super().resumed() if self._is_counting else nullcontext()
+
+    def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+        """Note the result if it is to be received or handed on."""
+        place = self.segment, call
+        is_it = place in self._wanted and self._digests[place] == self.digest
+        return self._note(call, self._wanted[place], result) if is_it else result
+
+    def leave_block(self, index: int, output: Any) -> Any:
+        """Note a block's output; the next segment starts."""
+        self.start(index + 1)
+        if self._is_counting:
+            for leaf in tensors_in(output):
+                mark_as_the_models(leaf)
+        places = self._wanted.get((index + 1, 0))
+        return self._note(0, places, output) if places else output
+
+    def deliver(self, tensors: Sequence[Tensor]) -> None:
+        """Give what was received to the tensors that stand for it."""
+        for port, tensor in zip(self._incoming, tensors, strict=True):
+            stand_in = self._awaited.get(port)
+            if stand_in is None or stand_in.meta.shape != tensor.shape:
+                raise RuntimeError(_ANOTHER_WAY)
+            stand_in.receive(tensor)
+            self._values[port] = tensor
+            mark_as_the_models(tensor)
+        self._awaited.clear()
+
+    def to_hand_on(self) -> list[Tensor]:
+        """Return what the next stage gets beside the payload."""
+        if not self._values.keys() >= set(self._outgoing):
+            raise RuntimeError(_ANOTHER_WAY)
+        return [self._values[port] for port in self._outgoing]
+
+    def _note(self, call: int, places: Iterable[int], result: Any) -> Any:
+        place = -1
+
+        def note(leaf: Any) -> Any:
+            nonlocal place
+            place += isinstance(leaf, Tensor)
+            if place not in places or not isinstance(leaf, Tensor):
+                return leaf
+            port = Port(self.segment, call, place)
+            if isinstance(leaf, ShapeOnly):
+                leaf = self._awaited[port] = Awaited.of(leaf)
+            else:
+                self._values[port] = leaf
+            return leaf
+
+        return tree_map(note, result)
+
+
+_ANOTHER_WAY = (
+    "the step computes other values between its blocks than when it was first run on a batch of "
+    "these shapes, so what goes to later stages is not found; let each step call the same "
+    "operations, or compute in a block what depends on chance or on the number of the step"
+)
+
+
+def _places(ports: Iterable[Port]) -> Mapping[tuple[int, int], set[int]]:
+    found: dict[tuple[int, int], set[int]] = {}
+    for port in ports:
+        found.setdefault((port.segment, port.call), set()).add(port.place)
+    return found

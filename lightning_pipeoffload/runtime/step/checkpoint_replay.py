@@ -1,0 +1,189 @@
+"""What a checkpoint runs again in B sees what F saw, whatever other microbatches wrote since.
+
+On one device a microbatch's backward follows its forward; here other forwards come in between, and
+an attribute that the step sets and a block reads is the last microbatch's by then. This holds for
+checkpoints of the user's, of a library's and of our own, around blocks, parts of them or the head.
+In the first step what was computed again is compared with what it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torchs
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.stage_pass import StageExit
+from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
+
+# Private, both: where torch makes a checkpoint, whichever name its users have imported.
+_make_checkpoint = torchs._checkpoint_without_reentrant_generator
+_run_reentrant = torchs.CheckpointFunction.forward
+
+
+@dataclass(frozen=True)
+class CheckpointWatch:
+    """Follows the checkpoints of one F.
+
+    Attributes:
+        state: what steps write.
+        place: names the block that was called last, and says whether it is still running.
+        compares: B's results with F's.
+    """
+
+    state: WrittenState
+    place: Callable[[], tuple[str, bool]]
+    compares: bool
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what is checkpointed inside."""
+        global _watch
+        outer, _watch = _watch, self
+        try:
+            yield
+        finally:
+            _watch = outer
+
+
+# Process-wide on purpose: see weight_grad.
+_watch: CheckpointWatch | None = None
+
+
+class _Rerun:
+    """A checkpointed function, as B calls it."""
+
+    def __init__(self, function: Callable[..., Any], watch: CheckpointWatch) -> None:
+        self._function = function
+        self._watch = watch
+        self._kept = watch.state.keep()
+        self._digests: list[int] = []
+        self._called_before, _ = watch.place()
+        self._name = ""
+
+    def expect(self, output: Any) -> None:
+        """Learn what F has computed."""
+        if self._watch.compares:
+            self._digests = _digests(output)
+            self._name = self._find_name()
+
+    def _find_name(self) -> str:
+        called, is_running = self._watch.place()
+        if is_running or called != self._called_before:
+            return called
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        changed = self._kept.changed() if self._kept and self._digests else []
+        with self._kept.again() if self._kept else nullcontext(), self._watch.watching():
+            output = self._function(*args, **kwargs)
+        found = _digests(output) if self._digests else []
+        # Where a stage leaves the function early, what it hands on beside the output comes last.
+        if found != self._digests[: len(found)]:
+            raise ValueError(self._explain(changed))
+        return output
+
+    def _explain(self, changed: list[str]) -> str:
+        written = (
+            ", ".join(changed)
+            or "nothing that the module, its classes or their Python modules hold"
+        )
+        return (
+            f"{self._name} is checkpointed and does not compute again in the backward what it "
+            f"computed in the forward (written in between: {written}; all that was found was put "
+            f"back). So it reads something else that changes, an iterator, a counter or a "
+            f"generator of random numbers of your own, say: give it what it reads as an argument, "
+            f"and draw from torch's own generator"
+        )
+
+
+class _ReentrantRerun(_Rerun):
+    """Is called in F too."""
+
+    _is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_first:
+            return super().__call__(*args, **kwargs)
+        self._is_first = False
+        output = self._function(*args, **kwargs)
+        self.expect(output)
+        return output
+
+
+def _checkpoint(
+    function: Callable[..., Any],
+    preserve_rng_state: bool,
+    context_fn: Any,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Do what torch's generator does: what comes before a checkpointed function, and after it."""
+    rerun: Any = function
+    if _watch is not None:
+        rerun = _Rerun(function, _watch)
+        early_stop = early_stop and not _watch.compares
+    options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
+    plain = _make_checkpoint(rerun, *options, *args, **kwargs)
+    next(plain)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, StageExit) and rerun is not function:
+            rerun.expect(error.payload)
+        plain.throw(error)
+    if rerun is not function:
+        # Private: nothing but the local variable of torch's checkpoint() has the result.
+        rerun.expect(sys._getframe(1).f_locals["ret"])
+    next(plain, None)
+
+
+def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Do what torch's reentrant checkpoint does."""
+    rerun = function if _watch is None else _ReentrantRerun(function, _watch)
+    return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
+
+
+def install_replay() -> None:
+    """Follow torch's checkpoints from now on; again is harmless."""
+    torchs._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]
+    torchs.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
+
+
+def remove_replay() -> None:
+    """Leave torch's checkpoints alone."""
+    torchs._checkpoint_without_reentrant_generator = _make_checkpoint
+    torchs.CheckpointFunction.forward = staticmethod(_run_reentrant)  # type: ignore[method-assign]
+
+
+_WIDTH = 1021
+
+
+def _digests(output: Any) -> list[int]:
+    """Return what tells results apart; nothing of those that are computed elsewhere."""
+    tensors = tensors_in(output)
+    is_elsewhere = any(isinstance(tensor, ShapeOnly) for tensor in tensors)
+    return [] if is_elsewhere else [_digest(tensor) for tensor in tensors]
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> int:
+    """Return a number that differs where bits do, computed where the tensor is."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = len(flat) // _WIDTH * _WIDTH
+    table, rest = flat[:whole].view(-1, _WIDTH), flat[whole:]
+    return hash(tuple(_weigh(sums) for sums in (table.sum(0), table.sum(1), rest)))
+
+
+def _weigh(sums: Tensor) -> int:
+    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())

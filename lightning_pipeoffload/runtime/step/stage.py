@@ -1,0 +1,234 @@
+"""One stage of the user's module: F, B and W, and what is kept of a microbatch in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map  # private: see shape_only
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
+from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
+from lightning_pipeoffload.runtime.microbatch import weighted
+from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.step.autocast import outside_autocast
+from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
+from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch, StageContext, StagePass
+from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
+
+_NOTHING = nullcontext()
+
+
+@dataclass
+class _Alive:
+    """What a stage keeps of one microbatch between its F and its W."""
+
+    received: Received
+    queue: WeightGradQueue
+    store: ActivationStore | None = None
+    loss: Tensor | None = None
+    sent: list[GradientEdge] = field(default_factory=list)
+
+
+class StageRunner:
+    """Runs F, B and W of one stage.
+
+    Args:
+        stage: its part of the model.
+        num_stages: of the whole model.
+        chain: the blocks of the user's module.
+        ownership: the rank's parameters.
+        writes: what the rank's steps write outside of the blocks.
+        recompute: what is computed again in B: "none", "cheap" (norms, activations, dropout) or
+            "full" (blocks).
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        num_stages: int,
+        chain: BlockChain,
+        ownership: Ownership,
+        writes: StepWrites,
+        recompute: str = "none",
+    ) -> None:
+        self._compared: set[int] = set()
+        self._context = StageContext(stage, num_stages, chain, ownership, writes, recompute)
+        self.is_first = self._context.is_first
+        self.is_last = self._context.is_last
+        self.memory = SavedMemory()
+        self._alive: dict[int, _Alive] = {}
+
+    @property
+    def num_alive(self) -> int:
+        """Microbatches between the end of their F and the end of their W."""
+        return len(self._alive)
+
+    def owned_tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers of the rank."""
+        return self._context.ownership.local_tensors().values()
+
+    @property
+    def _sender(self) -> str:
+        start = self._context.stage.blocks.start
+        return "" if self.is_first else self._context.chain.block_name(start - 1)
+
+    def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
+        """What the previous stage sends."""
+        start = self._context.stage.blocks.start
+        return [] if self.is_first else microbatch.flow.payload_over(start)
+
+    def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
+        """What this stage sends on."""
+        stop = self._context.stage.blocks.stop
+        return [] if self.is_last else microbatch.flow.payload_over(stop)
+
+    def forward(
+        self,
+        microbatch: Microbatch,
+        receive: Callable[[], list[Tensor]],
+        keep: bool,
+        store: ActivationStore | None = None,
+    ) -> Any:
+        """Run F.
+
+        Args:
+            microbatch: what to run.
+            receive: waits for the tensors that the previous stage sends; the first stage never
+                calls it.
+            keep: a backward follows.
+            store: keeps what autograd saves; None: autograd does.
+
+        Returns:
+            A list of the tensors for the next stage; on the last stage what the user's step
+            returned.
+        """
+        alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
+        step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
+        with (
+            deferring(alive.queue) if keep else _NOTHING,
+            store.recording() if store else _NOTHING,
+            self._saving() if keep else _NOTHING,
+            self._watching(step, microbatch) if keep else _NOTHING,
+        ):
+            output = step.run()
+        if keep:
+            self._alive[microbatch.index] = alive
+            self.memory.measure_forward(store)
+        if self.is_last:
+            if not keep:
+                return output
+            alive.loss = loss_in(output)
+            return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
+        specs = self.payload_out(microbatch)
+        self._check_payload(output, specs)
+        pairs = zip(output, specs, strict=True)
+        # The edge, not the tensor: the output's memory may go as soon as it is sent.
+        alive.sent = [get_gradient_edge(leaf) for leaf, spec in pairs if spec.gets_gradient]
+        return [leaf.detach() for leaf in output]
+
+    def backward(
+        self, microbatch: Microbatch, gradients: list[Tensor], fused: bool = False
+    ) -> list[Tensor]:
+        """Run B, or BW if ``fused``.
+
+        Args:
+            microbatch: what to run.
+            gradients: of the tensors sent on that get one, in their order; none on the last stage.
+            fused: compute the weight gradients too.
+
+        Returns:
+            The gradients of the tensors received that get one, in their order.
+        """
+        alive = self._alive[microbatch.index]
+        alive.queue.immediate = fused
+        if alive.store:
+            alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
+        with _backward_on(microbatch.device), deferring(alive.queue):
+            if alive.sent:
+                torch.autograd.backward(alive.sent, gradients)
+            elif alive.loss is not None:
+                _check_differentiable(alive.loss)
+                microbatch.differentiate(weighted(alive.loss, microbatch.weight))
+        received, alive.received = alive.received, Received([])
+        alive.sent, alive.loss = [], None
+        self.memory.measure_backward(alive.queue, alive.store)
+        if fused:
+            self.weight(microbatch)
+        return gradients_to_send(received, self._sender)
+
+    def weight(self, microbatch: Microbatch) -> None:
+        """Run W."""
+        alive = self._alive.pop(microbatch.index)
+        if alive.store:
+            alive.store.arrive(WAITING)
+        if alive.queue.is_waiting:
+            with _backward_on(microbatch.device):
+                alive.queue.run()
+
+    def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
+        is_first = microbatch.index not in self._compared
+        self._compared.add(microbatch.index)
+        state = self._context.writes.state
+        if not is_first and not state:
+            return _NOTHING
+        return CheckpointWatch(state, step.place, is_first).watching()
+
+    def abandon(self) -> None:
+        """Keep nothing for backwards that will not come."""
+        self._alive.clear()
+
+    def _saving(self) -> AbstractContextManager[None]:
+        is_cheap = self._context.recompute == "cheap"
+        return CheapRecompute().saving() if is_cheap else _NOTHING
+
+    def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
+        name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
+        if len(leaves) != len(specs) or not all(map(TensorSpec.has_shape_of, specs, leaves)):
+            raise RuntimeError(
+                f"{name} returned {[*map(TensorSpec.of, leaves)]} where {specs} was expected from "
+                f"the shapes of the batch; what a block returns must not depend on the values of "
+                f"its input"
+            )
+        trains = [leaf.requires_grad for leaf in leaves]
+        if torch.is_grad_enabled() and trains != [spec.requires_grad for spec in specs]:
+            raise RuntimeError(
+                f"whether the output of {name} requires a gradient has changed without the other "
+                f"ranks knowing; freeze or unfreeze parameters in hooks, alike on all ranks, or "
+                f"before fit"
+            )
+
+
+@contextmanager
+def _backward_on(device: torch.device) -> Iterator[None]:
+    """Run B or W: outside of autocast, and in this thread.
+
+    autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this
+    one's autocast: a checkpoint in it would drop the casts that microbatches share.
+    """
+    with outside_autocast(device), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _check_differentiable(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any parameter that trains: it was detached, or computed "
+            "under no_grad; return the loss itself, and log loss.detach()"
+        )
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,267 @@
+"""One F of a stage: the user's own step, of which only this stage's blocks run.
+
+Blocks before the stage's first are not run, but for the last of them, which hands on what the
+previous stage sent; after the stage's last block a private exit leaves the step with its output.
+Only the last stage comes to the head and the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
+from lightning_pipeoffload.runtime.shapes.awaited import give_values
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    ValueNeededError,
+    dropping_writes,
+    shape_only_leaves,
+    uncompiled,
+)
+from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
+from lightning_pipeoffload.runtime.step.carried_values import Luggage
+from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+
+
+@dataclass
+class Microbatch:
+    """One slice of the batch, and what the step needs to know of it.
+
+    Attributes:
+        index: its place in the batch.
+        part: its samples.
+        run: calls the user's step on it.
+        flow: what goes from block to block, from the probe of its shapes.
+        device: of its tensors.
+        seed: of all its random numbers.
+        weight: its share of the batch's loss, over the batches that accumulate; a number, or a
+            tensor where the host does not know it.
+        differentiate: starts the backward from the weighted loss.
+    """
+
+    index: int
+    part: Any
+    run: Callable[[], Any]
+    flow: Flow
+    device: torch.device
+    seed: int = 0
+    weight: float | Tensor = 1.0
+    differentiate: Callable[[Tensor], None] = Tensor.backward
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What every F of one stage is about.
+
+    Attributes:
+        stage: its part of the model.
+        num_stages: of the whole model.
+        chain: the blocks of the user's module.
+        ownership: the rank's parameters.
+        writes: what the rank's steps write outside of the blocks.
+        recompute: "none", "cheap" or "full".
+    """
+
+    stage: Stage
+    num_stages: int
+    chain: BlockChain
+    ownership: Ownership
+    writes: StepWrites
+    recompute: str = "none"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step starts here."""
+        return self.stage.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends here."""
+        return self.stage.index == self.num_stages - 1
+
+
+class StageExit(BaseException):
+    """Leaves the user's step behind the stage's last block.
+
+    Attributes:
+        payload: the tensors of that block's output, and what goes to the next stage beside it.
+    """
+
+    def __init__(self, payload: list[Tensor]) -> None:
+        self.payload = payload
+
+
+class StagePass:
+    """One F: decides what the call of each block does.
+
+    Args:
+        context: the stage.
+        microbatch: what to run.
+        receive: waits for what the previous stage sends.
+        received: takes the gradients that go back; None: no backward follows.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        microbatch: Microbatch,
+        receive: Callable[[], list[Tensor]],
+        received: Received | None,
+    ) -> None:
+        self._context = context
+        self._microbatch = microbatch
+        self._receive = receive
+        self._received = received
+        self._left = False
+        self._called = ""
+        self._is_in_block = False
+        blocks = context.stage.blocks
+        self._luggage = Luggage(
+            microbatch.flow, blocks.start, None if context.is_last else blocks.stop
+        )
+
+    def place(self) -> tuple[str, bool]:
+        """Name the stage's block that was called last, and say whether it is still running."""
+        return self._called, self._is_in_block
+
+    def run(self) -> Any:
+        """Call the step; return the tensors for the next stage, on the last one its result."""
+        seed_all(mix_seed(self._microbatch.seed, 0))
+        with self._context.writes.of_stage(self._context.stage.index):
+            return self._run_step()
+
+    def _run_step(self) -> Any:
+        context = self._context
+        if context.is_first:
+            context.ownership.show(context.stage.index)
+        else:
+            context.ownership.hide()
+        try:
+            with context.chain.running(self), self._luggage.counting():
+                result = self._microbatch.run()
+        except StageExit as leaving:
+            leaving.__traceback__ = None  # it keeps every frame, and so every activation
+            return leaving.payload
+        except ValueNeededError as error:
+            raise ValueError(self._explain(error)) from None
+        finally:
+            context.ownership.restore()
+        return self._check_result(result)
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run an owned block; hand on what was received; else return shapes."""
+        if index >= self._context.stage.blocks.start:
+            output = self._run_owned(index, arguments)
+        else:
+            output = self._run_foreign(index, call)
+        # Not before the block: a checkpoint around its call has saved the generator by then. After
+        # a foreign block too: what the step draws there may be used on several stages.
+        seed_torch(mix_seed(self._microbatch.seed, index + 1))
+        return output
+
+    def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:
+        with self._luggage.paused():
+            output = self._output_of(index, call)
+            if index < self._context.stage.blocks.start - 1:
+                return self._shapes_of(index, output)
+            return self._hand_over(index, output)
+
+    def _run_owned(self, index: int, arguments: Any) -> Any:
+        arguments = give_values(arguments)
+        for leaf in shape_only_leaves(arguments):
+            raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
+        self._called, self._is_in_block = self._context.chain.block_name(index), True
+        with nullcontext() if self._is_open(index) else self._luggage.paused():
+            output = self._call_owned(index, arguments)
+        self._is_in_block = False
+        output = self._luggage.leave_block(index, output)
+        if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
+            self._left = True
+            raise StageExit([*tensors_in(output), *self._luggage.to_hand_on()])
+        return output
+
+    def _is_open(self, index: int) -> bool:
+        return index in self._microbatch.flow.opened
+
+    def _call_owned(self, index: int, arguments: Any) -> Any:
+        args, kwargs = arguments
+        chain = self._context.chain
+        run = partial(chain.run_block, index)
+        # What an open block lets out would come from the first run of it alone.
+        if self._context.recompute != "full" or self._received is None or self._is_open(index):
+            return run(*args, **kwargs)
+        return run_checkpointed(chain.blocks[index], run, args, kwargs)
+
+    def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
+        output = self._microbatch.flow.outputs[index]
+        if output.is_template and not self._is_open(index):
+            return output
+        hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
+        dropping = dropping_writes(lambda tensor: True)
+        with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
+            found = call()
+        return output if output.is_template else BlockOutput.of(found)
+
+    def _looking_into(self, index: int) -> AbstractContextManager[None]:
+        return self._luggage.resumed() if self._is_open(index) else nullcontext()
+
+    def _shapes_of(self, index: int, output: BlockOutput) -> Any:
+        origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
+        device = self._microbatch.device
+        shapes = (ShapeOnly(meta, device, origins) for meta in output.metas)
+        return self._luggage.leave_block(index, output.fill(shapes))
+
+    def _hand_over(self, index: int, output: BlockOutput) -> Any:
+        # As late as here: the step's own beginning has run while the tensors were on their way.
+        tensors = self._receive()
+        entered = tensors if self._received is None else enter(tensors, self._received)
+        count = len(output.payload)
+        self._luggage.deliver(entered[count:])
+        self._context.ownership.show(self._context.stage.index)
+        return self._luggage.leave_block(index, output.fill(iter(entered[:count])))
+
+    def _check_result(self, result: Any) -> Any:
+        if self._left:
+            raise RuntimeError(
+                "the step caught the signal by which a stage leaves it, so it has an `except:` or "
+                "`except BaseException:` around its blocks; use `except Exception:`"
+            )
+        if not self._context.is_last:
+            self._refuse_early_end(result)
+        result = give_values(result)
+        for leaf in shape_only_leaves(result):
+            raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
+        return result
+
+    def _refuse_early_end(self, result: Any) -> None:
+        """Refuse a step that is over before the stage's last block was called."""
+        if self._received is not None:
+            loss_in(result)  # whose message is the same on every stage
+        raise ValueError(
+            f"the step returned before it called "
+            f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, which it has "
+            f"called for other batches of this shape; a pipeline needs each entry of "
+            f"{self._context.chain.name} called once and in order, in every step"
+        )
+
+    def _explain(self, error: ValueNeededError) -> str:
+        return (
+            f"{error}, which is not on stage {self._context.stage.index}"
+            f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
+            f"output, or compute it from the batch"
+        )

@@ -1,0 +1,225 @@
+"""Sees where in a step what it writes to keep is read and written.
+
+``self.running_loss`` is written behind the blocks, where only the last stage comes: a stage that
+reads it before them, in the next microbatch, would have an old one.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.module_snapshot import containers_in, parts_of
+from lightning_pipeoffload.runtime.users_code.source_watch import Draw
+from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
+from lightning_pipeoffload.runtime.users_code.written_state import Variable
+
+_Key = tuple[int, str]
+# A list that is empty stays as it is when it is cleared, so its contents do not tell.
+_RESETS = {"clear", "reset", "zero_", "fill_", "copy_"}
+_FILLS = {"add", "append", "appendleft", "extend", "insert", "update", "setdefault"}
+
+
+class Use(NamedTuple):
+    """A read or a write.
+
+    Attributes:
+        place: in the step.
+        line: of the user's code; "" for a write that was found later.
+    """
+
+    place: Draw
+    line: str
+
+
+@dataclass
+class Uses:
+    """What a step does with one variable.
+
+    Attributes:
+        label: its name for messages.
+        reads: of what an earlier step has left there.
+        writes: of all kinds.
+        is_assigned: it is given other values, not only changed inside.
+    """
+
+    label: str
+    reads: list[Use] = field(default_factory=list)
+    writes: list[Use] = field(default_factory=list)
+    is_assigned: bool = False
+
+    def read(self, use: Use) -> None:
+        """Note a read, unless this step has written what is read."""
+        if not self.writes:
+            self.reads.append(use)
+
+    def write(self, use: Use) -> None:
+        """Note a write, once for each place."""
+        if use.place not in {known.place for known in self.writes}:
+            self.writes.append(use)
+
+    def reads_that_count(self) -> list[Use]:
+        """Return the reads but those that reach for a container to put something into it."""
+        writing = {write.place for write in self.writes}
+        return [read for read in self.reads if self.is_assigned or read.place not in writing]
+
+
+class AttributeUses:
+    """Watches variables in one run of a step.
+
+    Args:
+        module: the user's.
+        blocks: of it.
+        variables: that some step writes.
+    """
+
+    def __init__(
+        self, module: nn.Module, blocks: Iterable[nn.Module], variables: Iterable[Variable]
+    ) -> None:
+        self._module = module
+        self._blocks = set(blocks)
+        self._variables = list(variables)
+        self._place = Draw(0, is_in_block=False)
+        self._seen: list[Any] = []
+        self._names = {variable.name for variable in self._variables}
+        self._of_holder = {(id(v.space.holder), v.name): Uses(v.label) for v in self._variables}
+
+    @property
+    def found(self) -> dict[_Key, Uses]:
+        """What is known of each variable, by the id of what holds it and its name."""
+        return self._of_holder
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what the modules that have such variables do with them."""
+        self._seen = [_state(variable.value) for variable in self._variables]
+        with ExitStack() as stack:
+            for part in self._module.modules():
+                if self._has_any(part):
+                    stack.enter_context(self._watched(part))
+            yield
+
+    @contextmanager
+    def _watched(self, part: nn.Module) -> Iterator[None]:
+        plain = type(part)
+        methods = _watching_methods(plain, self._read, self._assign)
+        if part in self._blocks:  # it has a class of its own, by which its calls are known
+            methods = {**methods, "__call__": plain.__call__}
+            part.__class__ = subclass_like(own_class(part), methods)
+        else:
+            part.__class__ = subclass_like(plain, methods)
+        try:
+            yield
+        finally:
+            part.__class__ = plain
+
+    def _has_any(self, part: nn.Module) -> bool:
+        return any((id(holder), n) in self._of_holder for holder in _holders(part)
+                   for n in self._names)  # fmt: skip
+
+    def _uses_of(self, part: nn.Module, name: str) -> Uses | None:
+        if name not in self._names:
+            return None
+        keys = ((id(holder), name) for holder in _holders(part))
+        return next((self._of_holder[key] for key in keys if key in self._of_holder), None)
+
+    def _read(self, part: nn.Module, name: str) -> None:
+        uses = self._uses_of(part, name)
+        frame = sys._getframe(2)  # behind the watching method
+        if uses is None or not is_users_file(frame.f_code.co_filename):
+            return
+        method = _attribute_taken(frame)
+        if method in _RESETS:
+            uses.write(Use(self._place, _line_in(frame)))
+        elif method not in _FILLS:
+            uses.read(Use(self._place, _line_in(frame)))
+
+    def _assign(self, part: nn.Module, name: str, value: Any) -> None:
+        uses = self._uses_of(part, name)
+        if uses is not None and vars(part).get(name) is not value:  # as += of a list assigns it
+            uses.is_assigned = True
+            uses.write(Use(self._place, _line_in(sys._getframe(2))))
+
+    def look(self, place: Draw) -> None:
+        """Note what was changed since the last look, which was at the border of another place."""
+        for index, variable in enumerate(self._variables):
+            before, now = self._seen[index], _state(variable.value)
+            if not _is_same(before, now):
+                uses = self._of_holder[id(variable.space.holder), variable.name]
+                uses.is_assigned |= before[0][0] is not now[0][0]
+                uses.write(Use(place, ""))
+                self._seen[index] = now
+        segment, is_in_block = place
+        self._place = Draw(segment + is_in_block, not is_in_block)
+
+
+def _holders(part: nn.Module) -> tuple[Any, ...]:
+    return part, *type(part).__mro__
+
+
+def _watching_methods(
+    plain: type[Any],
+    on_read: Callable[[nn.Module, str], None],
+    on_assign: Callable[[nn.Module, str, Any], None],
+) -> dict[str, Any]:
+    def read(self: Any, name: str) -> Any:
+        on_read(self, name)
+        return plain.__getattribute__(self, name)  # type: ignore[call-arg]
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        on_assign(self, name, value)
+        plain.__setattr__(self, name, value)  # type: ignore[call-arg]
+
+    return {"__getattribute__": read, "__setattr__": assign}
+
+
+def _line_in(frame: FrameType) -> str:
+    """Name the line that reads or assigns; "" if it is a library's."""
+    file = frame.f_code.co_filename
+    return line_of(file, frame.f_lineno) if is_users_file(file) else ""
+
+
+def _attribute_taken(frame: FrameType) -> str:
+    """Name the attribute that code takes of what it is reading; "" if none."""
+    rest = (code for code in dis.get_instructions(frame.f_code) if code.offset > frame.f_lasti)
+    following = next(rest, None)
+    if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return ""
+    return str(following.argval)
+
+
+def _state(value: Any) -> list[tuple[Any, Any]]:
+    """Return what tells whether a value is another one, or has other contents."""
+    inside = [(place, parts_of(place)) for place in containers_in(value)]
+    tensors = [part for _, parts in inside for part in parts if isinstance(part, Tensor)]
+    return [(value, _version(value)), *inside, *((tensor, _version(tensor)) for tensor in tensors)]
+
+
+def _version(value: Any) -> int:
+    # Private: the version counts the writes, but not those to what an inference mode has made.
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _is_same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+    return len(before) == len(now) and all(
+        old is new and _has_same_parts(then, parts)
+        for (old, then), (new, parts) in zip(before, now, strict=True)
+    )
+
+
+def _has_same_parts(before: Any, now: Any) -> bool:
+    if isinstance(before, int):
+        return bool(before == now)
+    return len(before) == len(now) and all(map(_is, before, now))
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right

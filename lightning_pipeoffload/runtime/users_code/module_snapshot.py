@@ -1,0 +1,147 @@
+"""Runs something on a module, leaves the module as it was, and tells what was changed in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
+
+_DEPTH = 3
+_NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_CONTAINERS = (list, dict, set, deque)
+_LIBRARIES = {"builtins", "torch", "lightning", "lightning_pipeoffload", "functools"}
+
+
+Attribute = tuple[nn.Module, str]
+"""A module of the tree, and the name of one of its attributes."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """What can be changed in place, and what to give back to it."""
+
+    owner: nn.Module
+    attribute: str | None  # in whose value it is; None: it is the owner's attributes themselves
+    container: Any
+    contents: Any
+    copies: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy_tensors(self) -> None:
+        if isinstance(self.container, dict):
+            tensors = ((n, value) for n, value in self.contents.items() if type(value) is Tensor)
+            self.copies = {name: value.clone() for name, value in tensors}
+            self.container.update(self.copies)
+
+    def written(self) -> Iterator[Attribute]:
+        """Yield the attributes whose values were changed in place, not just replaced."""
+        names = [name for name, copied in self.copies.items() if _is_written(copied)]
+        if self.attribute is None:
+            yield from ((self.owner, name) for name in names)
+        elif names or not self._has_sameparts_of():
+            yield self.owner, self.attribute
+
+    def _has_sameparts_of(self) -> bool:
+        before, now = parts_of(self.contents), parts_of(self.container)
+        copies = {id(copied) for copied in self.copies.values()}
+        return len(before) == len(now) and all(
+            new is old or id(new) in copies for old, new in zip(before, now, strict=True)
+        )
+
+
+def _is_written(copied: Tensor) -> bool:
+    # Private: the version counts the writes, but not those to what an inference mode has made.
+    return not copied.is_inference() and bool(copied._version)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
+    """Give every attribute and container of the module tree its contents back afterwards.
+
+    Containers in containers and plain objects are looked into, three deep.
+
+    Yields:
+        The attributes whose values were changed in place; filled at the end.
+    """
+    places = list(_places(module))
+    for place in places:
+        place.copy_tensors()
+    written: set[Attribute] = set()
+    try:
+        yield written
+    finally:
+        for place in places:
+            written.update(place.written())
+            refill(place.container, place.contents)
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    spaces = [(child, child.__dict__) for child in module.modules()]
+    known = {id(space) for _, space in spaces}
+    for child, space in spaces:
+        yield _Place(child, None, space, space.copy())
+        for name, value in list(space.items()):
+            for container in _containers(value, known, _DEPTH):
+                yield _Place(child, name, container, container.copy())
+
+
+def parts_of(container: Any) -> list[Any]:
+    """List the values in a container."""
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def private_copy(value: Any, depth: int = _DEPTH) -> Any:
+    """Copy what can be changed in place in a value, as deep as :func:`unchanged` looks."""
+    if type(value) is Tensor:
+        return value.detach().clone()
+    if depth == 0 or not (isinstance(value, _CONTAINERS) or _attributes(value)):
+        return value
+    found = copy.copy(value)
+    if isinstance(found, (list, deque)):
+        refill(found, [private_copy(part, depth - 1) for part in value])
+    elif not isinstance(found, set):
+        inside = found if isinstance(found, dict) else found.__dict__
+        inside.update({name: private_copy(part, depth - 1) for name, part in inside.items()})
+    return found
+
+
+def containers_in(value: Any) -> list[Any]:
+    """List what can be changed in place in a value, as deep as :func:`unchanged` looks."""
+    return list(_containers(value, set(), _DEPTH))
+
+
+def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
+    """Yield what can be changed in place: a container, an object's attributes, and those in it."""
+    place = value if isinstance(value, _CONTAINERS) else _attributes(value)
+    if place is None or id(place) in known:
+        return
+    known.add(id(place))
+    yield place
+    if depth > 1:
+        for part in parts_of(place):
+            yield from _containers(part, known, depth - 1)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, _NOT_COLLECTIONS) or type(value).__module__.split(".")[0] in _LIBRARIES:
+        return None
+    if generator_kind(value) is not None:  # see random_sources
+        return None
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None  # a generic alias has its class's
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Give a container the contents that its copy has."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(contents)
+    else:
+        container.update(contents)

@@ -1,0 +1,159 @@
+"""The operations whose weight gradient can wait for W, and the mathematics of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipeoffload.runtime.weight_grad.queue import add_product_to_grad, add_to_grad
+
+aten = torch.ops.aten
+
+
+class DeferredCall:
+    """One call of an operation with a deferred weight; subclasses know the mathematics.
+
+    Each method runs under no_grad.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.options = options
+        self.trains_bias = bias is not None and bias.requires_grad
+        self.version = weight._version
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the operation's result."""
+        raise NotImplementedError
+
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of x, from that of the result."""
+        raise NotImplementedError
+
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        """Add to the gradients of weight and bias."""
+        raise NotImplementedError
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        """Return the operations of :meth:`accumulate`."""
+        return 2 * grad.numel() * x.shape[-1]
+
+    def check_unchanged(self) -> None:
+        """Refuse a weight that is no longer what the forward has used.
+
+        Raises:
+            RuntimeError: it was written in place.
+        """
+        if self.weight._version != self.version:
+            raise RuntimeError(
+                f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
+                f"forward and the backward that needs it; change weights in the optimizer's step "
+                f"only"
+            )
+
+
+class Linear(DeferredCall):
+    """``x @ weight.T + bias`` with x ``[..., in]``, weight ``[out, in]``."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.linear.default(x, self.weight, self.bias)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.matmul(self.weight.conj())
+
+    @override
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        rows = grad.reshape(-1, grad.shape[-1])
+        add_product_to_grad(self.weight, rows.t(), x.reshape(-1, x.shape[-1]).conj())
+        if self.trains_bias:
+            add_to_grad(self.bias, rows.sum(0))
+
+
+class MatrixProduct(DeferredCall):
+    """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return aten.mm.default(x, self.weight)
+        return aten.addmm.default(self.bias, x, self.weight)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.mm(self.weight.mH)
+
+    @override
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        add_product_to_grad(self.weight, x.mH, grad)
+        if self.trains_bias:
+            add_to_grad(self.bias, grad.sum(0))
+
+
+class BatchedProduct(DeferredCall):
+    """``x[i] @ weight[i]`` with x ``[batch, rows, in]``, weight ``[batch, in, out]``."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.bmm.default(x, self.weight)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad.bmm(self.weight.mH)
+
+    @override
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        add_to_grad(self.weight, x.mH.bmm(grad))
+
+
+class GroupedProduct(DeferredCall):
+    """``x[rows of group i] @ weight[i]`` with x ``[rows, in]``, weight ``[groups, in, out]``."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return aten._grouped_mm.default(x, self.weight, *self.options)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return aten._grouped_mm.default(
+            grad.contiguous(), self.weight.transpose(-2, -1), *self.options
+        )
+
+    @override
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        add_to_grad(self.weight, aten._grouped_mm.default(x.t(), grad.contiguous(), *self.options))
+
+
+class Convolution(DeferredCall):
+    """``convolution(x, weight, bias, *options)`` as aten has it."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return aten.convolution.default(x, self.weight, self.bias, *self.options)
+
+    def _gradients(self, x: Tensor, grad: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        sizes = None if self.bias is None else list(self.bias.shape)
+        return aten.convolution_backward.default(grad, x, self.weight, sizes, *self.options, mask)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return self._gradients(x, grad, [True, False, False])[0]
+
+    @override
+    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+        _, weight_grad, bias_grad = self._gradients(x, grad, [False, True, self.trains_bias])
+        add_to_grad(self.weight, weight_grad)
+        if self.trains_bias:
+            add_to_grad(self.bias, bias_grad)
+
+    @override
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        transposed = self.options[3]
+        pixels = x if transposed else grad
+        return 2 * pixels.numel() * math.prod(self.weight.shape[1:])

@@ -1,0 +1,178 @@
+"""Kernels at the dispatcher's autograd keys that leave the gradients of marked weights for W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.weight_grad.calls import (
+    BatchedProduct,
+    Convolution,
+    GroupedProduct,
+    Linear,
+    MatrixProduct,
+)
+from lightning_pipeoffload.runtime.weight_grad.node import apply_deferred
+from lightning_pipeoffload.runtime.weight_grad.queue import active_queue, has_hooks
+
+_Original = Callable[..., Tensor]
+
+_MARK = "_pipeoffload_deferred"
+# Views and casts save no tensors, so backward may pass them once per use.
+_TRANSPARENT = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ToCopyBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0",
+    "SliceBackward0", "SelectBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0", "CloneBackward0",
+}  # fmt: skip
+
+_LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
+
+
+def mark(parameter: nn.Parameter) -> None:
+    """Say that the gradient of ``parameter`` may be left for W."""
+    setattr(parameter, _MARK, True)
+
+
+def _is_deferred(weight: Tensor | None) -> bool:
+    """Whether ``weight`` is a marked parameter, or a view or cast of one."""
+    if weight is None or not weight.requires_grad:
+        return False
+    if weight.is_leaf:
+        return _may_wait(weight)
+    return _leads_to_mark(weight.grad_fn)
+
+
+def _may_wait(parameter: Tensor) -> bool:
+    # Autograd calls a hook with the sum of all uses, of which W would add one after another.
+    return getattr(parameter, _MARK, False) and not has_hooks(parameter)
+
+
+def _leads_to_mark(node: Any) -> bool:
+    for _ in range(_LONGEST_VIEW):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return _may_wait(variable)
+        if node.name() not in _TRANSPARENT:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
+    if active_queue() is None or not torch.is_grad_enabled() or not _is_deferred(weight):
+        return False
+    if torch.is_anomaly_enabled():  # which looks at what autograd itself computes
+        return False
+    return bias is None or not bias.requires_grad or _is_deferred(bias)
+
+
+def _linear(original: _Original) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _takes_part(weight, bias):
+            return apply_deferred(Linear(weight, bias), x)
+        return original(keys, x, weight, bias)
+
+    return kernel
+
+
+def _product(
+    call: type[MatrixProduct] | type[BatchedProduct], original: Any
+) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if _takes_part(right, None):
+            return apply_deferred(call(right, None), left)
+        if _takes_part(left, None):
+            return apply_deferred(call(left.mT, None), right.mT).mT
+        return original(keys, left, right)
+
+    return kernel
+
+
+def _addmm(original: _Original) -> Callable[..., Tensor]:
+    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
+        unscaled = all(scale == 1 for scale in scales.values())
+        if unscaled and bias.dim() == 1 and _takes_part(right, bias):
+            return apply_deferred(MatrixProduct(right, bias), left)
+        return original(keys, bias, left, right, **scales)
+
+    return kernel
+
+
+def _grouped_mm(original: _Original) -> Callable[..., Tensor]:
+    def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
+        by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
+        if by_rows and _takes_part(right, None):
+            return apply_deferred(GroupedProduct(right, None, *options), left)
+        return original(keys, left, right, *options, **named)
+
+    return kernel
+
+
+def _convolution(original: _Original) -> Callable[..., Tensor]:
+    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        if _takes_part(weight, bias):
+            return apply_deferred(Convolution(weight, bias, *options), x)
+        return original(keys, x, weight, bias, *options)
+
+    return kernel
+
+
+_KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
+    "linear": _linear,
+    "mm": partial(_product, MatrixProduct),
+    "bmm": partial(_product, BatchedProduct),  # of einsum too
+    "addmm": _addmm,
+    "convolution": _convolution,
+    "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
+}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def install_kernels(device_type: str) -> None:
+    """Put the kernels in place for one type of device; again is harmless.
+
+    They cost 2 to 4 us a call while nothing is deferred, so :func:`remove_kernels` after training.
+    """
+    if device_type in _libraries:
+        return
+    key = f"Autograd{device_type.upper()}"
+    library = torch.library.Library("aten", "IMPL")
+    for name, make_kernel in _KERNELS.items():
+        library.impl(name, make_kernel(_original(name, key)), key, with_keyset=True)
+    _libraries[device_type] = library
+
+
+def _original(name: str, key: str) -> _Original:
+    """Return what runs an operation as it was, and lets other threads run Python meanwhile.
+
+    A kernel that is called by itself keeps the interpreter for as long as it runs; where the queue
+    of an accelerator is full and another rank is dead, for ever. Where the key has torch's common
+    kernel, the dispatcher is sent to the same one at a key that nobody replaces.
+    """
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
+        return kernel.call_boxed
+    call = getattr(torch.ops.aten, name).default
+    # Private: nothing public names dispatch keys to go on at.
+    keys = torch._C.DispatchKey.__members__
+    replaced, common = map(torch._C.DispatchKeySet, (keys[key], keys["AutogradOther"]))
+    compiling = keys["PythonDispatcher"]  # which looks for the key by itself, and would come here
+
+    def run(found: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if found.has(compiling):
+            return kernel.call_boxed(found, *args, **kwargs)
+        return call.redispatch((found - replaced) | common, *args, **kwargs)
+
+    return run
+
+
+def remove_kernels() -> None:
+    """Give the dispatcher its own kernels back."""
+    while _libraries:
+        # Private: a Library unregisters when it is collected, which is too late to rely on.
+        _libraries.popitem()[1]._destroy()

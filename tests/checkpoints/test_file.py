@@ -1,0 +1,149 @@
+"""A checkpoint is replaced in one step: a kill at any moment leaves the old or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from itertools import count
+from multiprocessing import get_context
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.checkpoints import file as checkpoint_file
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present, replacing
+
+# A fork: importing torch anew would take longer than all that is killed.
+FORK = get_context("fork")
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"], autouse=True)
+def can_exchange(request, monkeypatch):
+    """Run with and without a file system that exchanges two names in one step."""
+    if not request.param:
+        monkeypatch.setattr(checkpoint_file, "_exchange", lambda one, other: False)
+
+
+def save(path, form, content):
+    with replacing(path, folder=form == "folder") as part:
+        for name in "ab" if form == "folder" else [""]:
+            (part / name).write_text(content)
+
+
+def make(path, form, content):
+    if form == "folder":
+        path.mkdir()
+        path = path / f"shard {content}"
+    path.write_text(content)
+
+
+def read(path):
+    return [file.read_text() for file in ([path] if path.is_file() else path.iterdir())]
+
+
+def save_until(path, form, content, last):
+    """Save, and be killed at the event of that number: a file opened, moved, deleted..."""
+    events = count()
+
+    def watch(event, args):
+        if next(events) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    save(path, form, content)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("old", ["nothing", "file", "folder"])
+@pytest.mark.parametrize("new", ["file", "folder"])
+def test_what_was_there_is_replaced_whole(tmp_path, old, new):
+    path = tmp_path / "last.ckpt"
+    if old != "nothing":
+        make(path, old, "old")
+    save(path, new, "new")
+    assert set(read(path)) == {"new"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_replaced_and_its_target_kept(tmp_path):
+    make(tmp_path / "epoch=1.ckpt", "folder", "old")
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("epoch=1.ckpt")
+    save(link, "folder", "new")
+    assert (read(link), read(tmp_path / "epoch=1.ckpt")) == (["new", "new"], ["old"])
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_the_next_save_cleans_up(tmp_path, form):
+    path = tmp_path / "last.ckpt"
+    save(path, form, "0")
+    before = {"0"}
+    for event in count():
+        process = FORK.Process(target=save_until, args=(path, form, str(event + 1), event))
+        process.start()
+        process.join()
+        found = set(read(present(path)))
+        assert len(found) == 1
+        assert found <= before | {str(event + 1)}
+        before = found
+        if process.exitcode == 0:
+            break
+    assert event > 8
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["download.part", "data.0123abcd.part", "being-written.part"])
+def test_a_file_of_the_users_stays(tmp_path, name):
+    make(tmp_path / name, "file", "half")
+    save(tmp_path / "last.ckpt", "file", "new")
+    assert read(tmp_path / name) == ["half"]
+
+
+def test_what_another_run_is_writing_stays(tmp_path):
+    with replacing(tmp_path / "other.ckpt") as part:
+        save(tmp_path / "last.ckpt", "file", "new")
+        part.write_text("other")
+    assert read(tmp_path / "other.ckpt") == ["other"]
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path, form):
+    path = tmp_path / "last.ckpt"
+    save(path, form, "old")
+    before = sorted(tmp_path.iterdir())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(OSError, match=r"was not saved: No space left on device: '.*last.ckpt'"),
+        replacing(path, folder=form == "folder"),
+    ):
+        raise full
+    assert set(read(path)) == {"old"}
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_removed_checkpoint_is_gone(tmp_path, form):
+    path = tmp_path / "last.ckpt"
+    save(path, form, "old")
+    MovingCheckpointIO().remove_checkpoint(path)
+    MovingCheckpointIO().remove_checkpoint(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_asynchronous_checkpoint_is_moved_too(tmp_path):
+    strategy = PipeOffloadStrategy()
+    strategy.checkpoint_io = AsyncCheckpointIO()
+    strategy.checkpoint_io.save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    strategy.checkpoint_io.teardown()
+    assert torch.load(tmp_path / "last.ckpt") == {"step": 1}
+    assert isinstance(strategy.checkpoint_io.checkpoint_io, MovingCheckpointIO)
+
+
+def test_a_writer_of_files_is_refused_where_folders_are_written():
+    strategy = PipeOffloadStrategy(save_distributed_checkpoint=True)
+    with pytest.raises(ValueError, match="AsyncCheckpointIO writes files"):
+        strategy.checkpoint_io = AsyncCheckpointIO()

@@ -1,0 +1,60 @@
+"""What ModelCheckpoint and the user save, keep, remove and name: as on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoints.test_split_state import consolidate
+from tests.support import saving_fits
+
+FORMS = {"file": {}, "folder": {"save_distributed_checkpoint": True}}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What one device does: the folder, the fit, and the fit that goes on."""
+    folder = str(tmp_path_factory.mktemp("one"))
+    return folder, saving_fits.fit_and_save(0, folder, {}), saving_fits.resume(0, folder, {})
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def found(request, ranks, tmp_path_factory):
+    """The same over two ranks."""
+    folder = str(tmp_path_factory.mktemp(request.param))
+    options = FORMS[request.param]
+    saved = ranks(2).run(saving_fits.fit_and_save, 2, folder, options)
+    return folder, saved, ranks(2).run(saving_fits.resume, 2, folder, options)
+
+
+def test_the_same_files_are_kept(expected, found):
+    assert [rank["files"] for rank in found[1]] == [expected[1]["files"]] * 2
+
+
+def test_the_callbacks_know_the_same_on_every_rank(expected, found):
+    assert [rank["described"] for rank in found[1]] == [expected[1]["described"]] * 2
+
+
+def test_best_last_and_paths_are_loaded_as_plain_data(expected, found):
+    assert found[1][0]["losses"] == pytest.approx(expected[1]["losses"], rel=1e-12)
+
+
+def test_hooks_see_all_entries_on_every_rank(expected, found):
+    assert {rank["loaded"] for rank in found[1]} == {expected[1]["loaded"]}
+
+
+def test_a_fit_goes_on_from_the_last_checkpoint(expected, found):
+    assert found[2][0]["losses"] == pytest.approx(expected[2]["losses"], rel=1e-12)
+    for known in ("steps", "described"):
+        assert [rank[known] for rank in found[2]] == [expected[2][known]] * 2
+
+
+@pytest.mark.parametrize("name", ["before", "third", "after", "last/last"])
+def test_what_is_saved_is_what_one_device_saves(expected, found, name):
+    path = f"{found[0]}/{name}.ckpt"
+    saved = torch.load(path if "file" in found[0] else consolidate(path), weights_only=True)
+    plain = torch.load(f"{expected[0]}/{name}.ckpt", weights_only=True)
+    assert saved.keys() == {*plain.keys(), "pipeoffload_seed"}
+    torch.testing.assert_close(dict(saved["state_dict"]), dict(plain["state_dict"]))
+    for part in ("loops", "lr_schedulers", "global_step", "epoch", "hyper_parameters", "numbers"):
+        assert saved.get(part) == plain.get(part)

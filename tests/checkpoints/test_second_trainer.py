@@ -1,0 +1,109 @@
+"""One module with several trainers, pipelines and none, after each other: as on one device."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+
+from tests.support import fits
+
+
+class Net(fits.Net):
+    """With a table in each block that no state dict has."""
+
+    def __init__(self, **options):
+        super().__init__(dropout=0.0, **options)
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("scale", torch.tensor(1 + number / 8), persistent=False)
+            block.register_forward_hook(_times_scale)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+
+def _times_scale(block, args, output):
+    return output * block.scale
+
+
+def make_trainer(num_devices, max_epochs=1, **options):
+    return L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        max_epochs=max_epochs,
+        enable_checkpointing=False,
+    )
+
+
+def train(num_devices, **options):
+    L.seed_everything(7, verbose=False)
+    module = Net(**options)
+    trainer = make_trainer(num_devices)
+    trainer.fit(module, fits.loader(), fits.loader())
+    return module, trainer
+
+
+def look(trainer):
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def use_again(num_devices, folder, others, tie):
+    """Return what further trainers find, each of so many devices and of a schedule."""
+    module, trainer = train(num_devices, tie=tie)
+    path = f"{folder}/{num_devices}.ckpt"
+    trainer.save_checkpoint(path)
+    found = []
+    for devices, schedule in others:
+        for ckpt_path in (path, None):
+            trainer = make_trainer(devices, schedule=schedule)
+            trainer.test(module, fits.loader(), ckpt_path=ckpt_path, verbose=False)
+            found.append(look(trainer))
+    trainer = make_trainer(others[-1][0], 2, schedule=others[-1][1])
+    trainer.fit(module, fits.loader(), fits.loader(), ckpt_path=path)
+    return found, look(trainer)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "others", "tie"),
+    [
+        (2, [(0, None), (2, "zb_v"), (0, None)], True),
+        (3, [(0, None), (3, "zb_v")], False),
+    ],
+)
+def test_a_checkpoint_brings_a_module_to_any_other_trainer(ranks, tmp_path, num_ranks, others, tie):
+    expected, end = use_again(0, tmp_path, [(0, None)], tie)
+    for found, last in ranks(num_ranks).run(use_again, num_ranks, str(tmp_path), others, tie):
+        assert found == [pytest.approx(expected[0], rel=1e-9)] * (2 * len(others))
+        assert last == pytest.approx(end, rel=1e-9)
+
+
+def load_by_hand(num_devices, folder):
+    """Return whether a state dict fills the module, and parts of it, with its own values."""
+    module, trainer = train(num_devices)
+    trainer.save_checkpoint(f"{folder}/fit.ckpt")
+    state = torch.load(f"{folder}/fit.ckpt", weights_only=False)["state_dict"]
+    block = {k.removeprefix("blocks.0."): v for k, v in state.items() if k[:9] == "blocks.0."}
+    module.blocks[0].load_state_dict(block)
+    module.blocks[0](torch.zeros(1, 16).double())
+    module.load_state_dict(state)
+    again = module.state_dict()
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks]
+    return all(torch.equal(again[name], state[name]) for name in state), hooks
+
+
+def test_a_plain_load_fills_what_lives_elsewhere(ranks, tmp_path):
+    assert ranks(2).run(load_by_hand, 2, str(tmp_path)) == [(True, [])] * 2
+
+
+def use_without_values(num_devices):
+    module, _ = train(num_devices)
+    with pytest.raises(RuntimeError) as refusal:
+        make_trainer(0).test(module, fits.loader(), verbose=False)
+    return str(refusal.value)
+
+
+def test_without_its_checkpoint_a_module_in_parts_is_refused(ranks):
+    for refusal in ranks(2).run(use_without_values, 2):
+        assert "of Net are on other ranks since it was trained over a pipeline" in refusal
+        assert "load its checkpoint (ckpt_path=..., or load_state_dict)" in refusal

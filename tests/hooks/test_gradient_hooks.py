@@ -1,0 +1,205 @@
+"""Hooks that look at all gradients and weights, as on one device."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from tests.support import fits
+
+
+class Net(fits.Net):
+    """Keeps numbers that its hooks have found, and its weights at the end."""
+
+    def __init__(self, tie=False):
+        super().__init__(tie=tie, dropout=0.0, depth=4)
+        self.found = []
+
+    def keep(self, *numbers):
+        self.found.append([float(number) for number in numbers])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+class Clipping(Net):
+    def on_before_optimizer_step(self, optimizer):
+        self.keep(clip_grad_norm_(self.parameters(), 0.1))
+
+
+class ClippingOfGroups(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        for group in optimizer.param_groups:
+            norm = get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(group["params"], 0.2, norm)
+            self.keep(norm)
+
+
+class ClippingTwice(Net):
+    """By Lightning, then by hand, with norms in between that are asked for in other hooks."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, 0.3, "norm")
+
+    def on_train_batch_end(self, *args):
+        self.keep(math.sqrt(sum(p.grad.norm() ** 2 for p in self.parameters())))
+
+    def on_before_zero_grad(self, optimizer):
+        self.keep(*(p.grad.abs().max() for p in self.parameters() if p.grad is not None))
+
+
+class Skipping(Net):
+    """Leaves out steps by the norm, in an override that runs the closure itself."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        norms = [p.grad.detach().flatten().norm(2) for p in self.parameters()]
+        total = torch.stack(norms).norm()
+        finite = all(p.grad.isfinite().all() for p in self.parameters())
+        self.keep(total, finite, any(torch.isnan(p.grad).any() for p in self.parameters()))
+        if total < 0.6:
+            optimizer.step()
+
+
+class Stepping(Net):
+    """Changes all gradients where the step runs its closure, and looks at them after it."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.keep(clip_grad_norm_(self.parameters(), 1.0), len(optimizer.param_groups[0]["params"]))
+
+
+class Noise(Net):
+    def on_after_backward(self):
+        torch.manual_seed(self.global_step)
+        for p in self.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+            p.grad.data.mul_(0.5)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for index, p in enumerate(self.parameters()):
+            noise = torch.empty_like(p).normal_()
+            p.add_(noise, alpha=1e-3 * index).clamp_(-2, 2)
+            p.data.add_(torch.rand(p.shape, dtype=p.dtype) * 1e-3)
+        self.keep(torch.rand(()))
+
+
+class Layerwise(Net):
+    """Rates and decay by a parameter's index; foreach operations over everything."""
+
+    def on_train_start(self):
+        self.keep(sum(p.numel() for p in self.parameters()), len(self.state_dict()))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        optimizer = self.trainer.optimizers[0]
+        if batch_idx == 1 and self.current_epoch == 0:
+            members = optimizer.param_groups[0]["params"]
+            rest = [members.pop() for _ in range(3)]
+            optimizer.add_param_group({"params": rest, "lr": 0.01, "momentum": 0.5})
+
+    def on_before_optimizer_step(self, optimizer):
+        parameters = list(self.parameters())
+        torch._foreach_mul_([p.grad for p in parameters], [0.1 * i for i in range(len(parameters))])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        torch._foreach_mul_(list(self.parameters()), 0.99)
+        twin = copy.deepcopy(self)
+        assert len(pickle.dumps(twin)) > 1000
+        self.keep(sum(p.numel() for p in twin.parameters()))
+
+
+MODULES = [
+    Clipping, ClippingOfGroups, ClippingTwice, Skipping, Stepping, Noise, Layerwise,
+]  # fmt: skip
+
+
+class Watch(L.Callback):
+    """Logs norms by Lightning's own function, of all parameters and on global rank 0 alone."""
+
+    def __init__(self):
+        self.norms = []
+
+    @rank_zero_only
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for order in (2, "inf", float("inf")):
+            self.norms.append({n: float(v) for n, v in grad_norm(pl_module, order).items()})
+
+
+def fit(num_devices, kind, folder, tie=False, trainer=None, callbacks=(), **options):
+    L.seed_everything(7, verbose=False)
+    module = kind(tie=tie)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        enable_checkpointing=False,
+        callbacks=[*callbacks],
+        **{"max_epochs": 1, "limit_val_batches": 1} | (trainer or {}),
+    )
+    trainer.fit(module, fits.loader(), fits.loader())
+    trainer.save_checkpoint(f"{folder}/{num_devices}.ckpt")
+    return module.found
+
+
+def fit_watched(num_devices, folder, **options):
+    watch = Watch()
+    fit(num_devices, Net, folder, callbacks=[watch], **options)
+    return watch.norms
+
+
+def run(ranks, function, folder, num_ranks, **options):
+    """Return what one device finds, and every rank; compare the weights."""
+    schedule = options.pop("schedule", "zb_h1")
+    expected = function(0, folder=str(folder), **options)
+    fitting = partial(function, num_ranks, folder=str(folder), schedule=schedule, **options)
+    found = ranks(num_ranks).run(fitting)
+    plain, split = (torch.load(folder / f"{n}.ckpt", weights_only=False) for n in (0, num_ranks))
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(split[key], plain[key], rtol=1e-9, atol=1e-12)
+    return expected, found
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_hooks_find_what_they_find_on_one_device(ranks, tmp_path, kind):
+    expected, found = run(ranks, partial(fit, kind=kind), tmp_path, 2)
+    assert len(expected) > 1
+    for numbers in found:
+        assert numbers == found[0]  # to the bit
+        for mine, plain in zip(numbers, expected, strict=True):
+            assert mine == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "options"),
+    [
+        (Clipping, 3, {"tie": True}),
+        (Clipping, 2, {"tie": True, "schedule": "zb_v"}),
+        (Skipping, 2, {"tie": True, "schedule": "zb_v"}),
+        (Noise, 3, {"trainer": {"accumulate_grad_batches": 2}}),
+        (ClippingTwice, 2, {"tie": True, "trainer": {"accumulate_grad_batches": 2}}),
+        (Layerwise, 1, {"tie": True}),
+    ],
+)
+def test_in_other_pipelines_too(ranks, tmp_path, kind, num_ranks, options):
+    expected, found = run(ranks, partial(fit, kind=kind), tmp_path, num_ranks, **options)
+    for numbers in found:
+        assert numbers == found[0]
+        for mine, plain in zip(numbers, expected, strict=True):
+            assert mine == pytest.approx(plain, rel=1e-9)
+
+
+def test_lightnings_grad_norm_is_of_all_on_global_rank_0(ranks, tmp_path):
+    expected, (found, *others) = run(ranks, fit_watched, tmp_path, 2)
+    assert others == [[]]
+    assert [norms.keys() for norms in found] == [norms.keys() for norms in expected]
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-9)

@@ -1,0 +1,63 @@
+"""Lightning's habits over a pipeline, against one device on the same loop."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+from tempfile import TemporaryDirectory
+
+import lightning as L
+import pytest
+import torch
+
+from tests.support import fits, habits
+
+
+@cache
+def on_one_device(row):
+    with TemporaryDirectory() as folder:
+        return habits.run(row, 0, "", folder)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("row", habits.ROWS)
+def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
+    expected = on_one_device(row)
+    count = habits.ROWS[row].num_devices
+    for outcome in ranks(count).run(habits.run, row, count, schedule, str(tmp_path)):
+        numbers = {name: expected["numbers"][name] for name in outcome["numbers"]}
+        torch.testing.assert_close(outcome["numbers"], numbers, rtol=1e-10, atol=1e-12)
+        for what in ("hooks", "files", "progress"):
+            assert outcome[what] == expected[what]
+
+
+class SlowClock(L.Callback):
+    """Lets ranks other than global rank 0 believe that they validated long ago."""
+
+    num_validations = 0
+
+    def on_train_start(self, trainer, module):
+        if not trainer.is_global_zero:
+            trainer._last_val_time = float("-inf")
+
+    def on_validation_start(self, trainer, module):
+        self.num_validations += 1
+
+
+def _validate_by_clock():
+    clock = SlowClock()
+    trainer = L.Trainer(
+        **fits.SILENT | {"num_sanity_val_steps": 0},
+        devices=2,
+        strategy=fits.strategy(2),
+        max_epochs=1,
+        val_check_interval=timedelta(days=1),
+        enable_checkpointing=False,
+        callbacks=[clock],
+    )
+    trainer.fit(fits.Net(depth=4), fits.loader(), fits.loader())
+    return clock.num_validations
+
+
+def test_ranks_validate_by_the_clock_of_one(ranks):
+    assert ranks(2).run(_validate_by_clock) == [0, 0]

@@ -1,0 +1,72 @@
+"""A step says what it says once for each microbatch."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers.logger import Logger
+
+from lightning_pipeoffload.loop.quiet_passes import PrintQuiet
+from tests.support import fits
+
+
+class Spoken(Logger):
+    name, version, log_dir = "spoken", 0, "somewhere"
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        self.experiment = self
+
+    def add_scalar(self, name, value):
+        self.said.append(name)
+
+    def log_metrics(self, metrics, step=None):
+        self.said += [name for name in metrics if name == "direct"]
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class Talking(fits.Net):
+    def training_step(self, batch, batch_idx):
+        assert self.logger.log_dir == "somewhere"
+        assert isinstance(self.logger, Spoken)
+        self.print("before the blocks")
+        print("printed")  # noqa: T201
+        self.logger.experiment.add_scalar("scalar", 1.0)
+        self.logger.log_metrics({"direct": 1.0})
+        loss = super().training_step(batch, batch_idx)
+        self.print("behind the blocks")
+        return loss
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_once_for_each_microbatch(schedule, capsys):
+    L.seed_everything(7, verbose=False)
+    logger = Spoken()
+    options = fits.SILENT | {"logger": logger, "max_steps": 2, "limit_val_batches": 0}
+    strategy = fits.strategy(1, schedule=schedule, num_microbatches=4)
+    trainer = L.Trainer(**options, strategy=strategy, enable_checkpointing=False)
+    trainer.fit(Talking(), fits.loader())
+    said = capsys.readouterr().out
+    assert [said.count(text) for text in ("before the", "behind the", "printed")] == [8, 8, 8]
+    assert [logger.said.count(name) for name in ("scalar", "direct")] == [8, 8]
+    assert trainer.logger is logger
+
+
+def test_a_step_that_fails_says_what_it_has_said(capsys):
+    def step():
+        with PrintQuiet():
+            print("the batch has", 3)  # noqa: T201
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    assert capsys.readouterr().out == "the batch has 3\n"
+
+
+def test_who_names_a_file_is_heard(tmp_path):
+    with PrintQuiet(), (tmp_path / "log").open("w") as file:
+        print("text", file=file)
+    assert (tmp_path / "log").read_text() == "text\n"

@@ -1,0 +1,82 @@
+"""A fit that is told to requeue is saved once, whole, by all ranks, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import HashStore
+
+from lightning_pipeoffload.loop.requeue import Requeue
+from tests.support.requeued_fits import NUM_STEPS, Signal, fit, make_scontrol
+
+
+class Rank:
+    """A trainer as far as it matters here, which notes when it is saved."""
+
+    def __init__(self, rank, world_size):
+        self.global_rank, self.world_size, self.global_step = rank, world_size, 0
+        self.state, self.training = SimpleNamespace(fn=TrainerFn.FITTING), True
+        self._signal_connector = self
+        self.requeue = Requeue(self, SLURMEnvironment())
+        self.is_in_batch = self.has_stepped = False
+        self.saved = []
+
+    def _slurm_sigusr_handler_fn(self, signum, frame):
+        self.saved.append((self.global_step, self.has_stepped))
+
+    def go_on(self, draw):
+        """Go to the end of a step, or to that of its batch if there the rank would not wait."""
+        if not self.is_in_batch:
+            self.has_stepped = draw.random() < 0.5
+            self.global_step += self.has_stepped
+            self.is_in_batch = True
+        elif self.requeue._is_agreed.is_set() or not self.requeue._asks:
+            self.requeue.end_batch()
+            self.is_in_batch = False
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_all_ranks_save_after_the_same_step_however_far_apart_they_are(seed, num_ranks):
+    draw, store = random.Random(seed), HashStore()
+    ranks = [Rank(rank, num_ranks) for rank in range(num_ranks)]
+    told = {draw.randrange(300): rank for rank in ranks[: draw.randint(1, num_ranks)]}
+    for moment in range(100 * num_ranks + 300):
+        if moment in told:
+            told[moment].requeue.note_signal(10, None)
+        draw.choice(ranks).go_on(draw)
+        draw.choice(ranks).requeue.look(store)
+    (saved,) = {tuple(rank.saved) for rank in ranks}
+    ((_, has_stepped),) = saved
+    assert has_stepped
+
+
+# hook of the signals, and the steps that are done by then on one rank and on the other
+CASES = {
+    "a step": (False, (3, 8), {}),
+    "folder": (False, (8, 3), {"save_distributed_checkpoint": True}),
+    "accumulated": (False, (4, 7), {"accumulate_grad_batches": 2}),
+    "the last validation": (True, (NUM_STEPS, NUM_STEPS), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fit_goes_on_where_it_was_saved(tmp_path, case):
+    in_validation, steps, options = CASES[case]
+    make_scontrol(tmp_path)
+    first = [step == min(steps) for step in steps]
+    signals = [[Signal(*given)] for given in zip(steps, [in_validation] * 2, first, strict=True)]
+    fit(tmp_path, signals, options)
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    saved = tmp_path / "root" / "hpc_ckpt_1.ckpt"
+    assert list(saved.parent.iterdir()) == [saved]
+    fit(tmp_path, ([], []), options)
+    whole, rest = map(json.loads, (tmp_path / "losses").read_text().splitlines())
+    done = (len(whole) - len(rest)) // options.get("accumulate_grad_batches", 1)
+    assert min(steps) <= done <= min(steps) + 2
+    assert rest == whole[len(whole) - len(rest) :]

@@ -1,0 +1,81 @@
+"""Evaluation steps that cannot be cut run on every rank as on one device."""
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support import fits
+
+
+class Generating(fits.Net):
+    """Calls its blocks once for every token that it makes up, branches on values, and counts."""
+
+    def __init__(self, way):
+        super().__init__(dropout=0.0, depth=4)
+        self.way = way
+        self.found = []
+        self.register_buffer("tokens_made", torch.zeros(()))
+
+    def logits(self, x):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+    def generate(self, x):
+        for _ in range(3):
+            logits = self.logits(x)
+            if self.way == "samples":
+                x = torch.distributions.Categorical(logits=logits).sample()
+            else:
+                x = torch.where(logits.sum(-1) > 0, self.logits(x).argmax(-1), x + 1) % 32
+            self.tokens_made += 1
+            if int(x.sum()) == 0:
+                break
+        return x
+
+    def validation_step(self, batch, batch_idx):
+        x = batch["x"] if self.way == "calls no block" else self.generate(batch["x"])
+        value = self.embed(x).mean() + self.head.weight.norm()
+        self.log("val_loss", value)
+        return value
+
+    def predict_step(self, batch, batch_idx):
+        return self.generate(batch["x"])
+
+
+def _fit(num_devices, way, **options):
+    L.seed_everything(7, verbose=False)
+    module = Generating(way)
+    trainer = L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0},
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        max_epochs=2,
+        enable_checkpointing=False,
+    )
+    values = DataLoader(fits.samples(16), 8, collate_fn=fits.collate)
+    trainer.fit(module, fits.loader(), values)
+    logged = float(trainer.callback_metrics["val_loss"])
+    predicted = trainer.predict(module, values)
+    if not trainer.is_global_zero:
+        return logged
+    return logged, [x.tolist() for x in predicted], float(module.tokens_made), module.head.weight
+
+
+@pytest.mark.parametrize(
+    ("way", "schedule", "alone"),
+    [("generates", "zb_h1", 0), ("generates", "zb_v", 0), ("calls no block", "zb_h1", 0),
+     ("samples", "zb_h1", 1)],
+)  # fmt: skip
+def test_an_evaluation_that_cannot_be_cut_is_that_of_one_device(ranks, way, schedule, alone):
+    (plain,) = ranks(1).run(_fit_with, alone, way, "zb_h1")
+    found, elsewhere = ranks(2).run(_fit_with, 2, way, schedule)
+    assert found[:3] == (pytest.approx(plain[0]), *plain[1:3])
+    assert elsewhere == pytest.approx(plain[0])
+    torch.testing.assert_close(found[3], plain[3])
+
+
+def _fit_with(num_devices, way, schedule):
+    return _fit(num_devices, way, **({"schedule": schedule} if num_devices else {}))

@@ -1,0 +1,87 @@
+"""Values of microbatches, combined as Lightning would see the batch's; and metrics' values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torchmetrics.classification import MulticlassF1Score
+
+from lightning_pipeoffload.metrics.log_capture import LogCapture
+
+
+class Module(L.LightningModule):
+    """Keeps what reaches its log, which adds a prefix."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MulticlassF1Score(4, average="macro")
+        self.logged = []
+        self._trainer = SimpleNamespace(training=True)
+
+    def log(self, name, value, **kwargs):
+        self.logged.append((f"my_{name}", value, kwargs))
+
+
+@pytest.fixture
+def module():
+    return Module()
+
+
+def run(module, *microbatches, sizes):
+    capture = LogCapture(module)
+    for log in microbatches:
+        with capture.capturing(keep=True):
+            log()
+    capture.replay(sizes)
+    return module.logged
+
+
+REDUCED = [("mean", 2.0), ("sum", 5.0), ("max", 4.0), ("min", 1.0), (torch.max, 4.0), (min, 1.0)]
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), REDUCED)
+def test_values_are_reduced_with_the_samples_as_weights(module, reduce_fx, expected):
+    logs = [lambda v=v: module.log("x", torch.tensor([v]), reduce_fx=reduce_fx) for v in (1.0, 4.0)]
+    ((name, value, options),) = run(module, *logs, sizes=[4, 2])
+    assert (name, float(value), options["batch_size"]) == ("my_x", expected, 6)
+
+
+def test_a_name_that_a_step_logs_twice_is_logged_twice(module):
+    def log():
+        module.log("x", 1.0)
+        module.log("x", 3.0)
+
+    assert [float(value) for _, value, _ in run(module, log, log, sizes=[1, 1])] == [1.0, 3.0]
+
+
+def test_a_name_that_some_microbatches_log_has_their_weights(module):
+    logged = run(module, lambda: None, lambda: module.log("x", 2), sizes=[3, 5])
+    assert (float(logged[0][1]), logged[0][2]["batch_size"]) == (2.0, 5)
+
+
+def test_bfloat16_is_combined_in_float32(module):
+    logs = [lambda v=v: module.log("x", torch.tensor(v).bfloat16()) for v in (256.0, 257.0, 256.0)]
+    ((_, value, _),) = run(module, *logs, sizes=[1, 1, 2])
+    assert value.dtype == torch.float32
+
+
+def test_what_cannot_be_combined_is_lightnings_to_refuse(module):
+    ((_, value, _),) = run(module, lambda: module.log("x", torch.ones(2)), sizes=[1])
+    assert value.shape == (2,)
+
+
+def test_a_metric_that_is_called_has_its_value_over_the_batch(module):
+    generator = torch.Generator().manual_seed(0)
+    found, target = torch.randint(4, (2, 12), generator=generator)
+    expected = MulticlassF1Score(4, average="macro")(found, target)
+
+    def log(start):
+        module.metric(found[start : start + 4], target[start : start + 4])
+        module.log("f1", module.metric)
+
+    ((_, metric, _),) = run(module, *(lambda s=s: log(s) for s in (0, 4, 8)), sizes=[4, 4, 4])
+    assert (metric._forward_cache, metric.compute()) == (expected, expected)
+    assert "forward" not in vars(metric)

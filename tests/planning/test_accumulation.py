@@ -1,0 +1,115 @@
+"""Batches whose gradients add up share a plan where nobody looks in between."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+from torch.utils.data import DataLoader
+
+from lightning_pipeoffload.planning.accumulation import join_batches
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.schedule import Costs, ScheduleError, build
+from tests.support import fits
+
+
+def batches_of(lengths):
+    places = [range(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
+    dataset = fits.samples(sum(lengths))
+    return DataLoader(dataset, batch_sampler=places, collate_fn=fits.collate)
+
+
+class Watching(L.Callback):
+    """Looks at gradients after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *args):
+        total = get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        self.seen.append(float(total))
+
+
+def train(num_devices, lengths, watch=False, precision="64-true", **options):
+    """Accumulate three batches at a time.
+
+    Returns: gradients, microbatches of the plan, and what a callback has seen.
+    """
+    L.seed_everything(7, verbose=False)
+    module = fits.Net(dropout=options.pop("dropout", 0.0), depth=4)
+    watching = Watching()
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        accumulate_grad_batches=3,
+        max_epochs=1,
+        precision=precision,
+        enable_checkpointing=False,
+        callbacks=[watching] if watch else [],
+    )
+    trainer.fit(module if precision == "64-true" else module.float(), batches_of(lengths))
+    own = {n: p for n, p in module.named_parameters() if not isinstance(p, ShapeOnly)}
+    gradients = {name: parameter.grad for name, parameter in own.items()}
+    return gradients, num_devices and trainer.strategy.plan.num_microbatches, watching.seen
+
+
+def train_with(options):
+    return train(2, (8, 8, 8), dropout=0.3, **options)
+
+
+@pytest.mark.parametrize("lengths", [(8, 4, 8), (8, 8, 8, 8, 3), (8,)], ids=str)
+def test_gradients_of_shorter_batches_and_windows_are_exact(ranks, lengths):
+    expected, _, _ = train(0, lengths)
+    for found, size, _ in ranks(2).run(train, 2, lengths):
+        assert size == 12
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "full"},
+        {"schedule": "po_h"},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+def test_one_plan_gives_what_several_give_to_the_bit(ranks, options):
+    together = ranks(2).run(train_with, options)
+    apart = ranks(2).run(train_with, {"watch": True, **options})
+    for (one, common, _), (several, single, _) in zip(together, apart, strict=True):
+        assert (common, single) == (12, 4)
+        assert all(torch.equal(several[name], gradient) for name, gradient in one.items())
+
+
+def test_who_looks_in_between_sees_all_gradients(ranks):
+    _, _, expected = train(0, (8, 8, 8), True)
+    outcomes = ranks(2).run(train, 2, (8, 8, 8), True)
+    for _, _, seen in outcomes:
+        assert seen == pytest.approx(expected, rel=1e-10)
+
+
+def joined_size(name, num_microbatches, num_batches, make=None):
+    make = make or (lambda count: build(name, 2, count))
+    joined = join_batches(make, build(name, 2, num_microbatches), num_batches, Costs.unit())
+    return joined and joined.plan.num_microbatches
+
+
+def test_long_accumulations_are_several_plans():
+    assert joined_size("1f1b", 4, 5) == 20
+    assert joined_size("1f1b", 64, 1000) == 256
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_2p"])
+def test_no_plan_that_keeps_more_or_takes_as_long(name):
+    assert joined_size(name, 4, 3) is None
+
+
+def test_no_plan_from_a_schedule_of_fixed_size():
+    def refuse(count):
+        raise ScheduleError("of another size")
+
+    assert joined_size("1f1b", 4, 3, refuse) is None

@@ -1,0 +1,139 @@
+"""What is planned before anything has run, and by what was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.memory_plan import plan_before_measuring, plan_by_costs
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
+from lightning_pipeoffload.schedule import (
+    Costs,
+    ScheduleError,
+    peak_host_memory,
+    peak_memory,
+    validate,
+)
+
+MIB = 1 << 20
+COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
+
+
+def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # noqa: B008
+    return plan_by_costs(PipelineSettings(**options), num_ranks, 8, costs, limits)
+
+
+def hosts(num_bytes, num_ranks=4):
+    return [HostBudget.given(num_bytes)] * num_ranks
+
+
+def test_without_a_wish_nothing_is_offloaded():
+    schedule, report = plan_before_measuring(PipelineSettings(), 4, 8)
+    assert not schedule.has_copies
+    assert report is None
+
+
+@pytest.mark.parametrize("offload", ["half", "full", 1.0, 0.5])
+def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
+    settings = PipelineSettings(schedule="gis", offload=offload)
+    schedule, report = plan_before_measuring(settings, 4, 8)
+    assert schedule.has_copies
+    assert sum(report.offloaded) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "on_accelerator"), [({"memory_limit": "1GiB"}, False), ({}, True)]
+)
+def test_under_a_limit_the_first_steps_need_as_little_as_there_can_be(options, on_accelerator):
+    settings = PipelineSettings(schedule="zb_2p", **options)
+    schedule, _ = plan_before_measuring(settings, 4, 8, on_accelerator)
+    validate(schedule)
+    assert max(peak_memory(schedule, COSTS)) == MIB
+
+
+def test_a_limit_that_is_kept_anyway_costs_no_copies():
+    schedule, report = measured(memory_limit="1GiB")
+    assert not schedule.has_copies
+    assert report is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "uniform"])
+def test_a_tight_limit_is_met_by_offload(name):
+    plain, _ = measured(schedule=name)
+    limit = int(max(peak_memory(plain, COSTS))) - MIB
+    schedule, report = measured(schedule=name, memory_limit=limit)
+    assert schedule.has_copies
+    assert max(report.peak_memory) <= limit
+
+
+SLOW_COPIES = replace(COSTS, offload=0.1, reload=0.1)
+
+
+@pytest.mark.parametrize(("costs", "copies"), [(COSTS, True), (SLOW_COPIES, False)])
+def test_a_limit_is_kept_by_copies_or_by_order_whichever_is_faster(costs, copies):
+    schedule, report = measured(costs, schedule="zb", memory_limit=3 * MIB)
+    assert schedule.has_copies == copies == (report is not None)
+    assert max(peak_memory(schedule, costs)) <= 3 * MIB
+
+
+@pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
+def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
+    settings = PipelineSettings(schedule="1f1b")
+    schedule, report = plan_by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
+    assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
+    assert (report is None) == (limit is None)
+
+
+@pytest.mark.parametrize("offload", ["auto", "none", "full"])
+def test_a_limit_that_nothing_meets_is_refused(offload):
+    with pytest.raises(ScheduleError, match=r"memory_limit \(1\) is less than"):
+        measured(schedule="1f1b", offload=offload, memory_limit=1)
+
+
+@pytest.mark.parametrize("options", [{"offload": "full"}, {"memory_limit": 3 * MIB}])
+def test_what_the_hosts_have_no_room_for_is_refused(options):
+    _, report = measured(schedule="1f1b", **options)
+    assert sum(report.offloaded) > 0
+    limits = MachineLimits(hosts=hosts(MIB // 2))
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 .* \d\.00 MiB of host .* is 512\.00 KiB; allow"
+    ):
+        measured(schedule="1f1b", limits=limits, **options)
+
+
+def test_what_just_fits_the_hosts_is_taken():
+    plan, _ = measured(schedule="1f1b", offload="full")
+    peaks = peak_host_memory(plan, COSTS)
+    budgets = [HostBudget.given(int(peak) or 1) for peak in peaks]
+    assert measured(schedule="1f1b", offload="full", limits=MachineLimits(hosts=budgets))[0] == plan
+
+
+def test_the_pool_takes_whole_pieces():
+    costs = replace(COSTS, activation=1.9 * MIB)
+    plan, _ = measured(costs, schedule="1f1b", offload="full")
+    peak = int(max(peak_host_memory(plan, costs)))
+    with pytest.raises(ScheduleError, match="of host memory"):
+        measured(costs, schedule="1f1b", offload="full", limits=MachineLimits(hosts=hosts(peak)))
+
+
+def test_a_limit_is_kept_by_order_where_the_hosts_have_no_room():
+    options = {"schedule": "zb", "memory_limit": 3 * MIB}
+    assert measured(**options)[0].has_copies
+    schedule, report = measured(limits=MachineLimits(hosts=hosts(MIB // 2)), **options)
+    assert report is None
+    assert max(peak_memory(schedule, COSTS)) <= 3 * MIB
+
+
+def test_where_nothing_fits_the_device_as_much_leaves_as_the_hosts_take():
+    full, _ = measured(schedule="1f1b", limits=MachineLimits(MIB // 2))
+    schedule, report = measured(schedule="1f1b", limits=MachineLimits(MIB // 2, hosts(3 * MIB)))
+    assert max(peak_host_memory(full, COSTS)) > 3 * MIB
+    assert 0 < max(peak_host_memory(schedule, COSTS)) <= 3 * MIB
+    assert "or the hosts be full" in report.reason
+
+
+def test_a_schedule_with_copies_is_not_asked_for_others():
+    settings = PipelineSettings(schedule="po_h", offload="full")
+    with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
+        plan_before_measuring(settings, 4, 8)

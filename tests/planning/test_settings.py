@@ -1,0 +1,224 @@
+"""What the strategy's arguments choose, and the message of each that cannot be."""
+
+from datetime import timedelta
+
+import pytest
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.planning.settings import PipelineSettings, refuse_unbuilt
+from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
+
+BAD_ARGUMENTS = {
+    "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
+    "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
+    "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
+    "schedule": ("1f2b", "schedule='1f2b' is unknown; use auto, gpipe, .* path of a .csv file"),
+    "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
+    "split": ("evenly", 'split must be "auto", "even" or a list of block counts, not \'evenly\''),
+    "offload": (1.5, "offload=1.5 must be auto, none, half, full, or a share"),
+    "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
+    "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
+    "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
+    "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
+    "save_distributed_checkpoint": ("yes", "must be True or False, not 'yes'"),
+    "process_group_backend": ("glo", "'glo' is not there in this torch.distributed; leave"),
+    "timeout": (60, "timeout must be a positive datetime.timedelta, .* not 60"),
+}
+ALSO_BAD = [
+    ("num_microbatches", True),
+    ("num_microbatches", 0),
+    ("schedule", 3),
+    ("blocks", []),
+    ("blocks", ""),
+    ("split", [4.0, 4.0]),
+    ("split", ["4", "4"]),
+    ("split", 4),
+    ("process_group_backend", "cpu:gloo,cuda:ncc"),
+    ("timeout", timedelta(0)),
+]
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_is_refused(name):
+    value, message = BAD_ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        PipeOffloadStrategy(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), ALSO_BAD)
+def test_other_bad_arguments_are_refused_as_well(name, value):
+    with pytest.raises(ValueError, match=f"{name}( must|=)"):
+        PipeOffloadStrategy(**{name: value})
+
+
+def test_a_schedule_of_the_users_must_be_one():
+    settings = PipelineSettings(schedule=lambda num_ranks, num_microbatches: None)
+    with pytest.raises(ScheduleError, match="returned None for 2 ranks and 4 microb.* a Schedule"):
+        settings.make_schedule(2, 4)
+
+
+@pytest.mark.parametrize(("size", "world_size"), [("auto", 4), (4, 4), (1, 1)])
+def test_ranks_of_a_pipeline(size, world_size):
+    assert PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size) == world_size
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "message"),
+    [
+        (2, 3, r"devices \(3\) must be a multiple of pipeline_parallel_size \(2\); use devices=2"),
+        (2, 4, r"devices \(4\) are more than pipeline_parallel_size \(2\), and replicas"),
+    ],
+)
+def test_devices_that_make_no_pipeline_are_refused(size, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size)
+
+
+# (schedule, ranks, samples of the first batch) -> microbatches
+AUTO = {
+    ("zb_h1", 2, 8): 4,
+    ("zb_h1", 2, 12): 4,
+    ("zb_h1", 2, 10): 5,
+    ("zb_h1", 4, 64): 8,
+    ("zb_h1", 4, 6): 6,
+    ("zb_h1", 4, 7): 7,
+    ("zb_h1", 1, 1): 1,
+    ("interleaved_1f1b", 4, 24): 8,
+    ("interleaved_1f1b", 4, 36): 12,
+    ("interleaved_1f1b", 4, 4): 4,
+}
+
+
+@pytest.mark.parametrize(("key", "expected"), AUTO.items(), ids=str)
+def test_the_number_of_microbatches_is_chosen(key, expected):
+    name, num_ranks, samples = key
+    settings = PipelineSettings(schedule=name)
+    assert settings.choose_num_microbatches(num_ranks, samples) == expected
+
+
+def test_a_given_number_of_microbatches_stands():
+    assert PipelineSettings(num_microbatches=3).choose_num_microbatches(4, 6) == 3
+
+
+def test_a_given_schedule_brings_its_number_of_microbatches():
+    settings = PipelineSettings(schedule=build("1f1b", 2, 6))
+    assert settings.choose_num_microbatches(2, 12) == 6
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"schedule": build("1f1b", 2, 4)}])
+def test_a_first_batch_that_cannot_be_cut_is_refused(options):
+    with pytest.raises(ValueError, match="batch of 6 samples cannot be cut into 4 equal microb"):
+        PipelineSettings(**options).choose_num_microbatches(2, 6)
+
+
+def test_a_batch_that_fits_no_number_of_microbatches_is_refused():
+    settings = PipelineSettings(schedule="interleaved_1f1b")
+    with pytest.raises(
+        ValueError, match="batch of 7 samples cannot be cut .* interleaved_1f1b on 4"
+    ):
+        settings.choose_num_microbatches(4, 7)
+
+
+def test_the_default_schedule():
+    assert PipelineSettings().make_schedule(2, 4) == build("zb_h1", 2, 4)
+
+
+def test_chunks_reach_the_builder():
+    settings = PipelineSettings(schedule="interleaved_1f1b", num_chunks=3)
+    assert settings.make_schedule(2, 4).num_stages == 6
+
+
+def gpipe_by_hand(num_ranks, num_microbatches):
+    return build("gpipe", num_ranks, num_microbatches)
+
+
+def test_a_schedule_may_be_a_function():
+    assert PipelineSettings(schedule=gpipe_by_hand).make_schedule(2, 4) == build("gpipe", 2, 4)
+
+
+@pytest.mark.parametrize("as_path", [str, lambda path: path])
+def test_a_schedule_may_be_a_file(tmp_path, as_path):
+    path = tmp_path / "mine.csv"
+    build("zb_h2", 2, 6).to_csv(path)
+    settings = PipelineSettings(schedule=as_path(path))
+    assert settings.choose_num_microbatches(2, 6) == 6
+    assert settings.make_schedule(2, 6) == build("zb_h2", 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 0, 0REDUCE0: nothing runs REDUCE yet; take it out"),
+        ("0F0\n1F0", "schedule mine has no backward, and trains nothing; give each stage BW"),
+        ("0F0 0SEND_F0,0B0\n1F0,1B0", "rank 0, 0F0: another rank needs its result; add 1RECV_F0"),
+    ],
+)
+def test_a_file_whose_actions_cannot_run_is_refused(tmp_path, rows, message):
+    path = tmp_path / "mine.csv"
+    path.write_text(rows)
+    with pytest.raises(ScheduleError, match=message):
+        PipelineSettings(schedule=path).make_schedule(2, 1)
+
+
+IMPOSSIBLE = [
+    (
+        PipelineSettings(schedule=lower(build("1f1b", 2, 4))),
+        2,
+        4,
+        "has transfers .0SEND_F0., which",
+    ),
+    (PipelineSettings(schedule="interleaved_1f1b"), 4, 6, r"num_microbatches \(6\) must be a mult"),
+    (PipelineSettings(schedule="1f1b", num_chunks=2), 2, 4, r"num_chunks \(2\) must be 1 for 1f1b"),
+    (PipelineSettings(schedule=build("1f1b", 2, 6)), 4, 6, "is for 2 ranks and 6 micro.* has 4"),
+    (PipelineSettings(schedule=build("1f1b", 2, 6)), 2, 4, "2 ranks and 6 .* run has 2 and 4: set"),
+    (PipelineSettings(schedule=lambda p, m: build("1f1b", p, 2 * m)), 2, 4, "2 ranks and 8 microb"),
+]
+
+
+@pytest.mark.parametrize(("settings", "num_ranks", "num_microbatches", "message"), IMPOSSIBLE)
+def test_a_schedule_that_cannot_be_is_refused(settings, num_ranks, num_microbatches, message):
+    with pytest.raises(ScheduleError, match=message):
+        settings.make_schedule(num_ranks, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_microbatches"),
+    [({}, 8), ({"num_microbatches": 6}, 6), ({"schedule": build("1f1b", 4, 5)}, 5)],
+)
+def test_a_schedule_before_the_batch_is_known(options, num_microbatches):
+    schedule = PipelineSettings(**options).provisional_schedule(4)
+    assert isinstance(schedule, Schedule)
+    assert (schedule.num_ranks, schedule.num_microbatches) == (4, num_microbatches)
+
+
+def test_an_unknown_recompute_is_refused():
+    with pytest.raises(ValueError, match="recompute must be .*, not 'some'"):
+        PipelineSettings(recompute="some")
+
+
+DEFAULTS = {
+    "data_parallel_size": 1,
+    "optimizer_sync": "auto",
+}
+
+
+def test_defaults_of_what_is_not_built_are_accepted():
+    refuse_unbuilt(**DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data_parallel_size", 2),
+        ("optimizer_sync", "barrier"),
+    ],
+)
+def test_what_is_not_built_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not built yet; leave it at"):
+        refuse_unbuilt(**{name: value})
+
+
+def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_built():
+    with pytest.raises(ValueError, match=r"num_microbatches \(1000000\) is more than 4096"):
+        PipeOffloadStrategy(num_microbatches=10**6)
+    assert PipelineSettings().choose_num_microbatches(2, 1_000_003) == 1  # a prime

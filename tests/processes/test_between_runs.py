@@ -1,0 +1,166 @@
+"""What a trainer, its module and its callbacks are before the first run, in it and after it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from functools import partial
+from threading import Lock
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.profilers import PyTorchProfiler
+from torchmetrics.metric import jit_distributed_available
+
+from lightning_pipeoffload.loop.throughput import PipelineThroughput
+from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
+from tests.support import fits
+
+
+class Look(L.Callback):
+    """Notes in which mode evaluation hooks run."""
+
+    modes: tuple[str, ...] = ()
+
+    def _note(self, *args: object) -> None:
+        self.modes = *self.modes, torch.is_inference_mode_enabled()
+
+    on_validation_start = on_test_epoch_start = on_predict_end = _note
+
+
+def make_trainer(num_devices, **options):
+    return L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0, **options},
+        devices=num_devices,
+        strategy=fits.strategy(num_devices),
+        max_epochs=1,
+        limit_train_batches=2,
+        enable_checkpointing=False,
+    )
+
+
+def look_before(num_devices, folder):
+    strategy = make_trainer(num_devices, default_root_dir=folder).strategy
+    strategy.barrier()
+    trainer = make_trainer(num_devices, default_root_dir=folder)
+    return trainer.log_dir, strategy.broadcast("mine"), strategy.reduce_boolean_decision(False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_before_the_first_run_nobody_is_waited_for(ranks, tmp_path, num_ranks):
+    found = ranks(num_ranks).run(look_before, num_ranks, str(tmp_path))
+    assert found == [(str(tmp_path), "mine", False)] * num_ranks
+
+
+def look_at_modes(num_devices, inference_mode):
+    look, module = Look(), fits.Net()
+    trainer = make_trainer(num_devices, callbacks=[look], inference_mode=inference_mode)
+    trainer.validate(module, fits.loader(), verbose=False)
+    module.test_step = module.validation_step
+    trainer.test(module, fits.loader(), verbose=False)
+    del module.test_step
+    predictions = trainer.predict(module, fits.loader())
+    trainer.fit(module, fits.loader())
+    return look.modes, predictions is None
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_evaluation_runs_in_inference_mode_and_predictions_are_on_global_rank_0(
+    ranks, inference_mode
+):
+    found = ranks(2).run(look_at_modes, 2, inference_mode)
+    assert found == [((inference_mode,) * 3, False), ((inference_mode,) * 3, True)]
+
+
+def save_after(num_devices):
+    bar, module = TQDMProgressBar(), fits.Net()
+    trainer = make_trainer(
+        num_devices, callbacks=[bar], enable_progress_bar=True, gradient_clip_val=1.0
+    )
+    trainer.fit(module, fits.loader(), fits.loader())
+    torch.save(trainer, io.BytesIO())
+    again = pickle.loads(pickle.dumps(trainer)).strategy
+    return (
+        type(pickle.loads(pickle.dumps(bar))).__name__,
+        len(pickle.dumps(module)) > 0,
+        module.accuracy.distributed_available_fn is jit_distributed_available,
+        "clip_grad_by_norm" in vars(trainer.precision_plugin),
+        again.settings == trainer.strategy.settings,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_fit_used_can_be_saved_after_it(ranks, num_ranks):
+    found = ranks(num_ranks).run(save_after, num_ranks)
+    assert found == [("TQDMProgressBar", True, True, False, True)] * num_ranks
+
+
+def test_a_pipeline_has_the_throughput_of_its_batches():
+    plain = PipelineThroughput(available_flops=100, world_size=4, window_size=2)
+    for batches in (1, 2):
+        plain.update(
+            time=batches, batches=batches, samples=8 * batches, lengths=80 * batches, flops=60
+        )
+    assert plain.compute() == {
+        "time": 2,
+        "batches": 2,
+        "samples": 16,
+        "lengths": 160,
+        "device/batches_per_sec": 1,
+        "device/samples_per_sec": 8,
+        "device/items_per_sec": 80,
+        "batches_per_sec": 1,
+        "samples_per_sec": 8,
+        "items_per_sec": 80,
+        "flops_per_sec": 60,
+        "device/flops_per_sec": 15,
+        "device/mfu": 0.15,
+    }
+
+
+def monitor_throughput(num_devices, folder):
+    monitor = ThroughputMonitor(lambda batch: len(batch["x"]), window_size=2)
+    logger = L.pytorch.loggers.CSVLogger(folder)
+    trainer = make_trainer(num_devices, callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    trainer.fit(fits.Net(), fits.loader(), fits.loader())
+    return [type(throughput).__name__ for throughput in monitor._throughputs.values()]
+
+
+def test_lightnings_monitor_of_throughput_counts_a_batch_once(ranks, tmp_path):
+    found = ranks(2).run(monitor_throughput, 2, str(tmp_path))
+    assert found == [["PipelineThroughput"] * 2] * 2
+    (table,) = tmp_path.rglob("metrics.csv")
+    names, *rows = (line.split(",") for line in table.read_text().splitlines())
+    rates = [dict(zip(names, row, strict=True)) for row in rows]
+    found = [r for r in rates if r.get("train/samples_per_sec")]
+    assert found
+    assert all(r["train/samples_per_sec"] == r["train/device/samples_per_sec"] for r in found)
+
+
+def profile(num_devices, folder):
+    profiler = PyTorchProfiler(folder, "profile")
+    trainer = make_trainer(num_devices, profiler=profiler)
+    fits.outlive_failures(trainer)
+    with pytest.raises(ValueError, match="PyTorchProfiler crashes in torch where messages"):
+        trainer.fit(fits.Net(), fits.loader(), fits.loader())
+
+
+def test_torchs_profiler_is_refused_over_several_ranks(ranks, tmp_path):
+    ranks(2).run(profile, 2, str(tmp_path))
+
+
+def test_a_metric_may_have_a_hook_that_cannot_be_copied():
+    module, lock = fits.Net(), Lock()
+    module.accuracy.register_forward_hook(lambda *args, lock=lock: None)
+    module.accuracy.register_forward_pre_hook(partial(_ignore, lock))
+    values = WholeBatchValues(module)
+    with values.watching(True):
+        module.accuracy(torch.ones(2))
+    values.give_to(module.accuracy)
+    assert module.accuracy._forward_cache == 1
+
+
+def _ignore(*args):
+    """Stand for what a profiler does."""

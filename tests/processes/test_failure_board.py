@@ -1,0 +1,106 @@
+"""How a rank that has failed leaves, seen from inside its process."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from queue import Queue
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lightning_pipeoffload.processes import failure_board
+from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+
+
+def test_who_has_told_waits_for_a_rank_that_stands_still_for_a_while(monkeypatch):
+    store, seconds = HashStore(), []
+
+    def sleep(pause):
+        seconds.append(pause)
+        if sum(seconds) > 20:
+            store.set("seen/1", "")
+
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    monkeypatch.setattr(failure_board.time, "sleep", sleep)
+    board.report(KeyError("in a hook"), "", 1)
+    assert 20 < sum(seconds) < 21
+    assert (
+        failure_board.Failure.decode(store.get("failure")).cause
+        == "global rank 0: KeyError: 'in a hook'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("present", "waits", "cause"),
+    [
+        ([], False, "global ranks 1, 2, which are gone"),
+        ([2], True, "global rank 1, which is gone"),
+        ([1, 2], True, "Connection closed by peer"),
+    ],
+)
+def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
+    monkeypatch, present, waits, cause
+):
+    store, seconds = HashStore(), []
+    store.set("seen/3", "")
+    for rank in (*present, 3):
+        store.set(f"present/{rank}", "")
+    monkeypatch.setattr(failure_board.os, "_exit", lambda status: None)
+    board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    monkeypatch.setattr(failure_board.time, "sleep", seconds.append)
+    board.stop_because_of_others("Connection closed by peer")
+    assert failure_board.Failure.decode(store.get("failure")).cause == cause
+    heard = sum(seconds) - (failure_board._CAUSE_SECONDS if len(present) == 2 else 1.0)
+    assert heard == pytest.approx(failure_board._HEARD_SECONDS if waits else 0, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("others", "goes_on"),
+    [
+        ({1: "raised/", 2: "raised/"}, True),
+        ({1: "raised/", 2: "seen/"}, False),
+        ({1: "raised/other ", 2: "raised/"}, False),
+    ],
+)
+def test_a_rank_goes_on_if_all_have_raised_the_same(monkeypatch, others, goes_on):
+    store, seconds = HashStore(), []
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board.time, "sleep", seconds.append)
+    for rank, key in others.items():
+        kind, _, other = key.partition("/")
+        store.set(f"{kind}/{rank}", other + "ValueError: <object at 0x>")
+        store.set(f"seen/{rank}", "")
+    board = failure_board.FailureBoard(0, 3, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    assert board.report(ValueError("<object at 0x7f01>"), "", 1) == goes_on
+    assert sum(seconds) < 1
+
+
+def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
+    ended = Queue()
+    monkeypatch.setattr(
+        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
+    )
+    board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()), timedelta(seconds=0.5))
+    silent = Mock(check=lambda keys: time.sleep(1000))
+    board.connect(silent)
+    assert ended.get(timeout=1000) == 1
+    board.stop()
+
+
+def test_a_thread_that_dies_ends_the_process(monkeypatch):
+    ended = Queue()
+    monkeypatch.setattr(
+        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
+    )
+    store = HashStore()
+    board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
+    board.also_look = [lambda store: store.nothing_like_this()]
+    board.connect(store)
+    assert ended.get(timeout=1000) == 1
+    assert b"AttributeError" in store.get("failure")

@@ -1,0 +1,257 @@
+"""When a rank fails, every rank of the run ends soon, says why, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import failing
+from tests.support.failing import HOOKS, STEPS
+from tests.support.forked_runs import Run, run_forked
+
+BATCH = ("--hook", "on_train_batch_start", "--act")
+
+
+def run_failing(*arguments: str) -> Run:
+    return run_forked(failing.main, *arguments)
+
+
+def start(*arguments: str) -> Run:
+    """Run as a user does, until every process has ended."""
+    done = subprocess.run(
+        [sys.executable, failing.__file__, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # open until the last process has ended
+        text=True,
+        timeout=1000,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # a terminal's Ctrl-C goes to the processes of its session
+    )
+    return Run(done.returncode, done.stderr)
+
+
+def because(rank: int, cause: str, other: int | None = None) -> str:
+    other = 1 - rank if other is None else other
+    return f"[pipeoffload] global rank {other} stops because of global rank {rank}{cause}"
+
+
+def assert_told_once(run: Run, rank: int, error: str, place: str = "") -> None:
+    """The rank at fault shows its traceback, the other says why it stops in one line."""
+    assert run.status != 0
+    pattern = rf"^(?:\[rank\d\]: )?(?:torch\.)?{re.escape(error)}$"
+    tracebacks = re.findall(pattern, run.errors, re.MULTILINE)
+    assert len(tracebacks) == 1
+    if place:
+        assert run.lines[0] == f"[pipeoffload] global rank {rank} failed in {place}"
+        error = f"{error} (in {place})"
+    assert run.lines[bool(place) :] == [because(rank, f": {error}")]
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in STEPS])
+def test_an_exception_in_a_hook_stops_all(hook, tmp_path):
+    rank = HOOKS.index(hook) % 2
+    run = run_failing(
+        "--hook", hook, "--act", "raise", "--rank", str(rank), "--save-to", str(tmp_path)
+    )
+    assert_told_once(run, rank, "RuntimeError: on purpose")
+
+
+@pytest.mark.parametrize("hook", sorted(STEPS))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_step_names_the_place(hook, rank):
+    run = run_failing("--hook", hook, "--act", "raise", "--rank", str(rank))
+    stage = 1 - rank  # the last stage is on global rank 0
+    assert_told_once(run, rank, "RuntimeError: on purpose", f"stage {stage}, F of microbatch 0")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_backward_names_the_place(rank):
+    run = run_failing("--hook", "backward", "--act", "oom", "--rank", str(rank))
+    out_of_memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert_told_once(run, rank, out_of_memory, f"stage {1 - rank}, B of microbatch 0")
+
+
+def test_a_user_who_starts_it_sees_the_same():
+    run = start("--hook", "training_step", "--act", "raise", "--rank", "1")
+    assert_told_once(run, 1, "RuntimeError: on purpose", "stage 0, F of microbatch 0")
+
+
+def test_all_others_of_four_ranks_say_because_of_whom():
+    run = run_failing("--devices", "4", "--hook", "training_step", "--act", "oom", "--rank", "2")
+    cause = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    place = "stage 1, F of microbatch 0"
+    others = [because(2, f"{cause} (in {place})", other) for other in (0, 1, 3)]
+    assert sorted(run.lines) == sorted([f"[pipeoffload] global rank 2 failed in {place}", *others])
+
+
+def test_an_exception_in_a_callback_stops_all():
+    run = run_failing("--act", "callback", "--rank", "1")
+    assert_told_once(run, 1, "RuntimeError: on purpose")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_callback_that_saves_on_an_exception_does_not_wait_for_ever(rank, tmp_path):
+    options = ("--save-to", str(tmp_path), "--save-on-exception")
+    run = run_failing(*BATCH, "raise", "--rank", str(rank), *options)
+    assert_told_once(run, rank, "RuntimeError: on purpose")
+    assert "save_checkpoint() needs all ranks, and they stop" in run.errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_read_other_batches_are_reported():
+    run = run_failing("--act", "other_batch", "--rank", "1")
+    assert run.status == 1
+    assert "global ranks [1] read another batch in training_step than global rank 0" in run.errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(rank):
+    arguments = ("--hook", "on_train_start", "--act", "refuse", "--rank", str(rank))
+    run = run_failing(*arguments, "--wait")
+    assert run.lines == [because(rank, ": ValueError: not like this")]
+    assert run.status == (1 if rank == 0 else 2)  # a script that raises ends with 1
+    assert "frame #" not in run.errors  # torch's own complaint about a store that is gone
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"), [(0, ", which is gone"), (1, ", which was killed by SIGKILL")]
+)
+def test_a_killed_rank_stops_all(rank, how):
+    run = run_failing(*BATCH, "kill", "--rank", str(rank), "--workers", "2")
+    assert run.status == (137 if rank == 0 else 1)
+    assert run.lines == [because(rank, how)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "validation_step", "predict_step"])
+def test_a_rank_that_is_told_to_stop_stops_all(hook, rank):
+    run = run_failing("--hook", hook, "--act", "terminate", "--rank", str(rank))
+    what = "told to stop by SIGTERM"
+    assert run.status == 143
+    assert set(run.lines) == {
+        f"[pipeoffload] global rank {rank} stops: {what}",
+        because(rank, f": {what}"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "rank"), [("exit", 3, 1), ("exit_0", 0, 1), ("exit_0", 0, 0)]
+)
+def test_a_rank_that_exits_in_a_hook_stops_all(act, code, rank):
+    run = run_failing(*BATCH, act, "--rank", str(rank))
+    assert run.status == (code or 1)
+    what = f"sys.exit({code}) in on_train_batch_start"
+    assert set(run.lines) == {
+        f"[pipeoffload] global rank {rank} stops: {what}",
+        because(rank, f": {what}"),
+    }
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_ctrl_c_ends_all_with_the_status_of_a_shell(devices):
+    run = run_failing(
+        *BATCH, "interrupt", "--rank", "1", "--devices", str(devices), "--workers", "2"
+    )
+    assert run.status == 130
+    assert "Traceback" not in run.errors
+    assert len(run.lines) <= 1
+
+
+def test_ctrl_c_in_a_terminal():
+    run = start(*BATCH, "interrupt", "--rank", "0")
+    assert run.status == 130
+    assert "Traceback" not in run.errors
+    assert len(run.lines) <= 1
+
+
+@pytest.mark.parametrize("ranks", ["0", "1", "0 1"])
+def test_an_exception_in_a_worker_of_a_dataloader_stops_all(ranks):
+    run = run_failing("--workers", "2", "--bad-samples-on", *ranks.split())
+    assert run.status == 1
+    assert len(run.lines) == 1
+    assert re.search(r"Caught ValueError in DataLoader .* ValueError: a bad sample$", run.lines[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_of_a_dataloader_stops_all(rank):
+    run = run_failing(*BATCH, "kill_a_worker", "--workers", "2", "--rank", str(rank))
+    assert run.status == 1
+    assert re.search(
+        rf"because of global rank {rank}: RuntimeError: DataLoader worker", run.lines[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("act", "how"),
+    [
+        ("raise", "ended with status 1"),
+        ("exit_0", "ended with status 0"),
+        ("kill", "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_ends_before_the_ranks_connect_stops_the_others(act, how):
+    run = run_failing("--before", "fit", "--act", act, "--rank", "1")
+    assert run.status == 1
+    assert run.lines == [because(1, f", which {how}")]
+
+
+def test_a_rank_whose_launcher_is_gone_before_the_ranks_connect_ends():
+    run = run_failing("--before", "connecting", "--act", "kill", "--rank", "0")
+    assert run.status == 137
+    assert run.lines == [because(0, ", which is gone")]
+
+
+@pytest.mark.parametrize(
+    ("then", "act", "rank", "how"),
+    [
+        ("call", "raise", 1, ", which ended with status 1"),
+        ("call", "kill", 0, ", which is gone"),
+        ("wait", "exit", 1, ", which ended with status 3"),
+    ],
+)
+def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, how):
+    run = run_failing("--then", then, "--act", act, "--rank", str(rank))
+    assert run.status == (137 if rank == 0 else 1)
+    assert run.lines == [because(rank, how)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
+    started = time.monotonic()
+    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "5", "--devices", "3")
+    assert run.status == (137 if rank == 0 else 1)
+    answers = {because(rank, ", which does not answer", other) for other in {0, 1, 2} - {rank}}
+    killed = {because(rank, ", which is gone", other) for other in {1, 2} if rank == 0}
+    assert len(run.lines) == 2
+    assert set(run.lines) <= answers | killed
+    assert set(run.lines) & answers
+    assert time.monotonic() - started < 60
+
+
+def test_ranks_that_fail_differently_do_not_wait_for_each_other():
+    started = time.monotonic()
+    run = run_failing(*BATCH, "own", "--rank", "0", "--rank-too", "1")
+    assert run.status == 1
+    assert all(f"RuntimeError: only of rank {rank}" in run.errors for rank in range(2))
+    assert time.monotonic() - started < 25
+
+
+def test_what_all_raise_and_nobody_catches_is_shown_once():
+    run = run_failing(*BATCH, "raise", "--rank", "0", "--rank-too", "1")
+    assert run.status == 1
+    assert run.errors.count("RuntimeError: on purpose\n") == 2  # a traceback and a line
+    assert len(run.lines) == 1
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("train", 1), ("train", 0), ("val", 1)])
+def test_a_rank_with_fewer_batches_is_named(kind, rank):
+    run = run_failing("--fewer", kind, "--rank", str(rank))
+    assert run.status == 1
+    cause = f"global rank {rank}, whose data has ended after 3 batches"
+    assert any(cause in line for line in run.lines)

@@ -1,0 +1,103 @@
+"""Values of what other ranks have: gather() brings them to all; any other use is refused."""
+
+import lightning as L
+import pytest
+import torch
+
+from tests.hooks.test_gradient_hooks import Net
+from tests.support import fits
+
+
+class Gathering(Net):
+    """Sums up all its weights, and the square of a gradient."""
+
+    def on_train_batch_end(self, *args):
+        parameters = [*self.parameters()]
+        weights, gradient = parameters, self.embed.weight.grad
+        if self.trainer.world_size > 1:
+            weights = [self.trainer.strategy.gather(p) for p in parameters]
+            gradient = self.trainer.strategy.gather(gradient)
+        self.keep(*(w.detach().square().sum() for w in weights), gradient.square().sum())
+
+
+class OfWeights(Net):
+    def on_train_batch_end(self, *args):
+        self.keep(self.embed.weight.norm(), self.head.weight.norm())
+
+
+class GatheringAProduct(Net):
+    def on_train_batch_end(self, *args):
+        self.trainer.strategy.gather(self.embed.weight * 2)
+
+
+class GatheringApart(Net):
+    def on_train_batch_end(self, *args):
+        mine = self.embed if self.trainer.is_global_zero else self.head
+        self.trainer.strategy.gather(mine.weight)
+
+
+class GatheringInAStep(Net):
+    def training_step(self, batch, batch_idx):
+        self.trainer.strategy.gather(self.embed.weight)
+        return super().training_step(batch, batch_idx)
+
+
+class Teacher(Net):
+    """Averages its weights into tensors of its own."""
+
+    def on_fit_start(self):
+        self.teacher = [p.detach().clone() for p in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for mean, p in zip(self.teacher, self.parameters(), strict=True):
+            mean.lerp_(p, 0.1)
+
+
+def fit(num_devices, kind):
+    """Return what the module found, or what was said when it was refused."""
+    L.seed_everything(7, verbose=False)
+    module = kind()
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices),
+        enable_checkpointing=False,
+        max_steps=3,
+        limit_val_batches=0,
+    )
+    if num_devices:
+        fits.outlive_failures(trainer)
+    try:
+        trainer.fit(module, fits.loader())
+    except (RuntimeError, ValueError) as refusal:
+        return str(refusal)
+    return module.found
+
+
+def test_gather_brings_every_value_to_all_ranks(ranks):
+    expected = fit(0, Gathering)
+    first, second = ranks(2).run(fit, 2, Gathering)
+    assert first == second
+    for mine, plain in zip(first, expected, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            OfWeights,
+            ("(of stage 0, on global rank 1)", "test_tensor_gather.py", "gather(parameter)"),
+        ),
+        (Teacher, ("embed.weight (of stage 0", "mean.lerp_(p, 0.1)", "gather(parameter)")),
+        (GatheringAProduct, ("no parameter, buffer or gradient of the module",)),
+        (GatheringApart, ("embed.weight", "head.weight", "in the same order on all of them")),
+        (GatheringInAStep, ("inside a step",)),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks, kind, words):
+    pool = ranks(2)
+    said = pool.run(fit, 2, kind)[0]
+    pool.is_broken = True  # its ranks have stopped in the middle
+    assert all(word in said for word in words), said

@@ -1,0 +1,231 @@
+"""Weights that the loss does not lead back to keep no gradient, wherever the module is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.support.small_modules import (
+    Regression,
+    assert_same,
+    linear_blocks,
+    run_pipeline,
+    run_plain,
+)
+
+CUTS = [("1f1b", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_h1", 3)]
+
+
+class Step(Regression):
+    """A step in one function of embed, six blocks, head and x."""
+
+    def __init__(self, function, blocks=None, tied=False):
+        super().__init__(blocks or linear_blocks(6))
+        self.function = function
+        if tied:
+            self.head = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    def step(self, x):
+        return self.function(self, x)
+
+
+def through(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def detached_at(cut):
+    def step(m, x):
+        x = through(m.blocks[:cut], m.embed(x)).detach()
+        return m.head(through(m.blocks[cut:], x)).pow(2).mean()
+
+    return step
+
+
+def plain(m, x):
+    return m.head(through(m.blocks, m.embed(x))).pow(2).mean()
+
+
+def carried_and_detached(m, x):
+    early = m.embed(x)
+    h = through(m.blocks[:2], x)
+    later = h * early
+    h = through(m.blocks[2:4], h) + later.detach() + early.detach()
+    return m.head(through(m.blocks[4:], h)).pow(2).mean()
+
+
+def carried_by_one_of_two_uses(m, x):
+    early = m.embed(x)
+    h = through(m.blocks[:1], early.detach()) + early
+    h = through(m.blocks[1:5], h) + early.detach()
+    return m.head(through(m.blocks[5:], h.detach())).pow(2).mean() + h.mean()
+
+
+def carried_as_views(m, x):
+    early = m.embed(x)
+    left, right = early.chunk(2, 1)
+    h = through(m.blocks[:2], early.detach())
+    h = through(m.blocks[2:4], h + torch.cat([left, left], 1).detach())
+    return m.head(through(m.blocks[4:], h + torch.cat([right, right], 1))).pow(2).mean()
+
+
+def early_exit(m, x):
+    h = through(m.blocks[:2], m.embed(x))
+    loss = m.head(h).pow(2).mean()
+    through(m.blocks[2:], h)
+    return loss
+
+
+def early_exit_and_the_rest_detached(m, x):
+    h = through(m.blocks[:2], m.embed(x))
+    return h.pow(2).mean() + m.head(through(m.blocks[2:], h.detach())).mean()
+
+
+def head_detached(m, x):
+    h = through(m.blocks, m.embed(x).detach())
+    m.head(h.detach())
+    return h.pow(2).mean()
+
+
+class Detaching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class WithoutGradients(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Pair(nn.Module):
+    """A value, and another one beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.side, self.between = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, pair):
+        x, y = pair
+        return self.main(x), self.side(y) + self.between(x)
+
+
+def of_pairs(choose):
+    def step(m, x):
+        return choose(through(m.blocks, (m.embed(x), x))).pow(2).mean()
+
+    return step
+
+
+def side_detached(m, x):
+    pair = m.embed(x), x
+    for block in m.blocks:
+        x, y = block(pair)
+        pair = x, y.detach()
+    return (x + y).pow(2).mean()
+
+
+def with_block(block, place):
+    blocks = linear_blocks(6)
+    blocks[place] = block(4, 4)
+    return blocks
+
+
+STEPS = {
+    **{f"detached before {cut}": lambda c=cut: Step(detached_at(c)) for cut in (0, 2, 3, 5, 6)},
+    "block that detaches": lambda: Step(plain, with_block(Detaching, 3)),
+    "last block that detaches": lambda: Step(plain, with_block(Detaching, 5)),
+    "block without gradients": lambda: Step(plain, with_block(WithoutGradients, 2)),
+    "carried and detached": lambda: Step(carried_and_detached),
+    "carried by one of two uses": lambda: Step(carried_by_one_of_two_uses),
+    "carried as views": lambda: Step(carried_as_views),
+    "early exit": lambda: Step(early_exit),
+    "early exit, the rest detached": lambda: Step(early_exit_and_the_rest_detached),
+    "side only": lambda: Step(of_pairs(lambda pair: pair[1]), [Pair() for _ in range(6)]),
+    "main only": lambda: Step(of_pairs(lambda pair: pair[0]), [Pair() for _ in range(6)]),
+    "side detached": lambda: Step(side_detached, [Pair() for _ in range(6)]),
+    "tied, embedding detached": lambda: Step(detached_at(0), tied=True),
+    "tied, both detached": lambda: Step(head_detached, tied=True),
+}
+
+
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
+def test_what_gets_no_gradient_keeps_none(make):
+    torch.manual_seed(0)
+    module, x = make().double(), torch.randn(8, 4).double()
+    expected = run_plain(module, x, 2)
+    for schedule, num_ranks in CUTS:
+        assert_same(run_pipeline(module, build(schedule, num_ranks, 4), x, 2), expected)
+
+
+def optimizers(module, kind):
+    trained = [p for p in module.parameters() if type(p) is nn.Parameter]
+    if kind == "adamw":
+        return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.5)
+    return torch.optim.SGD(trained, lr=0.01, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(("schedule", "num_ranks"), CUTS)
+def test_weight_decay_and_momentum_leave_alone_what_has_none(schedule, num_ranks, kind):
+    module = Step(detached_at(3)).double()
+    whole = Step(detached_at(3)).double()
+    whole.load_state_dict(module.state_dict())
+    optimizer = optimizers(whole, kind)
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), Step.step)
+    batches = torch.randn(3, 8, 4).double()
+    for place, batch in enumerate(batches):
+        pipeline.run(batch, 2)
+        if place == 0:
+            parts = [optimizers(rank.module, kind) for rank in pipeline.ranks]
+        for x in batch.split(2):
+            (whole.step(x) / 4).backward()
+        for one in (optimizer, *parts):
+            one.step()
+            one.zero_grad()
+    for rank in pipeline.ranks:
+        for name, tensor in rank.ownership.local_tensors().items():
+            torch.testing.assert_close(tensor, whole.get_parameter(name), rtol=1e-9, atol=1e-12)
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Stopping(nn.Linear):
+    def forward(self, x):
+        return super().forward(Stop.apply(x))
+
+
+def detached_by_chance(m, x):
+    h = through(m.blocks[:3], m.embed(x))
+    h = h.detach() if float(x[0, 0]) > 0 else h
+    return m.head(through(m.blocks[3:], h)).pow(2).mean()
+
+
+@pytest.mark.parametrize("detached_first", [False, True])
+def test_a_detach_that_depends_on_values_is_refused(detached_first):
+    x = torch.ones(8, 4)
+    x[2 if detached_first else 0] *= -1
+    x[4:] *= -1
+    message = "does not lead back to the same values behind blocks.2 .* a detach"
+    with pytest.raises(RuntimeError, match=message):
+        run_pipeline(Step(detached_by_chance), build("zb_h1", 2, 4), x, 2)
+
+
+def test_a_function_that_returns_no_gradient():
+    module, x = Step(plain, with_block(Stopping, 3)).double(), torch.ones(8, 4).double()
+    assert_same(run_pipeline(module, build("zb_h1", 1, 4), x, 2), run_plain(module, x, 2))
+    with pytest.raises(RuntimeError, match="the backward of a custom function returns None"):
+        run_pipeline(module, build("zb_h1", 2, 4), x, 2)

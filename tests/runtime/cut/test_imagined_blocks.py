@@ -1,0 +1,348 @@
+"""Blocks that ask for values: their shapes hold if they are the same whatever is found."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.schedule import build
+from tests.runtime.cut.test_step_refusals import Step, loss_of, through
+from tests.support.small_modules import Regression, call_step, linear_blocks, run_pipeline
+
+WIDTH = 4
+TOLERANCE = 1e-9
+
+
+class Mixture(nn.Module):
+    """Linear experts, of which each row goes to some."""
+
+    def __init__(self, dispatch, num_experts=4):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, num_experts)
+        self.experts = nn.ModuleList(linear_blocks(num_experts))
+        self.dispatch = dispatch
+
+    def forward(self, x):
+        return x + self.dispatch(self, x)
+
+
+def top_2(block, x):
+    weights, chosen = block.gate(x).softmax(-1).topk(2)
+    return weights, chosen
+
+
+def each_expert(block, x):
+    weights, chosen = top_2(block, x)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(block.experts):
+        rows, places = torch.where(chosen == number)
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, places, None])
+    return out
+
+
+def experts_that_are_hit(block, x):
+    """As Hugging Face's mixtures do."""
+    weights, chosen = top_2(block, x)
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    mask = nn.functional.one_hot(chosen, len(block.experts)).permute(2, 1, 0)
+    for number in mask.sum((-1, -2)).gt(0).nonzero():
+        place, rows = torch.where(mask[number[0]])
+        found = block.experts[number[0]](x[rows]) * weights[rows, place, None]
+        out.index_add_(0, rows, found)
+    return out
+
+
+def with_a_mask(block, x):
+    scores, chosen = block.gate(x).softmax(-1).max(-1)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(block.experts):
+        mask = chosen == number
+        if mask.any():
+            out[mask] = expert(x[mask]) * scores[mask].unsqueeze(1)
+    return out
+
+
+def with_capacity(block, x):
+    """As a Switch transformer does: what is too much for an expert is dropped."""
+    scores, chosen = block.gate(x).softmax(-1).max(-1)
+    counts = torch.bincount(chosen, minlength=len(block.experts))
+    out = torch.zeros_like(x)
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            rows = (chosen == number).nonzero().squeeze(1)[:2]
+            out = out.index_add(0, rows, block.experts[number](x[rows]) * scores[rows, None])
+    return out
+
+
+def sorted_by_expert(block, x):
+    scores, chosen = block.gate(x).softmax(-1).max(-1)
+    order = chosen.argsort()
+    counts = torch.bincount(chosen, minlength=len(block.experts))
+    parts, start = [], 0
+    for expert, count in zip(block.experts, counts.tolist(), strict=True):
+        parts.append((order[start : start + count], expert))
+        start += count
+    out = torch.zeros_like(x)
+    for rows, expert in parts:
+        if len(rows):
+            out = out.index_copy(0, rows, expert(x[rows]) * scores[rows, None])
+    return out
+
+
+def split_by_counts(block, x):
+    scores, chosen = block.gate(x).softmax(-1).max(-1)
+    order = chosen.argsort()
+    counts = torch.bincount(chosen, minlength=len(block.experts))
+    parts = zip(block.experts, x[order].split(counts.tolist()), strict=True)
+    found = torch.cat([expert(rows) for expert, rows in parts])
+    return torch.zeros_like(x).index_copy(0, order, found) * scores[:, None]
+
+
+def never_the_last(block, x):
+    """The last expert gets no row and no gradient, in no step: weight decay leaves it alone."""
+    chosen = block.gate(x)[:, :-1].argmax(-1)
+    out = torch.zeros_like(x)
+    for number in chosen.unique().tolist():
+        rows = (chosen == number).nonzero()[:, 0]
+        out = out.index_add(0, rows, block.experts[number](x[rows]))
+    return out
+
+
+def large_ones_doubled(block, x):
+    h = block.experts[0](x)
+    if h.norm() > 2:
+        h = h * 2
+    return h
+
+
+def until_small(block, x):
+    h = block.experts[0](x)
+    while h.norm() > 1:
+        h = h / 2
+    return h
+
+
+def asserted(block, x):
+    h = block.experts[1](x)
+    assert not torch.isnan(h).any()
+    h[h > -1e6].max()  # of nothing there is no largest
+    return h
+
+
+def no_residual(block, x):
+    """A block without a residual, which trains by what it finds alone."""
+    return each_expert(block, x) - x
+
+
+DISPATCHES = [
+    each_expert, experts_that_are_hit, with_a_mask, with_capacity, sorted_by_expert,
+    split_by_counts, never_the_last, large_ones_doubled, until_small, asserted, no_residual,
+]  # fmt: skip
+
+
+def model_of(dispatch, depth=6):
+    torch.manual_seed(0)
+    return Regression([Mixture(dispatch) for _ in range(depth)], WIDTH).double()
+
+
+def batches(make, count=3):
+    torch.manual_seed(1)
+    return [make() for _ in range(count)]
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+
+
+def train_plain(module, data, size):
+    module = copy.deepcopy(module)
+    optimizer = optimizer_of(module.parameters())
+    for batch in data:
+        for index, part in enumerate(split_batch(batch, size)):
+            seed_all(mix_seed(mix_seed(0, index), 0))
+            (call_step(module, part) * batch_size(part) / batch_size(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(module.named_parameters())
+
+
+def train(module, data, size, schedule, num_ranks, **options):
+    count = len(split_batch(data[0], size))
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, count), call_step, **options)
+    optimizers = None
+    for batch in data:
+        pipeline.run(batch, size)
+        own = [rank.tensors.canonical_parameters() for rank in pipeline.ranks]
+        optimizers = optimizers or [optimizer_of(found.values()) for found in own]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: weight for found in own for name, weight in found.items()}
+
+
+def assert_trains_exactly(module, data, size=4, schedule="zb_h1", num_ranks=2, **options):
+    expected = train_plain(module, data, size)
+    found = train(module, data, size, schedule, num_ranks, **options)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+PAIRS = [("zb_h1", 2), ("zb_v", 3), ("zb_v", 2), ("zb_h1", 3)]
+
+
+@pytest.mark.parametrize(("place", "dispatch"), list(enumerate(DISPATCHES)))
+def test_blocks_may_ask_for_values(place, dispatch):
+    schedule, num_ranks = PAIRS[place % len(PAIRS)]
+    data = batches(lambda: torch.randn(24, WIDTH).double())
+    assert_trains_exactly(model_of(dispatch), data, 6, schedule, num_ranks)
+
+
+def pruned(block, x):
+    h = block.experts[0](x)
+    return h[h.norm(dim=-1) > 1]
+
+
+class Pruning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(linear_blocks(1))
+
+    def forward(self, x):
+        return pruned(self, x)
+
+
+class Counting(Mixture):
+    """Tells how many rows there were, for other stages to use."""
+
+    def forward(self, x):
+        rows = (self.gate(x)[:, 0] > 0).nonzero()
+        return super().forward(x), len(rows)
+
+
+class Keeping(Mixture):
+    """Keeps a loss for the step to find."""
+
+    def forward(self, x):
+        self.loss = self.gate(x).logsumexp(-1).mean()
+        return super().forward(x)
+
+
+def always_wrong(block, x):
+    if x.sum() > 0:
+        raise RuntimeError("too large")
+    raise RuntimeError("too small")
+
+
+def first_of_each(m, x):
+    x = m.embed(x)
+    for block in m.blocks:
+        x, _ = block(x)
+    return loss_of(m, x)
+
+
+def with_losses(m, x):
+    loss = loss_of(m, through(m.blocks, x))
+    return loss + sum(block.loss for block in m.blocks)
+
+
+def step_of(function, make):
+    return Step(function, [make() for _ in range(4)])
+
+
+def plain(m, x):
+    return loss_of(m, through(m.blocks, m.embed(x)))
+
+
+REFUSED = {
+    "pruned": (
+        step_of(plain, Pruning),
+        r"what blocks.0 hands on depends on values .*test_imagined_blocks.py:\d+: return h\[h.*: "
+        r"\[4, 4\] or \[0, 4\]; the next stage has to know the shapes before",
+    ),
+    "counting": (
+        step_of(first_of_each, lambda: Counting(each_expert)),
+        "blocks.0 asks for values .* and returns numbers or objects beside its tensors",
+    ),
+    "keeping": (
+        step_of(with_losses, lambda: Keeping(each_expert)),
+        "blocks.0 asks for values .* and keeps in an attribute, or gives to a hook",
+    ),
+    "always_wrong": (
+        step_of(plain, lambda: Mixture(always_wrong)),
+        r"blocks.0 asks for values .* both go wrong \(RuntimeError: too",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_depends_on_imagined_values_is_refused(case):
+    module, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        run_pipeline(module, build("zb_h1", 2, 2), torch.randn(8, 4), 4)
+
+
+# Sizes from the batch
+
+
+class Packed(Regression):
+    """Takes the padding out before the blocks."""
+
+    def __init__(self, pack):
+        super().__init__(linear_blocks(6))
+        self.pack = pack
+
+    def step(self, batch):
+        return self.pack(self, batch["x"], batch["mask"])
+
+
+def packed(m, x, mask):
+    x = through(m.blocks, m.embed(x)[mask])
+    out = m.head(x.new_zeros(*mask.shape, WIDTH).index_put((mask,), x))
+    return out.pow(2).mean()
+
+
+def packed_by_places(m, x, mask):
+    rows, columns = mask.nonzero().unbind(1)
+    return loss_of(m, through(m.blocks, m.embed(x)[rows, columns]))
+
+
+def cut_to_the_longest(m, x, mask):
+    return loss_of(m, through(m.blocks, m.embed(x)[:, : mask.sum(1).max()]))
+
+
+def packed_on_the_way(m, x, mask):
+    x = through(m.blocks[:3], m.embed(x))
+    return loss_of(m, through(m.blocks[3:], x.masked_select(mask.unsqueeze(-1)).view(-1, WIDTH)))
+
+
+def skip_around(m, x, mask):
+    packed = m.embed(x)[mask]
+    return loss_of(m, through(m.blocks, packed) + packed)
+
+
+def dropped_at_random(m, x, mask):
+    keep = mask & (torch.rand(mask.shape) < 0.5)
+    keep[:, 0] = True
+    return loss_of(m, through(m.blocks, m.embed(x)[keep]))
+
+
+def padded(count=8, length=6):
+    lengths = torch.randint(1, length + 1, (count, 1))
+    return {"x": torch.randn(count, length, WIDTH).double(), "mask": torch.arange(length) < lengths}
+
+
+PACKING = [
+    packed, packed_by_places, cut_to_the_longest, packed_on_the_way, skip_around, dropped_at_random,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "pack"), list(enumerate(PACKING)))
+def test_sizes_may_come_from_the_batch(place, pack):
+    schedule, num_ranks = PAIRS[place % len(PAIRS)]
+    torch.manual_seed(0)
+    assert_trains_exactly(Packed(pack).double(), batches(padded), 2, schedule, num_ranks)

@@ -1,0 +1,168 @@
+"""The probe learns how the step uses its blocks and weights, and leaves no trace."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.probe import probe_step
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
+from lightning_pipeoffload.schedule import build
+from tests.runtime.cut.test_step_refusals import (
+    Step,
+    hooks_of_the_step,
+    loss_of,
+    penalty_before,
+    through,
+    write_into_a_view,
+)
+from tests.support.small_modules import (
+    MODELS,
+    Regression,
+    assert_exact,
+    call_step,
+    linear_blocks,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("step", [penalty_before, hooks_of_the_step, write_into_a_view])
+def test_within_one_stage_values_may_skip_blocks(step):
+    assert_exact(Step(step).double(), torch.randn(4, 4).double(), num_ranks=1)
+
+
+def penalty_behind(m, x):
+    return loss_of(m, through(m.blocks, x)) + sum(p.pow(2).sum() for p in m.parameters())
+
+
+def tied_by_function(m, x):
+    return (through(m.blocks, m.embed(x)) @ m.embed.weight).pow(2).mean()
+
+
+@pytest.mark.parametrize("step", [penalty_behind, tied_by_function])
+def test_weights_that_several_stages_use_are_shared(step):
+    assert_exact(Step(step).double(), torch.randn(4, 4).double(), num_ranks=4)
+
+
+def branch_behind(m, x):
+    loss = loss_of(m, through(m.blocks, x))
+    return loss if loss > 0 else -loss
+
+
+def branch_on_batch(m, x):
+    return loss_of(m, through(m.blocks, x if x.sum() > 0 else -x))
+
+
+@pytest.mark.parametrize("step", [branch_behind, branch_on_batch])
+def test_values_that_are_there_may_be_used(step):
+    assert_exact(Step(step).double(), torch.randn(4, 4).double())
+
+
+# What the probe learns
+
+
+def probe(module, x):
+    chain = find_chain(module)
+    chain.intercept()
+    return probe_step(module, chain, lambda: call_step(module, x), CPU)
+
+
+def test_which_segments_use_which_weights():
+    segments = probe(Step(tied_by_function), torch.ones(2, 4)).segments
+    assert segments["embed.weight"] == {0, 4}
+    assert segments["blocks.1.weight"] == {1}
+    assert "head.weight" not in segments
+
+
+def test_what_blocks_hand_on():
+    found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
+    expected = TensorSpec(torch.Size((2, 4)), torch.float32, True, True)
+    assert [output.payload for output in found.flow.outputs] == [[expected], [expected]]
+
+
+def test_operations_of_each_segment():
+    found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
+    assert found.forward_flops == [2 * 2 * 4 * (4 + 4), 2 * 2 * 4 * 4, 2 * 2 * 4 * 1]
+    assert found.weight_flops == found.forward_flops
+
+
+def test_products_of_activations_have_no_weight_gradient():
+    def attend(m, x):
+        x = through(m.blocks, x)
+        return (x @ x.t()).sum()
+
+    found = probe(Step(attend), torch.ones(2, 4))
+    assert (found.forward_flops[4], found.weight_flops[4]) == (2 * 2 * 4 * 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("output", "is_template"),
+    [(torch.ones(1), True), ((torch.ones(1), None), True), ((torch.ones(1), 2), False)],
+)
+def test_only_constant_payloads_are_templates(output, is_template):
+    assert BlockOutput.of(output).is_template is is_template
+
+
+# What the probe leaves
+
+
+class Stateful(Regression):
+    """Its step writes wherever a step can."""
+
+    def __init__(self):
+        super().__init__(linear_blocks(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.steps, self.seen, self.by_name = 0, [], {}
+        self.cache = torch.zeros(2)
+
+    def step(self, x):
+        self.steps += 1
+        self.count += 1
+        self.mean.mul_(0.9).add_(self.embed(x).mean(0).detach())
+        self.seen.append(x)
+        self.by_name["x"] = x
+        self.cache.add_(1)
+        self.new = x
+        return super().step(x) + torch.rand(()) + random.random() + np.random.rand()
+
+
+def state_of(module):
+    attributes = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+    return repr((attributes, list(module.named_buffers()), torch.get_rng_state().tolist()))
+
+
+def test_the_probe_leaves_no_trace():
+    module = Stateful()
+    chain = find_chain(module)
+    chain.intercept()
+    parameters = [id(parameter) for parameter in module.parameters()]
+    before = state_of(module), random.getstate(), str(np.random.get_state())
+    probe_step(module, chain, lambda: module.step(torch.ones(2, 4)), CPU)
+    assert (state_of(module), random.getstate(), str(np.random.get_state())) == before
+    assert [id(parameter) for parameter in module.parameters()] == parameters
+    assert not hasattr(module, "new")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_probe_leaves_models_as_they_were(name):
+    module = MODELS[name].make()
+    before = {key: (id(t), t.clone()) for key, t in module.state_dict(keep_vars=True).items()}
+    batch = MODELS[name].batch(2)
+    if isinstance(batch, dict):
+        batch = {**batch, "x": batch["x"].float()}
+    probe(module, batch)
+    after = {key: (id(t), t.clone()) for key, t in module.state_dict(keep_vars=True).items()}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_shapes_are_probed_once():
+    module = Regression(linear_blocks(2))
+    pipeline = InProcessPipeline(module, build("1f1b", 1, 2), call_step)
+    for size in (2, 2, 3):
+        pipeline.run(torch.ones(2 * size, 4), size)
+    assert len(pipeline.ranks[0].probes.known) == 2

@@ -1,0 +1,344 @@
+"""Steps that cannot be cut: each message in full, for it is all that the user gets to see."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.schedule import build
+from tests.support.small_modules import Regression, assert_exact, linear_blocks, run_pipeline
+
+HERE = "# <- named in the message"
+
+
+class Step(Regression):
+    """A step in one function of embed, blocks, head and x."""
+
+    def __init__(self, function, blocks=None):
+        super().__init__(blocks or linear_blocks(4))
+        self.function = function
+
+    def step(self, x):
+        return self.function(self, x)
+
+
+def through(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def loss_of(module, x):
+    return module.head(x).pow(2).mean()
+
+
+def line_of(function):
+    """Name the marked line of ``function`` as a message does."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = (first + i for i, line in enumerate(lines) if HERE in line)
+    return f"({__file__}:{number}: {lines[number - first].strip()})"
+
+
+# Calls of blocks
+
+
+def block_twice(m, x):
+    x = through(m.blocks[:2], x)
+    x = m.blocks[0](x)  # <- named in the message
+    return loss_of(m, through(m.blocks[2:], x))
+
+
+def out_of_order(m, x):
+    x = m.blocks[0](x)
+    x = m.blocks[2](x)  # <- named in the message
+    return loss_of(m, m.blocks[3](m.blocks[1](x)))
+
+
+def without_gradients(m, x):
+    with torch.no_grad():
+        x = m.blocks[0](x)  # <- named in the message
+    return loss_of(m, through(m.blocks[1:], x))
+
+
+def reentrant(m, x):
+    for block in m.blocks:
+        x = checkpoint(block, x.requires_grad_(), use_reentrant=True)  # <- named in the message
+    return loss_of(m, x)
+
+
+def two_in_a_checkpoint(m, x):
+    def middle(x):
+        x = m.blocks[1](x)
+        return m.blocks[2](x)  # <- named in the message
+
+    x = checkpoint(middle, m.blocks[0](x), use_reentrant=False)
+    return loss_of(m, m.blocks[3](x))
+
+
+ONCE = "a pipeline needs each entry of blocks called once and in order"
+NO_GRAD = "leave out torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
+CALLS = {
+    block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}",
+    out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}",
+    without_gradients: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
+    two_in_a_checkpoint: (
+        "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
+        'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
+    ),
+    reentrant: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
+}
+
+
+# Values that are needed too early
+
+
+def branch_before(m, x):
+    x = m.embed(x)
+    x = x if x.sum() > 0 else -x  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
+def branch_that_is_caught(m, x):
+    x = m.embed(x)
+    try:
+        x = x if x.sum() > 0 else -x  # <- named in the message
+    except Exception:
+        x = 2 * x
+    return loss_of(m, through(m.blocks, x))
+
+
+def formatting_before(m, x):
+    x = m.embed(x)
+    m.text = f"{x.mean():.3f}"  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
+def list_before(m, x):
+    x = m.embed(x)
+    m.values = x.tolist()  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
+def numpy_before(m, x):
+    x = m.embed(x)
+    m.values = x.detach().numpy()  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
+def sum_in_a_tensor(m, x):
+    total = torch.zeros(())
+    for block in m.blocks:
+        x = block(x)
+        total += x.mean()  # <- named in the message
+    return loss_of(m, x) + total
+
+
+def item_between(m, x):
+    x = through(m.blocks[:2], x)
+    x = x * x.max().item()  # <- named in the message
+    return loss_of(m, through(m.blocks[2:], x))
+
+
+def mask_before(m, x):
+    x = m.embed(x)
+    x = x[x[:, 0] > 0]  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
+def early(block, operation, origins):
+    return (
+        f"the step cannot be cut into stages, for only one of them has what it needs before "
+        f"{block}: {operation} needs the value of something computed from {origins} {{line}}; move "
+        f"it behind blocks.3, where the last stage has all values, or compute it from the batch"
+    )
+
+
+EMBED = "embed.bias, embed.weight"
+BRANCH = "a branch, a print or item()"
+EARLY = {
+    branch_before: early("blocks.0", BRANCH, EMBED),
+    branch_that_is_caught: early("blocks.0", BRANCH, EMBED),
+    formatting_before: early("blocks.0", "the format '.3f'", EMBED),
+    list_before: early("blocks.0", "tolist()", EMBED),
+    numpy_before: early("blocks.0", "numpy()", EMBED),
+    item_between: early("blocks.2", BRANCH, "the output of blocks.1"),
+    sum_in_a_tensor: early(
+        "blocks.1", "add_() into a tensor of this stage", "the output of blocks.0"
+    ),
+    mask_before: early("blocks.0", "indexing with a mask", EMBED),
+}
+
+
+# Values beside the blocks that cannot be sent
+
+
+def penalty_before(m, x):
+    penalty = sum(p.pow(2).sum() for p in m.parameters())
+    loss = loss_of(m, through(m.blocks, x))
+    return penalty + loss  # <- named in the message
+
+
+def hooks_of_the_step(m, x):
+    losses = []
+    hooks = [b.register_forward_hook(lambda b, i, out: losses.append(out.mean())) for b in m.blocks]
+    loss = loss_of(m, through(m.blocks, x))
+    for hook in hooks:
+        hook.remove()
+    return loss + sum(losses)
+
+
+def write_into_a_view(m, x):
+    x = m.blocks[0](x)
+    first = 2 * x
+    rows = first[:1]
+    x = m.blocks[2](m.blocks[1](x))
+    rows += 1
+    return loss_of(m, m.blocks[3](x + first))  # <- named in the message
+
+
+BESIDE = {
+    penalty_before: (
+        "stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
+        "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage has "
+        "not all of these weights; compute a penalty on weights behind the blocks, or as the "
+        "optimizer's weight_decay"
+    ),
+    hooks_of_the_step: (
+        "the step uses what a hook on blocks.0 has kept, and registers and removes that hook "
+        "itself, but only the last stage comes to where it is removed; register it once, in "
+        "__init__ or in setup()"
+    ),
+    write_into_a_view: (
+        "stage 1 (blocks.2 to blocks.3) writes in place into what it gets from stage 0 under "
+        "another name, computed from the output of blocks.0, and it is read {line} after that; "
+        "each name is sent on its own, so the write would not be seen: compute a new tensor "
+        "instead (x = x + y for x += y)"
+    ),
+}
+
+# Writes into weights that another stage has
+
+
+def normal(weight):
+    return weight / weight.norm()
+
+
+def writing(write):
+    """Make a step that writes the head's weight before the blocks."""
+
+    def step(m, x):
+        with torch.no_grad():
+            write(m.head)
+        return loss_of(m, through(m.blocks, m.embed(x)))
+
+    step.__name__ = write.__name__
+    return step
+
+
+def copies(head):
+    head.weight.copy_(normal(head.weight))  # <- named in the message
+
+
+def divides(head):
+    head.weight.div_(head.weight.norm())  # <- named in the message
+
+
+def clamps(head):
+    head.weight.clamp_(-1, 1)  # <- named in the message
+
+
+def assigns_data(head):
+    head.weight.data = normal(head.weight.data)  # <- named in the message
+
+
+def writes_data(head):
+    head.weight.data.div_(2)  # <- named in the message
+
+
+def writes_a_row(head):
+    head.weight[0] = 1.0  # <- named in the message
+
+
+def writes_with_out(head):
+    torch.mul(head.weight, 0.5, out=head.weight)  # <- named in the message
+
+
+def writes_several(head):
+    torch._foreach_mul_([head.weight, head.bias], 0.5)  # <- named in the message
+
+
+def initializes(head):
+    nn.init.zeros_(head.weight)  # <- named in the message
+
+
+def assigns_a_parameter(head):
+    head.weight = nn.Parameter(normal(head.weight))  # <- named in the message
+
+
+WRITES = [
+    copies, divides, clamps, assigns_data, writes_data, writes_a_row, writes_with_out,
+    writes_several, initializes, assigns_a_parameter,
+]  # fmt: skip
+WRITTEN = (
+    "the step writes head.weight before blocks.0 {line}, on stage 0, but stage 1 has this weight "
+    "too and would not see it; write it between batches, in on_train_batch_start() say, or where "
+    "only the stage that computes with it comes"
+)
+
+REFUSED = {**CALLS, **EARLY, **BESIDE}
+
+
+def refusal(module):
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        run_pipeline(module, build("1f1b", 2, 2), torch.randn(4, 4), 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("step", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
+def test_a_step_that_cannot_be_cut_is_refused(step, message):
+    line = line_of(step) if "{line}" in message else ""
+    assert refusal(Step(step)) == message.format(line=line)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_another_stage_would_not_see_is_refused(write):
+    assert refusal(Step(writing(write))) == WRITTEN.format(line=line_of(write))
+
+
+@pytest.mark.parametrize("write", [copies, assigns_data, writes_data])
+def test_a_write_where_the_weight_is_used_is_not(write):
+    def step(m, x):
+        x = through(m.blocks, m.embed(x))
+        with torch.no_grad():
+            write(m.head)
+        return loss_of(m, x)
+
+    assert_exact(Step(step).double(), torch.randn(4, 4).double())
+
+
+def one_missing(m, x):
+    return loss_of(m, through(m.blocks[:3], x))
+
+
+def bare_except(m, x):
+    try:
+        return loss_of(m, through(m.blocks, x))
+    except:  # noqa: E722 - as users write it
+        return None
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (one_missing, f"the step does not call blocks.3; {ONCE}"),
+        (
+            bare_except,
+            "the step caught the signal by which a stage leaves it, so it has an `except:` or "
+            "`except BaseException:` around its blocks; use `except Exception:`",
+        ),
+    ],
+)
+def test_a_step_is_refused_as_a_whole(step, message):
+    assert refusal(Step(step)) == message

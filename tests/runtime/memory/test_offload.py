@@ -1,0 +1,293 @@
+"""Steps whose activations go to the host and come back have the gradients of those that stay."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
+from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
+from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, InlineLane
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.transport import InProcessTransport
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build
+from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.schedule.passes.offload import offload_activations
+from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
+from tests.support.offloaded import (
+    APART,
+    EVERYTHING,
+    FOR_B,
+    QUEUE,
+    FailingLane,
+    LastMomentLane,
+    memory_of_all,
+    offloaded,
+)
+from tests.support.small_modules import MODELS, DemoGPT, Regression, call_step, run_pipeline
+
+WAYS = {"for B": FOR_B, "apart": APART, "queue": QUEUE, "everything": EVERYTHING}
+
+
+def assert_bit_equal(found, expected):
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=0)
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=0, atol=0)
+
+
+def assert_offload_changes_nothing(module, schedule, batch, ways, size=1, **memory):
+    expected = run_pipeline(module, schedule, batch, size)
+    plan = offloaded(schedule, ways)
+    kept = functools.partial(memory_of_all, **memory)
+    assert_bit_equal(run_pipeline(module, plan, batch, size, memory=kept), expected)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule(name):
+    module, batch = DemoGPT(dropout=0.3, tie_weights=True), MODELS["gpt"].batch(8)
+    assert_offload_changes_nothing(module, build(name, 2, 8), batch, EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("gpt", way) for way in WAYS] + [(name, "everything") for name in MODELS]
+)
+def test_every_model(name, way):
+    module, batch = MODELS[name].make().double(), MODELS[name].batch(4)
+    assert_offload_changes_nothing(module, build("zb_h1", 2, 2), batch, WAYS[way], size=2)
+
+
+@pytest.mark.parametrize("one_lane", [True, False])
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_copies_that_end_at_the_last_moment_are_waited_for(ways, one_lane):
+    module, batch = MODELS["mlp"].make().double(), MODELS["mlp"].batch(2)
+    d2h, h2d = LastMomentLane(), LastMomentLane()
+    lanes = CopyLanes(d2h, d2h if one_lane else h2d)
+    assert_offload_changes_nothing(module, build("zb_h1", 2, 2), batch, ways, lanes=lanes)
+    assert lanes.d2h.num_late > 0
+    assert lanes.h2d.num_late > 0
+
+
+def test_each_b_waits_for_a_reload_that_is_on_its_way(monkeypatch):
+    made, waits, arrive = [], [], ActivationStore.arrive
+
+    def memory(device):
+        made.append(LastMomentLane())
+        return memory_of_all(device, lanes=CopyLanes(LastMomentLane(), made[-1]))
+
+    def watched(self, parts):
+        before = sum(lane.num_late for lane in made)
+        arrive(self, parts)
+        if Part.FOR_B in parts:
+            waits.append(sum(lane.num_late for lane in made) - before)
+
+    monkeypatch.setattr(ActivationStore, "arrive", watched)
+    run_steps(offloaded(build("zb_h1", 2, 4), APART), memory, steps=1)
+    assert len(waits) == 2 * 4  # stages, microbatches
+    assert all(waits)
+
+
+class CarelessLane(LastMomentLane):
+    """Lets the compute lane go on without its copies."""
+
+    def hold_compute(self, moment):
+        pass
+
+
+def test_a_reload_waits_for_its_own_offload_though_nobody_else_has():
+    """Megatron-LM's offload has this race: its issue 7398."""
+    memory = memory_of_all(torch.device("cpu"), lanes=CopyLanes(CarelessLane(), LastMomentLane()))
+    store, tensor = ActivationStore("", (), memory.settings), torch.arange(8.0)
+    saved = store.pack(tensor)
+    for step in (store.offload, store.free):
+        step()
+    store.reload(Part.FOR_B)
+    store.arrive(Part.FOR_B)
+    assert torch.equal(store.unpack(saved), tensor)
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "full"])
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_together_with_recompute(ways, recompute):
+    module, batch = DemoGPT(dropout=0.3, width=32, context=64), torch.randint(16, (4, 64))
+    schedule = build("zb_h1", 2, 2)
+    expected = run_pipeline(module, schedule, batch, 2)
+    found = run_pipeline(
+        module, offloaded(schedule, ways), batch, 2, memory=memory_of_all, recompute=recompute
+    )
+    assert_bit_equal(found, expected)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.2), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return x + checkpoint(self.layers, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_checkpointed_blocks(ways):
+    module = Regression([Checkpointed() for _ in range(4)]).double()
+    batch = torch.randn(4, 4).double()
+    assert_offload_changes_nothing(module, build("zb_h1", 2, 2), batch, ways, size=2)
+
+
+def small_gpt():
+    return DemoGPT(width=16, context=6)
+
+
+def run_steps(plan, memory, steps=2):
+    pipeline = InProcessPipeline(small_gpt(), plan, call_step, memory)
+    for step in range(steps):
+        pipeline.run(MODELS["gpt"].batch(plan.num_microbatches), 1, step)
+    return pipeline
+
+
+def measured_costs(pipeline, num_stages):
+    stages = {i: s.memory for rank in pipeline.ranks for i, s in rank.stages.items()}
+    ordered = [stages[i] for i in range(num_stages)]
+    return Costs(
+        1.0,
+        1.0,
+        1.0,
+        activation=[stage.activation_bytes for stage in ordered],
+        weight_input=[stage.weight_input_bytes for stage in ordered],
+        weight_residue=[stage.residue_bytes for stage in ordered],
+    )
+
+
+def assert_peaks_are_the_simulators(pipeline, plan):
+    costs = measured_costs(pipeline, plan.num_stages)
+    ledgers = [executor.memory.ledger for executor in pipeline.executors]
+    on_device = tuple(ledger.peak_device_bytes for ledger in ledgers)
+    on_host = tuple(ledger.peak_host_bytes for ledger in ledgers)
+    assert min(on_device) > 0
+    assert (on_device, on_host) == (peak_memory(plan, costs), peak_host_memory(plan, costs))
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["zb_h1", "uniform"])
+def test_peaks_are_the_simulators(name, ways):
+    plan = offloaded(build(name, 2, 4), ways)
+    assert_peaks_are_the_simulators(run_steps(plan, memory_of_all, steps=1), plan)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ["po_h", "po_f", "gis_h"])
+def test_peaks_of_a_planned_offload_are_the_simulators(name, num_ranks):
+    costs = Costs(1.0, 1.0, 1.0, offload=0.2, reload=0.2)
+    if name == "gis_h":
+        plan, _ = offload_activations(build(name, num_ranks, 4 * num_ranks), costs, "half")
+    else:
+        plan = build(name, num_ranks, 4 * num_ranks, costs=costs)
+    pipeline = run_steps(plan, memory_of_all, steps=1)
+    assert_peaks_are_the_simulators(pipeline, plan)
+    for executor in pipeline.executors:
+        assert executor.memory.ledger.offloaded_bytes > 0
+
+
+def test_what_is_freed_is_no_message_any_more(monkeypatch):
+    done = []
+    release, move = InProcessTransport.release, ActivationMemory.move
+    monkeypatch.setattr(
+        InProcessTransport, "release", lambda self, send: done.append(send) or release(self, send)
+    )
+    monkeypatch.setattr(
+        ActivationMemory, "move", lambda self, action: done.append(action) or move(self, action)
+    )
+    run_steps(build("po_h", 2, 4), memory_of_all, steps=1)
+    freed = [place for place, action in enumerate(done) if action.kind is Kind.FREE]
+    assert freed
+    for place in freed:
+        assert done[place]._replace(kind=Kind.SEND_F) in done[:place]
+
+
+def test_host_memory_is_filled_in_the_first_step():
+    plan = offloaded(build("zb_h1", 2, 4), FOR_B)
+    allocations = [
+        [
+            e.memory.settings.host.num_allocations
+            for e in run_steps(plan, memory_of_all, n).executors
+        ]
+        for n in (1, 3)
+    ]
+    assert allocations[0] == allocations[1] != [0, 0]
+
+
+def test_a_plan_without_offload_installs_no_hooks(monkeypatch):
+    opened = []
+    original = ActivationMemory.open
+
+    def count(self, action, microbatch):
+        opened.append(original(self, action, microbatch))
+        return opened[-1]
+
+    monkeypatch.setattr(ActivationMemory, "open", count)
+    run_steps(build("zb_h1", 2, 4), memory_of_all)
+    assert sum(store is not None for store in opened) == 2  # each stage is measured once
+
+
+def test_host_memory_exhausted():
+    plan = offloaded(build("1f1b", 2, 2), FOR_B)
+    with pytest.raises(HostMemoryError, match="stage 0, microbatch 0: host memory .* exhausted"):
+        run_steps(plan, functools.partial(memory_of_all, budget=HostBudget.given(4096)))
+
+
+@pytest.mark.parametrize("lane", ["d2h", "h2d"])
+def test_a_copy_that_fails(lane):
+    def memory(device):
+        lanes = {"d2h": InlineLane(), "h2d": InlineLane(), lane: FailingLane(2)}
+        return ActivationMemory(
+            OffloadSettings(device, CopyLanes(**lanes), HostMemory(False), largest_to_stay=0)
+        )
+
+    plan = offloaded(build("1f1b", 2, 2), FOR_B)
+    where = r"stage \d, microbatch \d: the copy of the tensor \(.*\) of float32 .* failed"
+    with pytest.raises(CopyError, match=where):
+        run_steps(plan, memory)
+
+
+def test_microbatches_of_different_shapes():
+    module, batch = MODELS["gpt"].make().double(), MODELS["gpt"].batch(5)
+    assert_offload_changes_nothing(module, build("zb_h1", 2, 3), batch, EVERYTHING, size=2)
+
+
+class SavesAnything(nn.Module):
+    """Saves tensors of other shapes for each of its microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += type(x) is torch.Tensor  # not those of other stages
+        wide = self.linear(x).repeat(1, 1 + self.num_calls)
+        return torch.tanh(wide)[:, :4]
+
+
+@pytest.mark.parametrize("ways", [FOR_B, EVERYTHING], ids=["for B", "everything"])
+def test_saved_shapes_may_differ_between_microbatches(ways):
+    module = Regression([SavesAnything() for _ in range(4)]).double()
+    batch = torch.randn(12, 4).double()
+    assert_offload_changes_nothing(module, build("zb_h1", 2, 4), batch, ways, size=3)
+
+
+class WritesInPlace(nn.Module):
+    """Writes to the output of exp, which its backward needs."""
+
+    def forward(self, x):
+        return x.exp().mul_(2)
+
+
+@pytest.mark.parametrize("ways", [FOR_B, QUEUE], ids=["for B", "queue"])
+def test_a_write_in_place_is_an_error(ways):
+    module = Regression([nn.Linear(4, 4), WritesInPlace(), nn.Linear(4, 4)])
+    plan = offloaded(build("zb_h1", 2, 2), ways)
+    pipeline = InProcessPipeline(module, plan, call_step, memory_of_all)
+    with pytest.raises(WrittenInPlaceError, match=r"stage \d, microbatch 0: the tensor \(1, 4\)"):
+        pipeline.run(torch.randn(2, 4), 1)

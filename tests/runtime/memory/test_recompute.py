@@ -1,0 +1,326 @@
+"""Recomputed values are those of the forward: gradients are equal bit for bit."""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.demos.gpt import Block
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.memory import recompute
+from lightning_pipeoffload.runtime.memory.cheap_calls import CheapCall
+from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
+from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
+from lightning_pipeoffload.schedule import build
+from tests.support.offloaded import memory_of_all
+from tests.support.small_modules import (
+    MODELS,
+    Case,
+    Classifier,
+    Regression,
+    call_step,
+    run_pipeline,
+    vectors,
+)
+
+
+@pytest.fixture(autouse=True)
+def keep_no_tensor_for_its_size(monkeypatch):
+    monkeypatch.setattr(recompute, "SMALLEST_NUMEL", 1)
+
+
+def with_dropout(module):
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.2
+    return module
+
+
+def norms():
+    """Blocks with running statistics, and a ReLU that writes in place inside of each."""
+    layers = [
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.Linear(6, 6))
+        for _ in range(6)
+    ]
+    return Classifier(*layers, nn.Linear(6, 5))
+
+
+CASES = {**MODELS, "norms": Case(norms, vectors)}
+
+
+def run(name, schedule, how):
+    torch.manual_seed(0)
+    module, batch = with_dropout(CASES[name].make()), CASES[name].batch(8)
+    if isinstance(batch, dict):
+        batch["x"] = batch["x"].float()
+    return run_pipeline(module, build(schedule, 2, 4), batch, 2, recompute=how)
+
+
+def assert_equal(found, plain):
+    for part in ("losses", "gradients", "buffers"):
+        torch.testing.assert_close(getattr(found, part), getattr(plain, part), rtol=0, atol=0)
+
+
+SCHEDULES = ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"]
+
+
+@cache
+def plain_run(name, schedule):
+    return run(name, schedule, "none")
+
+
+@pytest.mark.parametrize("how", ["cheap", "full"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("gpt", name) for name in SCHEDULES]
+    + [(name, schedule) for name in ("llama", "gpt2", "norms") for schedule in ("zb_h1", "zb_v")],
+)
+def test_nothing_changes(name, schedule, how):
+    assert_equal(run(name, schedule, how), plain_run(name, schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_blocks_that_write_in_place(name, schedule):
+    assert_equal(run(name, schedule, "cheap"), plain_run(name, schedule))
+    with pytest.raises(ValueError, match="cannot run ReLU again, which writes its input in place"):
+        run(name, schedule, "full")
+
+
+class Counting(nn.Module):
+    """A block that tells of its forwards, and may checkpoint itself as Hugging Face's do."""
+
+    def __init__(self, note, gradient_checkpointing):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.note = note
+        self.gradient_checkpointing = gradient_checkpointing
+
+    def __deepcopy__(self, memo):
+        return Counting(self.note, self.gradient_checkpointing)
+
+    def forward(self, x):
+        if self.gradient_checkpointing:
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x):
+        self.note(1)
+        return x + torch.tanh(self.linear(x))
+
+
+class Checkpointing(Regression):
+    """A model that checkpoints each of its blocks."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("model", "by_itself"), [(Regression, False), (Regression, True), (Checkpointing, False)]
+)
+def test_a_block_runs_once_more_and_no_oftener(model, by_itself, schedule):
+    forwards = []
+    module = model([Counting(forwards.append, by_itself) for _ in range(4)])
+    pipeline = InProcessPipeline(module, build(schedule, 2, 2), call_step, recompute="full")
+    batch = torch.randn(4, 4)
+    pipeline.run(batch, 2)
+    forwards.clear()
+    pipeline.run(batch, 2)
+    assert len(forwards) == 4 * 2 * 2  # blocks, microbatches, F and B
+
+
+class Drawing(nn.Module):
+    """A block whose scale is drawn from Python's generator, and that counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x)) * self.calls.clone() * random.random()
+
+
+def test_blocks_run_again_with_what_they_had():
+    module, batch = Regression([Drawing() for _ in range(4)]), torch.randn(8, 4)
+    schedule = build("zb_h1", 2, 4)
+    plain = run_pipeline(module, schedule, batch, 2)
+    assert_equal(run_pipeline(module, schedule, batch, 2, recompute="full"), plain)
+
+
+def saved_by(function, *inputs):
+    """Return the bytes that stay for the backward but for parameters, and the output."""
+    saved = {}
+    weights = function.parameters() if isinstance(function, nn.Module) else inputs[1:]
+    given = [weight.untyped_storage().data_ptr() for weight in weights]
+
+    def pack(tensor):
+        address = tensor.untyped_storage().data_ptr()
+        if address not in given:
+            saved[address] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), CheapRecompute().saving():
+        output = function(*inputs)
+    return sum(storage.nbytes() for storage in saved.values()), output
+
+
+WIDTH, ROWS = 32, 16
+
+
+def hidden():
+    return torch.randn(2, ROWS // 2, WIDTH, dtype=torch.bfloat16).requires_grad_()
+
+
+def test_a_transformer_layer_keeps_20_bytes_a_feature():
+    x = hidden()
+    saved, _ = saved_by(Block(WIDTH, 2, 0.0).bfloat16(), x)
+    sums_of_softmax = 2 * 4 * ROWS  # in float32, for each of two heads
+    means_and_deviations = 2 * 2 * 2 * ROWS  # of two norms
+    assert saved == 20 * x.numel() + sums_of_softmax + means_and_deviations
+
+
+def test_with_dropout_after_each_branch_it_is_the_same():
+    block, x = Block(WIDTH, 2, 0.1).bfloat16(), hidden()
+    block.attention.dropout = 0.0  # the CPU's attention keeps its scores for that
+    assert saved_by(block, x)[0] == saved_by(Block(WIDTH, 2, 0.0).bfloat16(), x)[0]
+
+
+def rms_norm(x, weight):
+    scaled = x.float()
+    scaled = scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * scaled.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "factor", "extra"),
+    [
+        (lambda x, w: rms_norm(x, w[0]) @ w, 2, 4),  # x, and the root of each row
+        (lambda x, w: functional.gelu(x) @ w, 2, 0),
+        (lambda x, w: functional.gelu(x, approximate="tanh") @ w, 2, 0),
+        (lambda x, w: functional.silu(x) @ w, 2, 0),
+        (lambda x, w: (functional.silu(x) * x) @ w, 2, 0),
+        (lambda x, w: functional.relu(x * 2) @ w, 2, 0),  # either x or the output
+        (lambda x, w: functional.dropout(x * 2, 0.5) @ w, 2, 0),
+        (lambda x, w: torch.native_dropout(x.cos(), 0.5, True)[0] + w[0], 2, 0),  # as on CUDA
+        (lambda x, w: functional.glu(x) @ w[:16], 2, 0),
+    ],
+)
+def test_bytes_and_gradients_of_an_operation(function, factor, extra):
+    x, w = hidden(), nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(function(x, w).sum(), (x, w))
+    torch.manual_seed(1)
+    saved, output = saved_by(function, x, w)
+    torch.manual_seed(2)
+    assert all(map(torch.equal, torch.autograd.grad(output.sum(), (x, w)), expected))
+    assert saved <= factor * x.numel() + extra * ROWS
+
+
+def test_what_was_written_after_its_use_is_an_error():
+    x = hidden()
+    copy = x * 1
+    _, output = saved_by(lambda: copy.float().pow(2))
+    with torch.no_grad():
+        copy.add_(1)
+    with pytest.raises(RuntimeError, match="written in place after its use"):
+        output.sum().backward()
+
+
+def test_each_value_is_computed_once(monkeypatch):
+    counted = []
+    compute = CheapCall._compute
+    monkeypatch.setattr(CheapCall, "_compute", lambda *a: counted.append(1) or compute(*a))
+    x, norm = hidden(), nn.LayerNorm(WIDTH).bfloat16()
+    three = [nn.Linear(WIDTH, WIDTH).bfloat16() for _ in range(3)]
+
+    def shared(x):
+        normed = norm(x)
+        return sum(layer(normed) for layer in three)
+
+    saved_by(shared, x)[1].sum().backward()
+    assert len(counted) == 1
+
+
+def run_stage_apart(module, batch, monkeypatch):
+    """Run a step whose B and W are apart; return the calls that each of them computed."""
+    computed, compute = {"B": 0, "W": 0}, CheapCall._compute
+
+    def count(self, store, for_w):
+        computed["W" if for_w else "B"] += 1
+        return compute(self, store, for_w)
+
+    monkeypatch.setattr(CheapCall, "_compute", count)
+    run_pipeline(module, build("zb_h1", 2, 2), batch, 2, recompute="cheap")
+    return computed
+
+
+class GatedBlock(nn.Module):
+    """The feed-forward part of a Llama block: B needs what W's input is computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class FeedForwardBlock(nn.Module):
+    """That of a GPT: only W reads the outputs of its norm and of its GeLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gelu = nn.LayerNorm(WIDTH), nn.GELU()
+        self.expand, self.project = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.project(self.gelu(self.expand(self.norm(x))))
+
+
+def test_what_only_w_reads_is_computed_at_w(monkeypatch):
+    module = Regression([FeedForwardBlock() for _ in range(4)], WIDTH)
+    computed = run_stage_apart(module, torch.randn(4, WIDTH), monkeypatch)
+    assert computed == {"B": 0, "W": 4 * 2 * 2}  # blocks, operations, microbatches
+
+
+def test_what_b_computes_anyway_is_computed_once(monkeypatch):
+    module = Classifier(*(GatedBlock() for _ in range(4)), nn.Linear(6, 5)).double()
+    computed = run_stage_apart(module, vectors(4), monkeypatch)
+    assert computed["W"] == 0
+    assert computed["B"] > 0
+
+
+def test_a_cast_weight_is_not_taken_for_an_activation():
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    store = ActivationStore("", (), memory_of_all(torch.device("cpu")).settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        with CheapRecompute().saving():
+            linear(x)  # casts the weight, for whoever is next in this context
+        with store.recording(), CheapRecompute().saving():
+            output = linear(x)
+    assert store.device_bytes() <= 2 * x.numel()
+    output.float().sum().backward()
+
+
+def test_autocast_and_a_checkpoint_inside():
+    block = Block(WIDTH, 2, 0.0)
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+
+    def twice(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(block, block(x), use_reentrant=False)
+
+    expected = torch.autograd.grad(twice(x).sum(), x)
+    assert torch.equal(torch.autograd.grad(saved_by(twice, x)[1].sum(), x)[0], expected[0])

@@ -1,0 +1,174 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    ValueNeededError,
+    describe,
+    dropping_writes,
+    observing,
+)
+
+
+def shapes(*size, origin="a", **options):
+    return ShapeOnly.like(torch.ones(*size, **options), origin)
+
+
+def test_shape_dtype_strides_and_device_are_the_tensors():
+    real = torch.ones(2, 3, dtype=torch.bfloat16).t()
+    found = ShapeOnly.like(real, "a")
+    assert (found.shape, found.dtype) == (real.shape, real.dtype)
+    assert (found.stride(), found.device) == (real.stride(), real.device)
+
+
+OPERATIONS = {
+    "product": lambda x: x @ x.t(),
+    "linear": lambda x: functional.linear(x, torch.ones(5, 3), torch.ones(5)),
+    "norm": lambda x: functional.layer_norm(x, (3,)),
+    "broadcast": lambda x: x + torch.ones(4, 1, 3),
+    "cast": lambda x: x.to(torch.int64),
+    "views": lambda x: x[None].transpose(1, 2).flatten(1)[:, 1:],
+    "indexing by numbers": lambda x: x[torch.tensor([0, 1, 1])],
+    "embedding": lambda x: functional.embedding(torch.tensor([[0, 1]]), x),
+    "where": lambda x: torch.where(x > 0, x, torch.zeros(())),
+    "chunks": lambda x: x.chunk(2, dim=1)[1],
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "written in place": lambda x: x.clone().mul_(2),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_results_have_the_shape_of_the_real_ones(operation):
+    real, found = operation(torch.ones(2, 3)), operation(shapes(2, 3))
+    assert isinstance(found, ShapeOnly)
+    assert (found.shape, found.dtype, found.origins) == (real.shape, real.dtype, {"a"})
+
+
+def test_origins_are_united():
+    found = shapes(2, origin="a") * shapes(2, origin="b") + torch.ones(2)
+    assert found.origins == {"a", "b"}
+
+
+VALUES = {
+    "item": lambda x: x.sum().item(),
+    "branch": lambda x: 1 if x.sum() > 0 else 0,
+    "number": lambda x: int(x[0, 0]),
+    "nonzero": torch.nonzero,
+    "mask": lambda x: x[x > 0],
+    "unique": torch.unique,
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "write into a real tensor": lambda x: torch.zeros(2, 3).add_(x),
+    "write into a slice of one": lambda x: torch.zeros(4, 3)[:2].copy_(x),
+}
+
+
+@pytest.mark.parametrize("operation", VALUES.values(), ids=VALUES)
+def test_a_use_of_the_value_is_an_error_that_names_its_origin(operation):
+    with pytest.raises(ValueNeededError, match="needs the value of something computed from a$"):
+        operation(shapes(2, 3))
+
+
+FACTORIES = [torch.zeros_like, torch.ones_like, torch.rand_like, lambda x: x.new_full((2,), 3.0)]
+
+
+@pytest.mark.parametrize("make", FACTORIES)
+def test_what_is_made_anew_is_real(make):
+    found = make(shapes(2, dtype=torch.float64))
+    assert type(found) is torch.Tensor
+    assert found.dtype is torch.float64
+
+
+def test_full_like_keeps_its_value():
+    assert torch.full_like(shapes(2), 3.0).tolist() == [3.0, 3.0]
+
+
+def test_writes_into_chosen_tensors_are_dropped():
+    running, other = torch.zeros(2), torch.zeros(2)
+    with dropping_writes(lambda tensor: tensor is running):
+        running.add_(shapes(2))
+        with pytest.raises(ValueNeededError):
+            other.add_(shapes(2))
+    assert running.tolist() == [0, 0]
+    with pytest.raises(ValueNeededError):
+        running.add_(shapes(2))
+
+
+def test_running_statistics_are_not_updated_from_shapes():
+    norm = torch.nn.BatchNorm1d(3)
+    with dropping_writes(lambda tensor: True):
+        assert norm(shapes(2, 3)).shape == (2, 3)
+    assert norm.running_mean.tolist() == [0, 0, 0]
+
+
+def test_operations_are_observed():
+    seen = []
+    with observing(lambda operation, arguments, result: seen.append(operation)):
+        shapes(2).exp()
+    shapes(2).exp()
+    assert seen == [torch.ops.aten.exp.default]
+
+
+def test_dropout_advances_the_generator():
+    def draw_after(x):
+        torch.manual_seed(0)
+        functional.dropout(x, 0.2)
+        return torch.rand(1)
+
+    assert torch.equal(draw_after(shapes(100)), draw_after(torch.ones(100)))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"), [("a", "a"), ("cba", "a, b, c"), ("abcde", "a, b, c and 2 more")]
+)
+def test_origins_are_described(names, text):
+    assert describe(frozenset(names)) == f"something computed from {text}"
+
+
+def test_a_shape_prints_and_copies():
+    found = shapes(2, 3)
+    assert repr(found) == "ShapeOnly((2, 3), torch.float32, something computed from a)"
+    assert copy.deepcopy(found) is found
+
+
+def test_results_of_the_same_shapes_are_computed_once():
+    left, right = (ShapeOnly.like(torch.ones(2, 3), "w") for _ in range(2))
+    first, second = left + right, left + right
+    assert first is not second
+    assert first.meta is second.meta
+
+
+def test_a_view_in_place_leaves_others_as_they_are():
+    weight = ShapeOnly.like(torch.ones(2, 3), "w")
+    first, second = weight + 1, weight + 1
+    first.t_()
+    assert second.meta.shape == (2, 3)
+
+
+def test_a_kernel_that_torch_does_not_know_gets_no_address():
+    found = shapes(2, 3, origin="the output of blocks.1")
+    with pytest.raises(ValueNeededError, match=r"address \(torch.library .* of blocks.1$"):
+        found.t().data_ptr()
+    with pytest.raises(RuntimeError, match="custom op"):  # as a kernel in C++ asks
+        torch.Tensor.data_ptr(found)
+
+
+def test_an_rnn_does_not_lay_out_weights_that_are_not_there(monkeypatch):
+    rnn = nn.LSTM(2, 2)
+    for name, weight in [*rnn._parameters.items()]:
+        rnn._parameters[name] = ShapeOnly.like(weight, name, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    rnn._init_flat_weights()
+
+
+def test_a_probe_draws_no_numbers():
+    found, before = shapes(2, 3), torch.get_rng_state()
+    with observing(lambda *seen: None):
+        torch.native_dropout(found, 0.5, True)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.native_dropout(found, 0.5, True)
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,295 @@
+"""Values that go from stage to stage beside what the blocks hand on."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.runtime.cut.test_step_refusals import Step, loss_of, through
+from tests.support.small_modules import (
+    TOLERANCE,
+    assert_exact,
+    assert_same,
+    call_step,
+    linear_blocks,
+    run_pipeline,
+    run_plain,
+)
+
+DEPTH = 8
+
+
+def x0_skip(m, x):
+    first = x = m.embed(x)
+    for block in m.blocks:
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+def x0_at_the_end(m, x):
+    first = m.embed(x)
+    return loss_of(m, through(m.blocks, first) + first)
+
+
+def residual_around_each_block(m, x):
+    x = m.embed(x)
+    for block in m.blocks:
+        x = x + block(x)
+    return loss_of(m, x)
+
+
+def unet_skips(m, x):
+    skips = []
+    for block in m.blocks[:4]:
+        x = block(x)
+        skips.append(x)
+    for block in m.blocks[4:]:
+        x = block(x + skips.pop())
+    return loss_of(m, x)
+
+
+def hidden_states_in_the_loss(m, x):
+    states = []
+    for block in m.blocks:
+        x = block(x)
+        states.append(x)
+    return loss_of(m, x) + torch.stack(states).mean()
+
+
+def auxiliary_losses(m, x):
+    losses = []
+    for block in m.blocks:
+        x = block(x)
+        losses.append(x.pow(2).mean())
+    return loss_of(m, x) + sum(losses)
+
+
+def losses_in_attributes(m, x):
+    loss = loss_of(m, through(m.blocks, x))
+    return loss + sum(block.loss for block in m.blocks)
+
+
+def weight_view_before(m, x):
+    transposed = m.embed.weight.t()
+    x = through(m.blocks, m.embed(x))
+    return (x @ transposed).pow(2).mean()
+
+
+def detached(m, x):
+    first = x = m.embed(x)
+    for block in m.blocks:
+        x = block(x) + first.detach()
+    return loss_of(m, x)
+
+
+def written_in_place(m, x):
+    total = m.embed(x) * 1
+    for block in m.blocks:
+        x = block(x)
+        total += x
+    return loss_of(m, total)
+
+
+def read_out_at_the_end(m, x):
+    first = m.embed(x)
+    loss = loss_of(m, through(m.blocks, first))
+    m.seen = f"{first:}"[:1], first.tolist(), first.detach().numpy()
+    return loss + first.mean()
+
+
+class Product(torch.autograd.Function):
+    """A function of the user's takes its arguments as they are."""
+
+    @staticmethod
+    def forward(ctx, left, right):
+        ctx.save_for_backward(left, right)
+        return left * right
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        return grad * right, grad * left
+
+
+def custom_function(m, x):
+    first = x = m.embed(x)
+    first = Product.apply(first, first)
+    for block in m.blocks:
+        x = Product.apply(block(x), first)
+    return loss_of(m, x)
+
+
+class Setting(nn.Linear):
+    """A block that keeps a loss in an attribute, as mixtures of experts do."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.loss = x.pow(2).mean()
+        return x
+
+
+STEPS = [
+    x0_skip,
+    x0_at_the_end,
+    residual_around_each_block,
+    unet_skips,
+    hidden_states_in_the_loss,
+    auxiliary_losses,
+    losses_in_attributes,
+    weight_view_before,
+    detached,
+    written_in_place,
+    read_out_at_the_end,
+    custom_function,
+]
+
+
+def module_of(step):
+    settings = step is losses_in_attributes
+    blocks = [Setting(4, 4) for _ in range(DEPTH)] if settings else linear_blocks(DEPTH)
+    return Step(step, blocks).double()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
+def test_what_goes_beside_the_blocks_is_carried(step, num_ranks, schedule):
+    module, batch = module_of(step), torch.randn(8, 4).double()
+    found = run_pipeline(module, build(schedule, num_ranks, 4), batch, 2)
+    assert_same(found, run_plain(module, batch, 2), TOLERANCE)
+
+
+@pytest.mark.parametrize("step", [x0_skip, losses_in_attributes], ids=["x0", "attributes"])
+def test_blocks_that_are_recomputed(step):
+    module, batch = module_of(step), torch.randn(4, 4).double()
+    found = run_pipeline(module, build("1f1b", 2, 2), batch, 2, recompute="full")
+    assert_same(found, run_plain(module, batch, 2), TOLERANCE)
+
+
+def hidden_states_by_hooks(m, x):
+    m.states.clear()
+    loss = loss_of(m, through(m.blocks, m.embed(x)))
+    return loss + sum(state.mean() for state in m.states)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_hooks_that_stay(schedule):
+    class Hooked(Step):
+        def __init__(self, function):
+            super().__init__(function, linear_blocks(4))
+            self.states = []
+            for block in self.blocks:
+                block.register_forward_hook(self.keep)
+
+        def keep(self, block, arguments, output):
+            self.states += [arguments[0], output]
+
+    def step(module, x):
+        for block in module.blocks:  # a copied module has the hooks of the first
+            block._forward_hooks = dict.fromkeys(block._forward_hooks, module.keep)
+        return module.step(x)
+
+    module, batch = Hooked(hidden_states_by_hooks).double(), torch.randn(4, 4).double()
+    plain = run_plain(module, batch, 2)
+    pipeline = InProcessPipeline(module, build(schedule, 2, 2), step)
+    losses = pipeline.run(batch, 2)
+    torch.testing.assert_close(losses, plain.losses, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Attending(nn.Linear):
+    def forward(self, x, memory):
+        return x + super().forward(x) @ memory.t() @ memory
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(linear_blocks(4))
+        self.decoder = nn.ModuleList(Attending(4, 4) for _ in range(4))
+
+    def step(self, x):
+        memory = through(self.encoder, x)
+        for block in self.decoder:
+            x = block(x, memory)
+        return x.mean()
+
+
+@pytest.mark.parametrize("blocks", ["decoder", ["encoder.*", "decoder.*"]], ids=["decoder", "both"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_an_encoders_output_in_every_block_of_a_decoder(num_ranks, blocks):
+    module, batch = EncoderDecoder().double(), torch.randn(4, 4).double()
+    found = run_pipeline(module, build("zb_h1", num_ranks, 2), batch, 2, blocks=blocks)
+    assert_same(found, run_plain(module, batch, 2), TOLERANCE)
+
+
+# What is sent
+
+
+def payloads(step, num_ranks=4):
+    module = module_of(step)
+    pipeline = InProcessPipeline(module, build("1f1b", num_ranks, 1), call_step, split="even")
+    pipeline.run(torch.randn(2, 4).double(), 2)
+    (probe,) = pipeline.ranks[0].probes.known.values()
+    return [len(probe.flow.payload_over(cut)) for cut in range(2, DEPTH, 2)]
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (x0_skip, [2, 2, 2]),
+        (residual_around_each_block, [2, 2, 2]),
+        (unet_skips, [2, 4, 3]),  # the last output is the payload itself
+        (auxiliary_losses, [2, 4, 6]),
+    ],
+)
+def test_only_what_later_stages_need_is_sent(step, expected):
+    assert payloads(step) == expected
+
+
+def another_way(m, x):
+    first = x = m.embed(x)
+    m.calls = getattr(m, "calls", 0) + 1
+    if m.calls > 1:
+        x = x * 2
+    first = first + 1
+    for block in m.blocks:
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+def test_a_step_that_goes_another_way_than_at_first_is_refused():
+    with pytest.raises(RuntimeError, match="other values between its blocks than when"):
+        assert_exact(module_of(another_way), torch.randn(4, 4).double())
+
+
+def with_a_table(m, x):
+    x = m.embed(x)
+    if not hasattr(m, "table"):
+        m.table = torch.ones(4, dtype=x.dtype, device=x.device).cumsum(0)
+    first = x = x + m.table
+    for block in m.blocks:
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_constants_may_be_kept_from_call_to_call(schedule):
+    module, batch = module_of(with_a_table), torch.randn(8, 4).double()
+    found = run_pipeline(module, build(schedule, 2, 4), batch, 2)
+    assert_same(found, run_plain(module, batch, 2), TOLERANCE)
+
+
+def noise_between_the_blocks(m, x):
+    x = through(m.blocks[:2], x)
+    noise = torch.randn(x.shape[-1], dtype=x.dtype)
+    x = through(m.blocks[2:], x + noise)
+    return loss_of(m, x * noise)
+
+
+def test_a_random_number_drawn_between_blocks_is_the_same_on_every_stage():
+    module = Step(noise_between_the_blocks, linear_blocks(DEPTH)).double()
+    x = torch.randn(4, 4).double()
+    one, *others = (run_pipeline(module, build("zb_h1", p, 4), x, 1, seed=3) for p in (1, 2, 4))
+    for found in others:
+        assert_same(found, one)

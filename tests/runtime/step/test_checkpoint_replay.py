@@ -1,0 +1,183 @@
+"""What B runs again sees what F saw, though other microbatches' forwards came in between."""
+
+import copy
+import itertools
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.schedule import build
+from tests.support.small_modules import Regression, call_step
+
+GLOBAL = None
+SETTINGS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_h1", 3)]
+
+
+class Reading(nn.Module):
+    """A block that reads a factor which is not among its arguments."""
+
+    shared = None
+
+    def __init__(self, read, partly):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.read, self.partly, self.mask, self.calls = read, partly, None, 0
+        self.gradient_checkpointing = False
+
+    def forward(self, x):
+        if self.partly:
+            return x + checkpoint(self.inner, x, use_reentrant=self.partly == "reentrant")
+        return self.inner(x)
+
+    def inner(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x) * self.read(self))
+
+
+class Setting(Regression):
+    """A step that writes, before its blocks, what they read; it may checkpoint them."""
+
+    def __init__(self, write, read, how):
+        super().__init__([Reading(read, how) for _ in range(4)])
+        self.write, self.by_user = write, how == ""
+        self.state = SimpleNamespace(mask=None)
+        self.table = {"masks": [None]}
+        self.register_buffer("kept", torch.ones(()))
+        for block in self.blocks:
+            block.__dict__.update(owner=self, state=self.state)
+
+    def forward(self, x):
+        self.write(self, x.detach().abs().mean())
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.by_user else block(x)
+        self.owner_is_done = True
+        head = partial(checkpoint, use_reentrant=False) if self.by_user else _call
+        return head(self.finish, x)
+
+    def finish(self, x):
+        return torch.tanh(self.head(x) * self.mask if hasattr(self, "mask") else self.head(x))
+
+
+def _call(function, x):
+    return function(x)
+
+
+def on_the_module(module, mask):
+    module.mask = mask
+
+
+def on_the_blocks(module, mask):
+    for block in module.blocks:
+        block.mask = mask
+
+
+def on_an_object(module, mask):
+    module.state.mask = mask
+
+
+def in_a_container(module, mask):
+    module.table["masks"][0] = mask
+
+
+def on_the_class(module, mask):
+    Reading.shared = mask
+
+
+def in_a_global(module, mask):
+    global GLOBAL
+    GLOBAL = mask
+
+
+def in_a_buffer(module, mask):
+    module.kept.copy_(mask)
+
+
+def as_a_number(module, mask):
+    module.kind = int(mask * 100) % 2
+
+
+WAYS = {
+    on_the_module: lambda block: block.owner.mask,
+    on_the_blocks: lambda block: block.mask,
+    on_an_object: lambda block: block.state.mask,
+    in_a_container: lambda block: block.owner.table["masks"][0],
+    on_the_class: lambda block: block.shared,
+    in_a_global: lambda block: GLOBAL,
+    in_a_buffer: lambda block: block.owner.kept,
+    as_a_number: lambda block: 1 + block.owner.kind,
+}
+
+
+def compare(write, how, schedule, num_ranks, **options):
+    module, x = Setting(write, WAYS[write], how).double(), torch.randn(8, 4).double()
+    plain = copy.deepcopy(module)
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step, **options)
+    for _ in range(2):
+        losses, expected = pipeline.run(x, 2), []
+        for part in split_batch(x, 2):
+            expected.append(call_step(plain, part))
+            (expected[-1] / 4).backward()
+        torch.testing.assert_close(losses, [loss.detach() for loss in expected])
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(pipeline.named_gradients(), gradients, rtol=1e-9, atol=1e-12)
+    return pipeline
+
+
+HOWS = ["full", "", "partly", "reentrant"]
+CASES = [
+    (write, how, *SETTINGS[(place + turn) % (4 if write is not on_an_object else 2)])
+    for turn, write in enumerate(WAYS)
+    for place, how in enumerate(HOWS)
+]
+
+
+@pytest.mark.parametrize(("write", "how", "schedule", "num_ranks"), CASES)
+def test_what_a_block_reads_is_its_own_microbatchs(write, how, schedule, num_ranks):
+    options = {"recompute": "full"} if how == "full" else {}
+    compare(write, None if how == "full" else how, schedule, num_ranks, **options)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS)
+def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
+    pipeline = compare(on_the_module, None, schedule, num_ranks, recompute="full")
+    for rank in pipeline.ranks:
+        own = {index for stage in rank.local_stages for index in rank.partition[stage].blocks}
+        assert [rank.module.blocks[index].calls for index in own] == [2 * 4] * len(own)
+
+
+class Numbers:
+    """Values that nobody finds, for they are in no attribute."""
+
+    def __init__(self):
+        numbers = itertools.count(1)
+        self.draw = lambda: next(numbers)
+
+    def __deepcopy__(self, memo):
+        return Numbers()
+
+
+@pytest.mark.parametrize("how", ["full", "", "partly", "reentrant"])
+def test_what_changes_unseen_is_refused_in_the_first_step(how):
+    draw = Numbers().draw
+    module = Setting(on_the_module, lambda block: draw(), None if how == "full" else how)
+    options = {"recompute": "full"} if how == "full" else {}
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step, **options)
+    text = r"blocks.\d is checkpointed and does not compute again .*written in between: "
+    with pytest.raises(ValueError, match=text + r".*blocks.\d.calls"):
+        pipeline.run(torch.randn(8, 4), 2)
+
+
+def test_a_checkpoint_is_torchs_own_again_without_a_pipeline():
+    module = Setting(on_the_module, WAYS[on_the_module], "")
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 4), call_step)
+    pipeline.ranks[0].detach()
+    x = torch.randn(2, 4, requires_grad=True)
+    checkpoint(lambda y: y * 2, x, use_reentrant=False).sum().backward()
+    assert x.grad.tolist() == [[2.0] * 4] * 2

@@ -1,0 +1,345 @@
+"""What travels between blocks, what is frozen, what a stage refuses: always against plain."""
+
+import random
+from collections import namedtuple
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.support.small_modules import (
+    MODELS,
+    SCHEDULES,
+    Classifier,
+    DemoGPT,
+    Regression,
+    assert_exact,
+    assert_same,
+    call_step,
+    linear_blocks,
+    run_pipeline,
+    run_plain,
+    tokens,
+    vectors,
+)
+
+Pair = namedtuple("Pair", ["x", "kept"])
+
+
+class Block(nn.Module):
+    """Maps what came before to the next payload."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, *payload):
+        return self.function(self.linear, *payload)
+
+
+class Passing(Regression):
+    """Hands a payload of any kind from block to block; ``last`` makes a tensor of it again."""
+
+    def __init__(self, function, first, last):
+        super().__init__([Block(function) for _ in range(4)])
+        self.first, self.last = first, last
+
+    def forward(self, x):
+        payload = self.first(self.embed(x))
+        for block in self.blocks:
+            payload = block(payload)
+        return self.head(self.last(payload))
+
+
+def row(linear, payload):
+    x, count, nothing, index, mask, fixed = payload
+    x = torch.where(mask, linear(x), x) + fixed[index].sum()
+    return x, count + 1, nothing, index.flip(0), ~mask, fixed * 2
+
+
+PAYLOADS = {
+    "tuple with ints, None, int, bool and constant tensors": (
+        row,
+        lambda x: (x, 3, None, torch.arange(3), torch.tensor([1, 1, 0, 1]) > 0, x.new_ones(3, 4)),
+        lambda payload: payload[0] * payload[1] + payload[5].sum(),
+    ),
+    "dict": (
+        lambda linear, p: {"x": linear(p["x"]), "skip": p["skip"].sin(), "name": p["name"]},
+        lambda x: {"x": x, "skip": x, "name": "a"},
+        lambda p: p["x"] * p["skip"],
+    ),
+    "namedtuple": (
+        lambda linear, p: Pair(linear(p.x), p.kept),
+        lambda x: Pair(x, x.exp()),
+        lambda p: p.x + p.kept,
+    ),
+    "the same tensor twice": (
+        lambda linear, p: [linear(p[0])] * 2,
+        lambda x: [x, x],
+        lambda p: p[0] * p[1],
+    ),
+    "a view and its base": (
+        lambda linear, p: (y := linear(p[0]), y[:, :2]),
+        lambda x: (x, x[:, :2]),
+        lambda p: p[0] + p[1].sum(1, keepdim=True),
+    ),
+    "a value that nothing uses": (
+        lambda linear, p: (linear(p[0]), linear(p[0]).exp()),
+        lambda x: (x, x),
+        lambda p: p[0],
+    ),
+    "a transposed tensor": (
+        lambda linear, p: linear(p.t()).t(),
+        lambda x: x.t(),
+        lambda p: p.t(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("function", "first", "last"), PAYLOADS.values(), ids=PAYLOADS)
+def test_payloads_of_any_kind(function, first, last, num_ranks):
+    module = Passing(function, first, last).double()
+    assert_exact(module, torch.randn(4, 4).double(), size=2, num_ranks=num_ranks)
+
+
+def in_place(linear, x):
+    return linear(x.mul_(2)).add_(1)
+
+
+def test_blocks_that_write_into_their_input():
+    module = Passing(in_place, lambda x: x.clone(), lambda x: x).double()
+    assert_exact(module, torch.randn(4, 4).double())
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, scale):
+        return super().forward(x) * scale, scale + 1
+
+
+class ScaledRegression(Regression):
+    def step(self, batch):
+        x, scale = self.embed(batch["x"]), batch["scale"]
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return self.head(x).pow(2).mean()
+
+
+def test_numbers_in_the_payload_follow_the_batch():
+    module = ScaledRegression([Scaled(4, 4) for _ in range(4)]).double()
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 2), call_step)
+    x = torch.randn(4, 4).double()
+    for scale in (1, 2):
+        batch = {"x": x, "scale": scale}
+        found = pipeline.run(batch, 2)
+        torch.testing.assert_close(found, run_plain(module, batch, 2).losses)
+
+
+def freeze(*modules):
+    for module in modules:
+        module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("num_frozen", [0, 1, 2, 3, 4])
+def test_frozen_first_blocks(num_frozen):
+    module = Regression(linear_blocks(4)).double()
+    freeze(module.embed, *module.blocks[:num_frozen])
+    assert_exact(module, torch.randn(4, 4).double(), num_ranks=4)
+
+
+def test_frozen_last_blocks():
+    module = Regression(linear_blocks(4)).double()
+    freeze(module.head, *module.blocks[2:])
+    assert_exact(module, torch.randn(4, 4).double(), num_ranks=4)
+
+
+def test_checkpointed_blocks():
+    class Checkpointed(nn.Linear):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False).sin()
+
+    module = Regression([Checkpointed(4, 4) for _ in range(4)]).double()
+    assert_exact(module, torch.randn(4, 4).double())
+
+
+class Checkpointing(Regression):
+    """Its step checkpoints the blocks, or not."""
+
+    on = True
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.on else block(x)
+        return self.head(x)
+
+
+def test_the_step_may_checkpoint_its_blocks():
+    assert_exact(Checkpointing(linear_blocks(4)).double(), torch.randn(4, 4).double())
+
+
+def test_recomputed_blocks_drop_the_same():
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
+    module, x = Checkpointing(blocks).double(), torch.randn(4, 4).double()
+    found = run_pipeline(module, build("zb_h1", 2, 2), x, 2, blocks="blocks")
+    module.on = False
+    assert_same(found, run_pipeline(module, build("zb_h1", 2, 2), x, 2, blocks="blocks"))
+
+
+def test_a_step_that_returns_a_dict():
+    class Reporting(Regression):
+        def step(self, x):
+            return {"loss": super().step(x), "rows": x.shape[0], "out": x.sum(1)}
+
+    module, x = Reporting(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    results = InProcessPipeline(module, build("zb_h1", 2, 2), call_step).run(x, 2)
+    assert [sorted(result) for result in results] == [["loss", "out", "rows"]] * 2
+    assert not any(result["loss"].requires_grad for result in results)
+
+
+class Detached(Regression):
+    def step(self, x):
+        return super().step(x).detach()
+
+
+def test_a_detached_loss_is_refused():
+    module, x = Detached(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    with pytest.raises(ValueError, match="does not depend on any parameter that trains"):
+        run_pipeline(module, build("zb_h1", 2, 2), x, 2)
+
+
+class Skipping(Regression):
+    def step(self, x):
+        super().step(x)
+
+
+def test_a_step_that_returns_no_loss_is_refused():
+    module, x = Skipping(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    with pytest.raises(ValueError, match="returned None without a loss"):
+        run_pipeline(module, build("zb_h1", 2, 2), x, 2)
+
+
+# Dropout
+
+
+def dropping_gpt():
+    return DemoGPT(dropout=0.3).double()
+
+
+def dropping_mlp():
+    layers = [layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Dropout(0.5))]
+    return Classifier(*layers, nn.Linear(6, 5)).double()
+
+
+@cache
+def dropping(make, samples):
+    torch.manual_seed(0)
+    module, batch = make(), samples(8)
+    return module, batch, run_pipeline(module, build("gpipe", 1, 4), batch, 2)
+
+
+@pytest.mark.parametrize(("make", "samples"), [(dropping_gpt, tokens), (dropping_mlp, vectors)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dropout_does_not_depend_on_ranks_and_schedule(name, num_ranks, make, samples):
+    module, batch, reference = dropping(make, samples)
+    found = run_pipeline(module, build(name, num_ranks, 4), batch, 2)
+    assert found.losses == reference.losses
+    assert_same(found, reference)
+
+
+def test_dropout_depends_on_seed_and_microbatch():
+    x = torch.ones(4, 6).double()
+    batch = {"x": x, "y": torch.zeros(4, dtype=torch.int64)}
+    pipeline = InProcessPipeline(dropping_mlp(), build("zb_h1", 2, 4), call_step)
+    losses = [float(loss) for seed in (0, 1) for loss in pipeline.run(batch, 1, seed)]
+    assert len(set(losses)) == 8
+
+
+class Masked(Regression):
+    """Draws in the step, before, between and behind the blocks, from every generator."""
+
+    def step(self, x):
+        draws = [random.random(), np.random.rand(), torch.rand(()).item()]
+        x = nn.functional.dropout(self.embed(nn.functional.dropout(x, 0.2)), 0.2)
+        draws.append(torch.rand(()).item())
+        x = x + sum(draws)
+        for block in self.blocks:
+            x = block(x) + torch.rand(())
+        return (self.head(x) - sum(draws) - torch.rand(())).pow(2).mean()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_draws_of_the_step_are_the_same_on_every_stage(num_ranks):
+    module, x = Masked(linear_blocks(4)).double(), torch.randn(4, 4).double()
+    reference = run_pipeline(module, build("gpipe", 1, 2), x, 2)
+    assert_same(run_pipeline(module, build("zb_h1", num_ranks, 2), x, 2), reference)
+
+
+def test_global_generators_are_left_as_found():
+    module = Masked(linear_blocks(2))
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    run_pipeline(module, build("1f1b", 2, 2), torch.ones(2, 4), 1)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+
+
+# What a stage refuses while it runs
+
+
+class ValueDependent(nn.Linear):
+    """Its payload's shape depends on values that the probe does not see."""
+
+    def forward(self, x):
+        return super().forward(x)[: self.rows]
+
+    rows = 2
+
+
+def test_a_payload_of_another_shape_is_refused():
+    module = Regression([ValueDependent(4, 4), nn.Linear(4, 4)])
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 1), call_step)
+    pipeline.run(torch.ones(2, 4), 2)
+    pipeline.ranks[0].module.blocks[0].rows = 1
+    with pytest.raises(RuntimeError, match=r"blocks.0 returned .*\[1, 4\].* where .*\[2, 4\]"):
+        pipeline.run(torch.ones(2, 4), 2)
+
+
+class Swallowing(Regression):
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except:  # noqa: E722
+            return x
+
+
+def test_a_bare_except_around_the_blocks_is_refused():
+    with pytest.raises(RuntimeError, match="use `except Exception:`"):
+        run_pipeline(Swallowing(linear_blocks(2)), build("1f1b", 2, 1), torch.ones(2, 4), 2)
+
+
+def test_except_exception_around_the_blocks_is_fine():
+    class Careful(Regression):
+        def forward(self, x):
+            try:
+                return super().forward(x)
+            except Exception:
+                return x
+
+    assert_exact(Careful(linear_blocks(2)).double(), torch.randn(4, 4).double())
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+def test_the_module_given_is_not_touched(name):
+    module, batch = MODELS[name].make().double(), MODELS[name].batch(4)
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    run_pipeline(module, build("zb_h1", 2, 2), batch, 2)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -1,0 +1,597 @@
+"""Each kind of weight gets the gradient, and each hook the calls, that plain autograd gives."""
+
+import copy
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime.weight_grad.calls import Linear
+from lightning_pipeoffload.runtime.weight_grad.kernels import (
+    _KERNELS,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, add_to_grad, deferring
+
+
+class Product(nn.Module):
+    """A matrix and a vector, and a function of them and of x ``[rows, 4]``."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.weight, self.bias, x)
+
+
+class Attention(nn.Module):
+    def __init__(self, cross=False):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.cross = cross
+
+    def forward(self, x):
+        x = x[None]
+        other = x.flip(1) if self.cross else x
+        return self.attention(x, other, other)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(4, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x[None])[0]
+
+
+class Over(nn.Module):
+    """A convolution over x seen as channels and pixels."""
+
+    def __init__(self, convolution, shape):
+        super().__init__()
+        self.convolution = convolution
+        self.shape = shape
+
+    def forward(self, x):
+        return self.convolution(x.reshape(self.shape))
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def frozen_bias():
+    linear = nn.Linear(4, 4)
+    linear.bias.requires_grad_(False)
+    return linear
+
+
+def frozen_weight():
+    linear = nn.Linear(4, 4)
+    linear.weight.requires_grad_(False)
+    return linear
+
+
+def twice(x, weight):
+    return functional.linear(functional.linear(x, weight), weight)
+
+
+def both(x, weights):
+    first, second = weights
+    return x[:, : len(first)] @ first + x[:, : len(second)] @ second
+
+
+# The name of a call; how many gradients of it wait for W; the call, of weight w, bias b and x.
+PRODUCTS = {
+    "linear twice": (2, lambda w, b, x: twice(x, w)),
+    "x @ w": (1, lambda w, b, x: x @ w + b),
+    "batched x @ w": (1, lambda w, b, x: x[None] @ w),
+    "w @ x": (1, lambda w, b, x: w @ x.t()),
+    "x @ w.t()": (1, lambda w, b, x: x @ w.t()),
+    "w.t() @ x": (1, lambda w, b, x: w.t() @ x.t()),
+    "addmm": (1, lambda w, b, x: torch.addmm(b, x, w)),
+    "view of a weight": (1, lambda w, b, x: functional.linear(x[:, :2], w.view(8, 2))),
+    "row of a weight": (1, lambda w, b, x: functional.linear(x, w[:2])),
+    "chunks of a weight": (2, lambda w, b, x: both(x, w.chunk(2, 1))),
+    "parts of a weight": (2, lambda w, b, x: both(x, w.split([1, 3]))),
+    "weights in a stack": (2, lambda w, b, x: both(x, w.view(2, 2, 4).unbind())),
+    "cast of a weight": (1, lambda w, b, x: x.float() @ w.float()),
+    "scaled addmm": (0, lambda w, b, x: torch.addmm(b, x, w, alpha=2)),
+    "product of weights": (0, lambda w, b, x: x @ (w * b)),
+    "einsum": (1, lambda w, b, x: torch.einsum("ni,io->no", x, w)),
+    "einsum, weight first": (1, lambda w, b, x: torch.einsum("oi,bni->bno", w, x[None])),
+    "einsum by heads": (1, lambda w, b, x: torch.einsum("nd,hkd->nhk", x, w.view(2, 2, 4))),
+    "einsum from heads": (
+        1,
+        lambda w, b, x: torch.einsum("nhk,hkd->nd", x.view(-1, 2, 2), w.view(2, 2, 4)),
+    ),
+    "einsum with three operands": (1, lambda w, b, x: torch.einsum("ni,io,o->no", x, w, b)),
+    "bmm": (1, lambda w, b, x: x.view(2, -1, 2).bmm(w.view(2, 2, 4))),
+    "bmm, weight first": (1, lambda w, b, x: w.view(2, 4, 2).bmm(x.view(2, 2, -1))),
+}
+MODULES = {
+    "linear": (1, lambda: nn.Linear(4, 3)),
+    "linear without bias": (1, lambda: nn.Linear(4, 3, bias=False)),
+    "linear with frozen bias": (1, frozen_bias),
+    "linear with frozen weight": (0, frozen_weight),
+    "conv1d": (1, lambda: Over(nn.Conv1d(4, 3, 3, padding=1), (2, 4, 3))),
+    "conv1d without bias": (1, lambda: Over(nn.Conv1d(4, 3, 3, bias=False), (2, 4, 3))),
+    "grouped conv2d": (1, lambda: Over(nn.Conv2d(2, 4, 2, stride=2, groups=2), (1, 2, 4, 3))),
+    "transposed conv1d": (1, lambda: Over(nn.ConvTranspose1d(4, 3, 2), (2, 4, 3))),
+    "transposed conv2d": (1, lambda: Over(nn.ConvTranspose2d(2, 3, 2, stride=2), (1, 2, 4, 3))),
+    "self attention": (2, Attention),
+    "cross attention": (3, lambda: Attention(cross=True)),
+    "layer norm": (0, lambda: nn.LayerNorm(4)),
+    "weight norm": (0, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+}
+CALLS = MODULES | {
+    name: (count, partial(Product, function)) for name, (count, function) in PRODUCTS.items()
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    install_kernels("cpu")
+    yield
+    remove_kernels()
+
+
+def mark_all(module):
+    for parameter in module.parameters():
+        mark(parameter)
+    return module
+
+
+def gradients(module, x):
+    return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+
+def backward(module, x, call=None, between=lambda: None):
+    """Run F, B and W; return the gradients, and how many of them were left for W."""
+    queue = WeightGradQueue()
+    with deferring(queue):
+        (call or module)(x).pow(2).sum().backward()
+    waiting = len(queue._entries)
+    between()
+    queue.run()
+    return gradients(module, x), waiting
+
+
+def plain(module, x):
+    module, x = copy.deepcopy(module), x.detach().clone().requires_grad_(x.requires_grad)
+    module(x).pow(2).sum().backward()
+    return gradients(module, x)
+
+
+def make_input(requires_grad=True):
+    return torch.randn(6, 4, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("first_layer", [False, True])
+@pytest.mark.parametrize(("count", "make"), CALLS.values(), ids=CALLS)
+def test_gradients_are_plains(count, make, first_layer):
+    module, x = make().double(), make_input(requires_grad=not first_layer)
+    expected = plain(module, x)
+    found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected)
+    assert waiting == count
+
+
+COMPLEX = {name: call for name, call in PRODUCTS.items() if not name.startswith("cast")} | {
+    "conjugated input": (1, lambda w, b, x: torch.addmm(b, x.conj(), w)),
+    "conjugated weight": (0, lambda w, b, x: x @ w.conj()),
+    "adjoint of a weight": (0, lambda w, b, x: functional.linear(x.conj(), w.mH, b)),
+    "real part of a weight": (0, lambda w, b, x: x @ w.real.to(x.dtype)),
+    "parts of numbers": (0, lambda w, b, x: torch.complex(x.real @ w.real, x.imag @ w.conj().imag)),
+}
+COMPLEX_CALLS = {name: MODULES[name] for name in MODULES if "linear" in name} | {
+    name: (0, MODULES[name][1]) for name in MODULES if "conv" in name
+}
+COMPLEX_CALLS |= {name: (count, partial(Product, call)) for name, (count, call) in COMPLEX.items()}
+
+
+def modulus_and_phase(y):
+    phases = torch.linspace(0, 3, y.numel(), dtype=torch.float64).view(y.shape)
+    return y.abs().square() + (y * torch.polar(torch.ones_like(phases), phases)).real
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature", "ignore:Casting complex")
+@pytest.mark.parametrize("first_layer", [False, True])
+@pytest.mark.parametrize(("count", "make"), COMPLEX_CALLS.values(), ids=COMPLEX_CALLS)
+def test_gradients_of_complex_weights(count, make, first_layer):
+    inner = make().to(torch.complex128)
+    x = make_input().detach() * torch.tensor(1 + 0.5j) + 0.2j
+    x.requires_grad_(not first_layer)
+    module = nn.Sequential(inner, Call(modulus_and_phase))
+    expected = plain(module, x)
+    mark_all(module)
+    backward(module, x)
+    found, waiting = backward(module, x)  # adds to what there is, in place
+    torch.testing.assert_close(
+        found, {n: None if g is None else 2 * g for n, g in expected.items()}
+    )
+    assert waiting == count
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_weights(kind):
+    module, x = Recurrent(kind).double(), make_input()
+    expected = plain(module, x)
+    found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected)
+    assert waiting > 0
+
+
+@pytest.mark.parametrize(("count", "make"), CALLS.values(), ids=CALLS)
+def test_gradients_add_up(count, make):
+    module, x = make().double(), make_input()
+    expected = plain(module, x)
+    mark_all(module)
+    backward(module, x)
+    found, _ = backward(module, x)
+    torch.testing.assert_close(
+        found, {name: None if g is None else 2 * g for name, g in expected.items()}
+    )
+
+
+def test_weights_wait_for_w():
+    module, x = mark_all(nn.Linear(4, 4).double()), make_input()
+    seen = []
+    backward(module, x, between=lambda: seen.append((x.grad is None, module.weight.grad)))
+    assert seen == [(False, None)]
+    assert module.weight.grad is not None
+
+
+def test_weights_nobody_marked_do_not_wait():
+    _, waiting = backward(nn.Linear(4, 4).double(), make_input())
+    assert waiting == 0
+
+
+def test_nothing_waits_without_a_queue():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    mark_all(module)(x).pow(2).sum().backward()
+    torch.testing.assert_close(gradients(module, x), expected)
+
+
+def test_a_fused_backward_leaves_nothing():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    queue = WeightGradQueue(immediate=True)
+    with deferring(queue):
+        mark_all(module)(x).pow(2).sum().backward()
+    assert not queue._entries
+    torch.testing.assert_close(gradients(module, x), expected)
+
+
+def test_flops_of_a_linear_layer():
+    module, x = mark_all(nn.Linear(4, 3).double()), make_input()
+    queue = WeightGradQueue()
+    with deferring(queue):
+        module(x).sin().backward(torch.ones(6, 3).double())
+    assert queue.flops == 2 * 6 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "flops"),
+    [
+        (nn.Conv1d(4, 3, 2), (2, 4, 5), 2 * (2 * 4 * 3) * (4 * 2)),
+        (nn.Conv2d(2, 4, 2, groups=2), (1, 2, 3, 3), 2 * (4 * 4) * (1 * 4)),
+        (nn.ConvTranspose1d(4, 3, 2), (2, 4, 5), 2 * (2 * 4 * 5) * (3 * 2)),
+    ],
+    ids=["conv1d", "grouped conv2d", "transposed conv1d"],
+)
+def test_flops_of_convolutions(layer, shape, flops):
+    queue = WeightGradQueue()
+    with deferring(queue):
+        mark_all(layer)(torch.randn(shape)).sum().backward()
+    assert queue.flops == flops
+
+
+class Calls:
+    """Both kinds of hook on a parameter, and what they were called with."""
+
+    def __init__(self, parameter):
+        self.gradients, self.accumulated = [], []
+        parameter.register_hook(self.gradient)
+        parameter.register_post_accumulate_grad_hook(self.accumulation)
+
+    def gradient(self, grad):
+        self.gradients.append(grad.clone())
+
+    def accumulation(self, parameter):
+        self.accumulated.append(parameter.grad.clone())
+
+
+def hooked(deferred, uses):
+    """Use a weight ``uses`` times in a step; return the calls of its hooks."""
+    torch.manual_seed(1)
+    module, x = nn.Linear(4, 4).double(), make_input()
+    calls = Calls(module.weight)
+    if deferred:
+        mark_all(module)
+    for _ in range(2):
+        queue = WeightGradQueue()
+        with deferring(queue):
+            y = x
+            for _ in range(uses):
+                y = module(y).sin()
+            y.pow(2).sum().backward()
+        queue.run()
+    return calls
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_hooks_are_called_as_plain_autograd_does(uses):
+    found, expected = hooked(deferred=True, uses=uses), hooked(deferred=False, uses=uses)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+    torch.testing.assert_close(found.accumulated, expected.accumulated)
+    assert len(found.gradients) == len(found.accumulated) == 2
+
+
+def test_a_hook_may_change_the_gradient():
+    module, x = nn.Linear(4, 4).double(), make_input()
+    expected = plain(module, x)
+    module.weight.register_hook(lambda grad: 3 * grad)
+    found, _ = backward(mark_all(module), x)
+    torch.testing.assert_close(found["weight"], 3 * expected["weight"])
+
+
+def test_a_weight_changed_in_place_is_an_error():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
+    with deferring(WeightGradQueue()):
+        loss = module(x).sum()
+        with torch.no_grad():
+            module.weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"weight of shape \(4, 4\) was changed in place"):
+            loss.backward()
+
+
+def test_checkpointed_blocks_recompute_in_b():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double(), make_input()
+    expected, forwards = plain(module, x), []
+    module[0].register_forward_hook(lambda *args: forwards.append(1))
+    recomputed = partial(checkpoint, module, use_reentrant=False)
+    found, waiting = backward(mark_all(module), x, recomputed)
+    torch.testing.assert_close(found, expected)
+    assert (waiting, len(forwards)) == (2, 2)
+
+
+def test_a_recomputation_stops_before_the_last_operation(monkeypatch):
+    calls = []
+    compute = Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda *args: calls.append(args) or compute(*args))
+    module = mark_all(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double())
+    backward(module, make_input(), partial(checkpoint, module, use_reentrant=False))
+    assert len(calls) == 3  # two in F, the first one again in B
+
+
+@pytest.mark.parametrize("name", ["linear", "x @ w", "addmm", "conv1d", "self attention"])
+def test_autocast(name):
+    count, make = CALLS[name]
+    module, x = make(), torch.randn(6, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(module, x)
+        found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert waiting == count
+
+
+def test_anomaly_detection_sees_a_weights_gradient_too():
+    module = mark_all(nn.Linear(4, 4))
+    x = torch.full((2, 4), float("inf"), requires_grad=True)  # times no gradient: not a number
+    deferred = deferring(WeightGradQueue())
+    refused = pytest.raises(RuntimeError, match="returned nan values")
+    with torch.autograd.detect_anomaly(), deferred, refused:
+        module(x).nan_to_num(0).backward(torch.zeros(2, 4))
+
+
+class Scale(torch.autograd.Function):
+    """A kernel of a user, that takes part in the split."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        defer_weight_grad(ctx.weight, lambda: (grad * x).sum(0))
+        return grad * ctx.weight, None
+
+
+def scale():
+    return Product(lambda w, b, x: Scale.apply(x, b))
+
+
+def test_a_users_kernel_waits_for_w():
+    module, x, seen = scale().double(), make_input(), []
+    backward(module, x, between=lambda: seen.append(module.bias.grad))
+    assert seen == [None]
+    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
+
+
+def test_a_users_kernel_runs_at_once_outside_of_a_split():
+    module, x = scale().double(), make_input()
+    module(x).pow(2).sum().backward()
+    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
+
+
+def test_a_queue_that_ran_keeps_nothing():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
+    queue = WeightGradQueue()
+    with deferring(queue):
+        module(x).sum().backward()
+    queue.run()
+    module.weight.grad = None
+    queue.run()
+    assert module.weight.grad is None
+
+
+def test_kernels_are_removed_again():
+    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    with deferring(WeightGradQueue()):
+        ours = type(module(x).grad_fn).__name__
+        remove_kernels()
+        theirs = type(module(x).grad_fn).__name__
+    assert (ours, theirs) == ("_DeferredBackward", "AddmmBackward0")
+
+
+def test_installing_twice_is_harmless():
+    install_kernels("cpu")
+    _, waiting = backward(mark_all(nn.Linear(4, 4).double()), make_input())
+    assert waiting == 1
+
+
+def hold_of_the_interpreter(run):
+    """Return the seconds that ``run`` takes, and the longest for which no other thread could go on.
+
+    The best of three, for the machine may stand still.
+    """
+    return min((_watch(run) for _ in range(3)), key=lambda found: found[1] / found[0])
+
+
+def _watch(run):
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started = time.perf_counter()
+    run()
+    ended = time.perf_counter()
+    done.set()
+    thread.join()
+    inside = [started, *(t for t in ticks if started < t < ended), ended]
+    return ended - started, max(b - a for a, b in zip(inside, inside[1:], strict=False))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_other_threads_run_python_during_an_operation(trains):
+    weight = nn.Parameter(torch.randn(1100, 1100))
+    if trains:
+        mark(weight)
+    x = torch.randn(1100, 1100, requires_grad=True)
+    with deferring(WeightGradQueue()):
+        output = functional.linear(x, weight)
+        passes = (
+            lambda: functional.linear(x, weight),
+            lambda: torch.autograd.grad(output, x, output, retain_graph=True),
+        )
+        for run in passes:
+            seconds, held = hold_of_the_interpreter(run)
+            assert held < seconds / 2
+
+
+@pytest.mark.parametrize("name", _KERNELS)
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_the_dispatcher_has_the_same_kernel_where_it_is_sent_to(name, device):
+    remove_kernels()
+    plain = torch.library.get_kernel(f"aten::{name}", f"Autograd{device}")
+    assert repr(plain) == repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther"))
+
+
+def test_a_kernel_that_somebody_else_has_put_in_place_is_run():
+    remove_kernels()
+    calls = []
+    plain = torch.library.get_kernel("aten::mm", "AutogradCPU")
+
+    def count(keys, left, right):
+        calls.append(left.shape)
+        return plain.call_boxed(keys, left, right)
+
+    others = torch.library.Library("aten", "IMPL")
+    others.impl("mm", count, "AutogradCPU", with_keyset=True)
+    install_kernels("cpu")
+    torch.mm(torch.ones(2, 3), torch.ones(3, 4))
+    remove_kernels()
+    others._destroy()
+    assert calls == [(2, 3)]
+
+
+def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
+    linear = nn.Linear(4, 4)
+    mark(linear.weight)
+    mark(linear.bias)
+    x, queue = torch.randn(2, 4, requires_grad=True), WeightGradQueue()
+    with deferring(queue):
+        output = linear(x)
+        (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
+        assert not queue.is_waiting
+        output.sum().backward()
+    queue.run()
+    assert torch.equal(found, linear.weight.sum(0).expand(2, 4))
+    assert torch.equal(linear.bias.grad, torch.full((4,), 2.0))
+
+
+def gradients_in_bfloat16(module, passes, deferred, monkeypatch):
+    """Return the gradients after so many passes under autocast, and the engine's runs in W."""
+    module, x = copy.deepcopy(module), torch.ones(2, 4, requires_grad=True)
+    for parameter in module.parameters() if deferred else ():
+        mark(parameter)
+    runs, backward = [], torch.autograd.backward
+    for _ in range(passes):
+        queue = WeightGradQueue()
+        with deferring(queue):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module(x).sum()
+            loss.backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd, "backward", lambda *a: (runs.append(a), backward(*a)))
+            queue.run()
+    return [p.grad for p in module.parameters()], len(runs)
+
+
+def test_a_casts_gradient_goes_to_its_parameter_without_the_engine(monkeypatch):
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    plain, _ = gradients_in_bfloat16(module, 3, False, monkeypatch)
+    found, runs = gradients_in_bfloat16(module, 3, True, monkeypatch)
+    assert runs == 0
+    assert all(map(torch.equal, found, plain))
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+
+
+def test_a_casts_gradient_reaches_the_hooks():
+    module, seen = nn.Linear(4, 4), []
+    module.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    mark(module.weight)
+    queue = WeightGradQueue()
+    with deferring(queue):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(torch.ones(2, 4)).sum()
+        loss.backward()
+    queue.run()
+    assert seen == [torch.float32]
+
+
+def test_a_cast_to_more_than_the_parameter_has_is_rounded_first():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    wide = weight.float()
+    for value in (1.0, 2**-9):
+        add_to_grad(wide, torch.full((4, 4), value))
+    expected = torch.ones(4, 4, dtype=torch.bfloat16) + torch.tensor(2**-9, dtype=torch.bfloat16)
+    assert torch.equal(weight.grad, expected)

@@ -1,0 +1,70 @@
+"""Runs a task in a pipeline and without one, on the same microbatches and random numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.schedule import build, forward_only
+from tests.support.families import call_step
+from tests.support.small_modules import Outcome, assert_same
+
+SCHEDULES = ["1f1b", "zb_h1", "interleaved_1f1b"]
+NUM_MICROBATCHES = 4
+
+
+def train_plain(module: nn.Module, batch: Any, size: int = 2) -> Outcome:
+    """Train a copy of ``module``; draws before the blocks are those of the pipeline's."""
+    module = copy.deepcopy(module)
+    losses = []
+    for index, part in enumerate(split_batch(batch, size)):
+        seed_all(mix_seed(mix_seed(0, index), 0))
+        loss = call_step(module, part)
+        (loss * batch_size(part) / batch_size(batch)).backward()
+        losses.append(loss.detach())
+    gradients = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    return Outcome(losses, gradients, dict(module.named_buffers()))
+
+
+def train(
+    module: nn.Module, schedule: str, num_ranks: int, batch: Any, **options: Any
+) -> tuple[InProcessPipeline, Outcome]:
+    """Train it in a pipeline."""
+    plan = build(schedule, num_ranks, NUM_MICROBATCHES)
+    pipeline = InProcessPipeline(module, plan, call_step, **options)
+    losses = pipeline.run(batch, batch_size(batch) // NUM_MICROBATCHES)
+    gradients, buffers = pipeline.named_gradients(), pipeline.named_buffers()
+    return pipeline, Outcome(losses, gradients, buffers)
+
+
+def assert_trains_exactly(
+    module: nn.Module, batch: Any, schedule: str = "zb_h1", num_ranks: int = 4, **options: Any
+) -> InProcessPipeline:
+    """Compare losses and gradients of one step."""
+    pipeline, found = train(module, schedule, num_ranks, batch, **options)
+    assert_same(found, train_plain(module, batch, batch_size(batch) // NUM_MICROBATCHES))
+    return pipeline
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, batch: Any, num_ranks: int = 2, **options: Any) -> list[Any]:
+    """Return the losses of a pipeline that evaluates."""
+    plan = forward_only(build("1f1b", num_ranks, NUM_MICROBATCHES))
+    pipeline = InProcessPipeline(module.eval(), plan, call_step, **options)
+    return pipeline.run(batch, batch_size(batch) // NUM_MICROBATCHES)
+
+
+@torch.no_grad()
+def evaluate_plain(module: nn.Module, batch: Any) -> list[Any]:
+    """Return the losses of the module alone."""
+    losses = []
+    for index, part in enumerate(split_batch(batch, batch_size(batch) // NUM_MICROBATCHES)):
+        seed_all(mix_seed(mix_seed(0, index), 0))
+        losses.append(call_step(module.eval(), part))
+    return losses

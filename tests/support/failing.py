@@ -1,0 +1,224 @@
+"""A run that fails as it is told to; started as a user's script is, by Lightning's own launcher.
+
+python tests/support/failing.py --hook on_fit_start --act raise --rank 1
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Subset, TensorDataset, get_worker_info
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from tests.support import fits
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def rank_of() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def kill_a_worker() -> None:
+    import multiprocessing
+
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+ACTS = {
+    "raise": lambda: fail(RuntimeError("on purpose")),
+    "refuse": lambda: fail(ValueError("not like this")),
+    "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    "exit": lambda: sys.exit(3),
+    "exit_0": lambda: sys.exit(0),
+    "own": lambda: fail(RuntimeError(f"only of rank {rank_of()}")),
+    "stop": lambda: send(signal.SIGSTOP),
+    "kill": lambda: send(signal.SIGKILL),
+    "terminate": lambda: send(signal.SIGTERM),
+    "interrupt": lambda: os.killpg(os.getpgrp(), signal.SIGINT),
+    "kill_a_worker": kill_a_worker,
+    "nothing": lambda: None,
+}
+HOOKS = [
+    *("setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"),
+    *("on_train_batch_start", "training_step", "on_before_optimizer_step", "optimizer_step"),
+    *("validation_step", "on_validation_epoch_end", "on_save_checkpoint", "on_train_epoch_end"),
+    *("on_fit_end", "teardown", "predict_step", "on_predict_epoch_end"),
+]
+STEPS = {"training_step", "validation_step", "predict_step"}
+AFTER_TWO_STEPS = {
+    *("on_train_batch_start", "training_step", "on_before_optimizer_step", "backward")
+}
+
+
+class Failing(fits.Net):
+    """Fails once, in one hook of one rank.
+
+    Args:
+        hook: a name in HOOKS, or "backward": a hook of a parameter of the first or last stage.
+        act: what happens there.
+        ranks: on which global ranks.
+        wait: the other ranks wait in that hook for ever, as behind a lock or in a long computation.
+    """
+
+    def __init__(self, hook: str, act: str, ranks: set[int], wait: bool) -> None:
+        super().__init__()
+        self.hook, self.act, self.ranks, self.wait = hook, act, ranks, wait
+        for parameter in (self.embed.weight, self.norm.weight):
+            parameter.register_hook(lambda _: self.visit("backward"))
+
+    def visit(self, hook: str) -> None:
+        trainer = self.trainer
+        if hook != self.hook or trainer.sanity_checking:
+            return
+        if hook in STEPS and not trainer.strategy.place:
+            return  # the probe
+        if hook in AFTER_TWO_STEPS and trainer.global_step < 2:
+            return
+        if trainer.global_rank in self.ranks:
+            self.hook = "done"
+            ACTS[self.act]()
+        elif self.wait:
+            threading.Event().wait()
+
+
+def visiting(hook: str) -> Any:
+    def call(self: Failing, *args: Any, **kwargs: Any) -> Any:
+        self.visit(hook)
+        return getattr(super(Failing, self), hook)(*args, **kwargs)
+
+    return call
+
+
+for name in HOOKS:
+    setattr(Failing, name, visiting(name))
+
+
+class FailingSamples(TensorDataset):
+    """Fails in a worker of one rank's DataLoader, or of every rank's."""
+
+    def __init__(self, data: TensorDataset, ranks: list[int]) -> None:
+        super().__init__(*data.tensors)
+        self.ranks = ranks
+
+    def __getitem__(self, index: int) -> Any:
+        is_here = rank_of() in self.ranks
+        if index == 20 and get_worker_info() is not None and is_here:
+            raise ValueError("a bad sample")
+        return super().__getitem__(index)
+
+
+class Callback(L.Callback):
+    """Fails in a callback, or lets one rank read other batches."""
+
+    def __init__(self, act: str, rank: int) -> None:
+        self.act, self.rank = act, rank
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.rank != trainer.global_rank or batch_idx != 2:
+            return
+        if self.act == "other_batch":
+            batch["x"] += 1
+        if self.act == "callback":
+            raise RuntimeError("on purpose")
+
+
+class Strategy(PipeOffloadStrategy):
+    """Fails when all processes are started and the ranks begin to connect."""
+
+    def __init__(self, before_connecting: Callable[[], None] | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.before_connecting = before_connecting
+
+    def setup_environment(self) -> None:
+        if self.before_connecting is not None:
+            self.before_connecting()
+        super().setup_environment()
+
+
+def read_options() -> Namespace:
+    parser = ArgumentParser()
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--hook", choices=[*HOOKS, "backward"])
+    parser.add_argument("--act", default="nothing")
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
+    parser.add_argument("--before", choices=["fit", "connecting"])
+    parser.add_argument("--fewer", choices=["train", "val"])
+    parser.add_argument("--then", choices=["call", "wait"])
+    parser.add_argument("--rank-too", type=int)
+    parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--save-to")
+    parser.add_argument("--save-on-exception", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = read_options()
+    is_at_fault = rank_of() == options.rank
+    if options.before == "fit" and is_at_fault:
+        ACTS[options.act]()
+    data = DataLoader(
+        FailingSamples(fits.samples(), options.bad_samples_on),
+        batch_size=8,
+        collate_fn=fits.collate,
+        num_workers=options.workers,
+    )
+    saving = {"save_on_exception": options.save_on_exception}
+    checkpoints = [ModelCheckpoint(options.save_to, **saving)] if options.save_to else []
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=options.devices,
+        strategy=Strategy(
+            ACTS[options.act] if options.before == "connecting" and is_at_fault else None,
+            num_microbatches=4,
+            timeout=timedelta(seconds=options.timeout),
+        ),
+        max_epochs=3,
+        enable_checkpointing=bool(checkpoints),
+        callbacks=[Callback(options.act, options.rank), *checkpoints],
+    )
+    ranks = {options.rank, options.rank_too}
+    module = Failing(options.hook, options.act, ranks, options.wait)
+    if "predict" in str(options.hook):
+        trainer.predict(module, data)
+    else:
+        validation = fits.loader()
+        if options.fewer and is_at_fault:
+            few = Subset(fits.samples(), range(24))
+            short = DataLoader(few, batch_size=8, collate_fn=fits.collate)
+            data, validation = (short, validation) if options.fewer == "train" else (data, short)
+        trainer.fit(module, data, validation)
+    if options.then:
+        if is_at_fault:
+            ACTS[options.act]()
+        if options.then == "wait" and trainer.is_global_zero:
+            threading.Event().wait()
+        trainer.validate(module, fits.loader())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Modules that log in every way that Lightning knows; what the rank processes of the tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from tests.support import fits
+
+NUM_CLASSES = 32
+_LIMITS = {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.lines.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Seen(L.Callback):
+    """Keeps what a callback may decide on, where Lightning decides."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def see(self, trainer: L.Trainer) -> None:
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.see(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.see(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.see(trainer)
+
+
+class Plain(fits.Net):
+    """Four blocks without dropout; logs nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0, depth=4)
+
+    def logits(self, batch: dict[str, Any]) -> torch.Tensor:
+        return self.predict_step(batch, 0)
+
+    def step(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits(batch)
+        return logits, nn.functional.cross_entropy(logits, batch["y"])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return self.step(batch)[1]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.step(batch)[1]
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+
+class MetricObjects(Plain):
+    """Updates metrics, alone and in collections, and logs them as objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {
+            "acc": MulticlassAccuracy(NUM_CLASSES, average="micro"),
+            "f1": MulticlassF1Score(NUM_CLASSES, average="macro"),
+        }
+        self.single = MulticlassF1Score(NUM_CLASSES, average="macro")
+        self.several = MetricCollection(dict(kinds), prefix="train_")
+        self.val = MetricCollection({**kinds, "auroc": MulticlassAUROC(NUM_CLASSES)}, prefix="val_")
+        self.updated = MeanMetric()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        logits, loss = self.step(batch)
+        self.single(logits, batch["y"])
+        self.log("single", self.single, on_step=True, on_epoch=True)
+        self.several(logits, batch["y"])
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.updated.update(loss.detach())
+        self.log("updated", self.updated, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits, _ = self.step(batch)
+        self.val.update(logits, batch["y"])
+        self.log_dict(self.val)
+
+
+class Reductions(Plain):
+    """Logs values with every reduction and option."""
+
+    def log_all(self, batch: dict[str, Any], prefix: str) -> torch.Tensor:
+        logits, loss = self.step(batch)
+        right = (logits.argmax(-1) == batch["y"]).double()
+        self.log(f"{prefix}loss", loss, prog_bar=True, sync_dist=True)
+        self.log(f"{prefix}both", loss, on_step=True, on_epoch=True)
+        self.log(f"{prefix}sum", right.sum(), on_epoch=True, on_step=False, reduce_fx="sum")
+        self.log(f"{prefix}max", logits.max(), on_epoch=True, on_step=True, reduce_fx="max")
+        self.log(f"{prefix}min", logits.min(), on_epoch=True, on_step=True, reduce_fx=torch.min)
+        self.log(f"{prefix}number", 3, on_epoch=True)
+        self.log_dict({f"{prefix}a": loss * 2, f"{prefix}b": right.mean()}, on_epoch=True)
+        self.log(f"{prefix}weighted", loss, batch_size=len(batch["x"]), on_epoch=True)
+        self.log(f"{prefix}hidden", loss, logger=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return {"loss": self.log_all(batch, "train_"), "note": "kept"}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss = self.log_all(batch, "val_")
+        self.log(f"alone_{dataloader_idx}", loss, add_dataloader_idx=False)
+
+
+class Collects(Plain):
+    """Collects in its steps, and uses that at the ends of epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.losses: dict[str, list[torch.Tensor]] = {"train": []}
+        self.accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        _, loss = self.step(batch)
+        self.losses["train"].append(loss.detach() * len(batch["x"]))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_collected", torch.stack(self.losses["train"]).sum() / 40)
+        self.losses["train"].clear()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits, loss = self.step(batch)
+        self.outputs.append(loss * len(batch["x"]))
+        self.accuracy.update(logits, batch["y"])
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("collected", torch.stack(self.outputs).sum())
+        self.log("accuracy", self.accuracy.compute())
+        self.accuracy.reset()
+        self.outputs = []
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class LogsInHooks(Plain):
+    """Logs in hooks of its own; see also :class:`LogsInCallback`."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        _, loss = self.step(batch)
+        self.last = loss.detach()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"value": self.step(batch)[1], "rows": batch["x"]}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("started", float(batch_idx))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("of_outputs", outputs["loss"], on_step=True, on_epoch=True)
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.log("val_of_outputs", outputs["value"], batch_size=len(outputs["rows"]))
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("val_started", float(self.current_epoch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_epoch", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.current_epoch), on_epoch=True)
+
+
+class LogsInCallback(L.Callback):
+    """Logs in its hooks."""
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.log("callback_step", float(batch_idx), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        module.log("callback_val", trainer.global_step + 0.5)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        module.log("callback_epoch", trainer.global_step + 0.25)
+
+
+class CollectsInCallback(L.Callback):
+    """Collects the outputs of validation steps, and logs what it makes of them."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.values.append(outputs["rows"].double().mean())
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        module.log("callback_collected", torch.stack(self.values).mean())
+        self.values.clear()
+
+
+class Writes(Plain):
+    """Writes buffers in its steps: before the blocks, in them, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("first", torch.zeros((), dtype=torch.float64))
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(16).double()
+            block.linear = nn.Sequential(block.linear, block.norm)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.first += batch["x"].double().mean()
+        _, loss = self.step(batch)
+        self.seen += len(batch["x"])
+        self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        self.log("average", self.average)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def written(num_devices: int, schedule: str = "auto") -> dict[str, torch.Tensor]:
+    """Fit :class:`Writes`; one device has the microbatches as batches that accumulate."""
+    L.seed_everything(7, verbose=False)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, schedule=schedule),
+        accumulate_grad_batches=1 if num_devices else 4,
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Writes(), fits.loader(batch_size=8 if num_devices else 2))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+class LogsEverywhere(Plain):
+    """Logs what is computed before the blocks, between them and behind them."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        hidden = self.embed(batch["x"])
+        self.log("of_batch", batch["x"].double().mean(), on_step=True, on_epoch=True)
+        self.log("of_embedding", hidden.detach().mean(), on_step=True, on_epoch=True)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            self.log(f"of_block_{index}", hidden.detach().mean(), on_step=True, on_epoch=True)
+        loss = nn.functional.cross_entropy(self.head(self.norm(hidden)), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+
+_FLAGS = {
+    "inference_mode": False,
+    "gradient_clip_val": 0.01,
+    "gradient_clip_algorithm": "value",
+    "deterministic": True,
+    "detect_anomaly": True,
+    "profiler": "simple",
+    "use_distributed_sampler": False,
+    "sync_batchnorm": True,
+}
+
+# name of a row: the module, how often to validate what, and the trainer's options
+ROWS: dict[str, tuple[type[Plain], dict[str, Any]]] = {
+    "metric objects": (MetricObjects, {"num_loaders": 2}),
+    "reductions": (Reductions, {"num_loaders": 2}),
+    "collected": (Collects, {}),
+    "hooks": (LogsInHooks, {"callbacks": [LogsInCallback, CollectsInCallback]}),
+    "everywhere": (LogsEverywhere, {}),
+    "accumulated": (Reductions, {"trainer": {"accumulate_grad_batches": 2}}),
+    "flags": (Reductions, {"trainer": _FLAGS}),
+    "overfit": (Collects, {"trainer": {"overfit_batches": 2, "benchmark": True}}),
+    "64-true": (Reductions, {"single": True, "trainer": {"precision": "64-true"}}),
+    "32-true": (Reductions, {"single": True}),
+    "bf16-mixed": (Reductions, {"single": True, "trainer": {"precision": "bf16-mixed"}}),
+    "bf16-true": (Reductions, {"single": True, "trainer": {"precision": "bf16-true"}}),
+    "16-true": (Reductions, {"single": True, "trainer": {"precision": "16-true"}}),
+}
+
+
+def fit(num_devices: int, row: str, **options: Any) -> dict[str, Any]:
+    """Fit, validate and test a row; 0 devices: on one, without the strategy."""
+    kind, settings = ROWS[row]
+    L.seed_everything(7, verbose=False)
+    module = kind()
+    if settings.get("single"):
+        module.float()
+    memory, seen = Memory(), Seen()
+    trainer = L.Trainer(
+        **{**fits.SILENT, "logger": memory},
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, **options),
+        callbacks=[*(made() for made in settings.get("callbacks", ())), seen],
+        log_every_n_steps=1,
+        max_epochs=2,
+        enable_checkpointing=False,
+        **_LIMITS,
+        **settings.get("trainer", {}),
+    )
+    loaders = [fits.loader() for _ in range(settings.get("num_loaders", 1))]
+    trainer.fit(module, fits.loader(), loaders)
+    progress = dict(trainer.progress_bar_metrics)
+    validated = trainer.validate(module, loaders, verbose=False)
+    tested = trainer.test(module, loaders, verbose=False)
+    return {
+        "seen": seen.metrics,
+        "lines": memory.lines,
+        "progress": [progress],
+        "validated": validated,
+        "tested": tested,
+    }

@@ -1,0 +1,103 @@
+"""Plans that offload everything, and places for activations that tests can look into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, InlineLane, make_lanes
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
+
+# what to insert before and after actions of some kinds
+Insertions = dict[Kind, tuple[str, str]]
+FOR_B = {Kind.F: ("", "OFFLOAD FREE"), Kind.B: ("RELOAD", ""), Kind.BW: ("RELOAD", "")}
+APART = {**FOR_B, Kind.B: ("RELOAD_B", ""), Kind.W: ("RELOAD_W", "")}
+QUEUE = {Kind.B: ("", "OFFLOAD_W FREE_W"), Kind.W: ("RELOAD_W", "")}
+EVERYTHING = {**FOR_B, Kind.B: ("RELOAD_B", "OFFLOAD_W FREE_W"), Kind.W: ("RELOAD_W", "")}
+
+
+def offloaded(schedule: Schedule, insertions: Insertions) -> Schedule:
+    """Put copies around the actions of every stage and microbatch, in place of those it has."""
+    ranks = [
+        [new for a in actions if a.kind not in COPIES for new in _surrounded(a, insertions)]
+        for actions in schedule
+    ]
+    plan = Schedule.of(ranks, f"{schedule.name} offloaded")
+    validate(plan)
+    return plan
+
+
+def _surrounded(action: Action, insertions: Insertions) -> list[Action]:
+    before, after = insertions.get(action.kind, ("", ""))
+    names = [*before.split(), action.kind.name, *after.split()]
+    return [Action(Kind[name], action.stage, action.microbatch) for name in names]
+
+
+def memory_of_all(
+    device: torch.device, budget: HostBudget | None = None, lanes: CopyLanes | None = None
+) -> ActivationMemory:
+    """Keep small tensors too."""
+    host = HostMemory(pinned=device.type != "cpu", budget=budget)
+    return ActivationMemory(
+        OffloadSettings(device, lanes or make_lanes(device), host, largest_to_stay=0)
+    )
+
+
+@dataclass
+class Moment:
+    """A place in the row of a lane."""
+
+    lane: LastMomentLane
+    place: int
+
+
+class LastMomentLane:
+    """Copies when somebody waits for it and no sooner; until then there is garbage.
+
+    Attributes:
+        num_late: how often the compute lane had to wait for a copy.
+    """
+
+    def __init__(self) -> None:
+        self.num_late = 0
+        self._row: list[Callable[[], object]] = []
+        self._done = 0
+
+    def wait_for_compute(self) -> None:
+        """The CPU has computed what it was given."""
+
+    def wait_for(self, moment: Moment) -> None:
+        self._row.append(lambda: moment.lane.run(moment.place))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        target.fill_(255)
+        self._row.append(partial(target.copy_, source))
+
+    def mark(self) -> Moment:
+        return Moment(self, len(self._row))
+
+    def hold_compute(self, moment: Moment) -> None:
+        self.num_late += self._done < moment.place
+        self.run(moment.place)
+
+    def run(self, place: int) -> None:
+        while self._done < place:
+            self._row[self._done]()
+            self._done += 1
+
+
+class FailingLane(InlineLane):
+    """Fails at one of its copies."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def copy(self, target, source, what):  # type: ignore[no-untyped-def]
+        self.left -= 1
+        super().copy(target[:-1] if self.left == 0 else target, source, what)

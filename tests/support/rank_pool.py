@@ -1,0 +1,95 @@
+"""Processes that are ranks, kept over the tests: starting them costs more than most tests do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.forks import FORKS, fork
+from tests.support.free_port import free_port
+
+# A machine that runs tests may stand still for minutes; who never answers is a defect all the same.
+_PATIENCE_SECONDS = 1000.0
+
+
+class RankPool:
+    """``size`` processes; a call runs on all of them, in a process group of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.is_broken = False
+        self._pipes = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = FORKS.Pipe()
+            self._pipes.append(ours)
+            self._processes.append(fork(_serve, theirs, rank, size))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function`` in every process; return the results by global rank.
+
+        After a failure the processes may be anywhere, so the pool is of no more use.
+        """
+        self.is_broken = True
+        port = free_port()
+        for pipe in self._pipes:
+            pipe.send((port, function, args))
+        running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results = {}
+        while running:
+            for pipe in _wait_for_any(running):
+                rank = running.pop(pipe)
+                results[rank] = _receive(pipe, rank)
+        self.is_broken = False
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _wait_for_any(running: dict[Any, int]) -> list[Any]:
+    ready = wait(list(running), _PATIENCE_SECONDS)
+    if not ready:
+        raise TimeoutError(f"global ranks {sorted(running.values())} do not answer")
+    return ready
+
+
+def _receive(pipe: Any, rank: int) -> Any:
+    try:
+        error, result = pipe.recv()
+    except EOFError:
+        error = "its process has ended"
+    if error is not None:
+        raise AssertionError(f"global rank {rank} failed:\n{error}")
+    return result
+
+
+def _serve(pipe: Any, rank: int, size: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size)
+    )
+    gc.freeze()
+    while True:
+        try:
+            port, function, args = pipe.recv()
+        except EOFError:  # whoever had the pool has gone
+            return
+        os.environ["MASTER_PORT"] = str(port)
+        _end_groups()
+        try:
+            pipe.send((None, function(*args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+def _end_groups() -> None:
+    """Let go of the process groups of the call before: their threads take time all the while."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()

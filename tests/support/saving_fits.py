@@ -1,0 +1,148 @@
+"""Fits with checkpoints of many kinds at once; the rank processes of the tests run them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.support import fits
+
+# folder: options of the ModelCheckpoint that writes to it
+KINDS: dict[str, dict[str, Any]] = {
+    "top": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{val_loss:.4f}"},
+    "last": {"monitor": "val_accuracy", "save_last": True, "save_top_k": 1},
+    "link": {"monitor": "val_loss", "mode": "max", "save_last": "link", "save_top_k": -1},
+    "steps": {"every_n_train_steps": 3, "save_top_k": -1},
+    "metric": {
+        "monitor": "train_loss_step",
+        "every_n_train_steps": 2,
+        "filename": "{step}-{train_loss_step:.4f}",
+    },
+    "weights": {"monitor": "train_loss_epoch", "save_weights_only": True},
+    "time": {"train_time_interval": timedelta(0), "filename": "always"},
+}
+
+
+class Changing(fits.Net):
+    """Changes what is saved, as modules do that leave out what they need not."""
+
+    strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        state.pop("blocks.7.linear.bias", None)
+        return {**state, "version": torch.tensor(3)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["norm.weight"]
+        checkpoint["numbers"] = sum(
+            v.half().cpu().numel() for v in checkpoint["state_dict"].values()
+        )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["numbers"]
+
+
+class Saves(L.Callback):
+    """Saves by itself, and has a state."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.steps = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/before.ckpt")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            trainer.save_checkpoint(f"{self.folder}/third.ckpt", weights_only=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def fit_from(
+    size: int, folder: str, path: str | None, options: dict[str, Any], shuffled: bool = True
+) -> dict[str, Any]:
+    """Fit for two epochs of five batches, from the start or a checkpoint; save every third."""
+    L.seed_everything(7, workers=True, verbose=False)
+    record = fits.Record()
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=size or 1,
+        strategy=fits.strategy(size, **options),
+        max_epochs=2,
+        callbacks=[record, checkpoint],
+    )
+    loader = fits.loader("shuffled" if shuffled else "map")
+    module = fits.Net(dropout=0.1 if shuffled else 0.0)
+    trainer.fit(module, loader, fits.loader(), ckpt_path=path)
+    return {"losses": record.losses, "batches": record.batches, "rates": record.rates}
+
+
+def trainer_of(size: int, folder: str, max_epochs: int, **options: Any) -> L.Trainer:
+    L.seed_everything(7, workers=True, verbose=False)
+    checkpoints = [ModelCheckpoint(f"{folder}/{name}", **kind) for name, kind in KINDS.items()]
+    return L.Trainer(
+        **fits.SILENT,
+        devices=size or 1,
+        strategy=fits.strategy(size, **options),
+        max_epochs=max_epochs,
+        callbacks=[fits.Record(), Saves(folder), *checkpoints],
+    )
+
+
+def list_files(folder: str) -> list[str]:
+    """List checkpoints, and where links lead; what is in one that is a folder is its own affair."""
+    found = []
+    for path in sorted(Path(folder).glob("**/*.ckpt")):
+        name = str(path.relative_to(folder))
+        found.append(f"{name} -> {os.readlink(path)}" if path.is_symlink() else name)
+    return found
+
+
+def describe(trainer: L.Trainer, folder: str) -> dict[str, Any]:
+    """Say what the callbacks believe."""
+    return {
+        str(Path(callback.dirpath).name): {
+            "best": os.path.relpath(callback.best_model_path, folder),
+            "last": os.path.relpath(callback.last_model_path or folder, folder),
+            "scores": sorted(round(float(v), 6) for v in callback.best_k_models.values()),
+        }
+        for callback in trainer.checkpoint_callbacks
+    }
+
+
+def fit_and_save(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit for two epochs with all kinds of checkpoints; validate the best and the last."""
+    trainer = trainer_of(size, folder, 2, **options)
+    module = Changing(dropout=0.0)
+    trainer.fit(module, fits.loader(), fits.loader())
+    described = describe(trainer, folder)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    files = list_files(folder)
+    losses = []
+    for path in ("best", "last", f"{folder}/steps/epoch=0-step=3.ckpt", f"{folder}/before.ckpt"):
+        given = {"ckpt_path": path, "weights_only": True, "verbose": False}
+        trainer.validate(module, fits.loader(), **given)
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+    return {"described": described, "files": files, "losses": losses, "loaded": module.loaded}
+
+
+def resume(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Go on for a third epoch from the last checkpoint there is."""
+    trainer = trainer_of(size, folder, 3, **options)
+    trainer.fit(Changing(dropout=0.0), fits.loader(), fits.loader(), ckpt_path="last")
+    record, saves = trainer.callbacks[:2]
+    return {"losses": record.losses, "steps": saves.steps, "described": describe(trainer, folder)}
