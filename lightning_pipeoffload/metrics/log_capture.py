@@ -19,17 +19,18 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
+from lightning_pipeoffload.metrics.metric_values import CallValue, WholeBatchValues
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
 @dataclass
 class _Call:
-    """One call of ``self.log``: in which microbatch, and with what."""
+    """One call of ``self.log``: in which microbatch, and with what; of which metric that is."""
 
     microbatch: int
     value: Any
+    origin: CallValue | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -71,7 +72,8 @@ class LogCapture:
         calls: list[_Call] = []
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            call = _Call(microbatch, _detach(value), args, kwargs)
+            origin = self._metrics.origin(value)
+            call = _Call(microbatch, _detach(value), origin, args, kwargs)
             calls.append(call)
             self._calls.setdefault((name, repeats[name]), []).append(call)
             repeats[name] += 1
@@ -106,6 +108,7 @@ class LogCapture:
         options = {**given.arguments, **last.kwargs}
         weights = [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries]
         value = _combine([e.value for e in entries], weights, options.get("reduce_fx", "mean"))
+        value = _over_batch(entries, value)
         if isinstance(value, Metric) and self._is_on_step(options):
             self._metrics.give_to(value)
         kwargs = dict(last.kwargs)
@@ -138,6 +141,19 @@ def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
 
 def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _over_batch(entries: list[_Call], combined: Any) -> Any:
+    """Return a metric's value over the batch where the step logs what the metric returned.
+
+    Where it has changed that number in place, it is what the microbatches' combine to.
+    """
+    origins = [entry.origin for entry in entries if entry.origin is not None]
+    if len(origins) < len(entries) or len({(id(o.copy), o.place) for o in origins}) > 1:
+        return combined
+    pairs = zip(origins, entries, strict=True)
+    is_same = torch.stack([o.number == entry.value.reshape(()) for o, entry in pairs]).all()
+    return torch.where(is_same, origins[0].over_batch().to(combined.dtype), combined)
 
 
 def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:

@@ -85,3 +85,29 @@ def test_a_metric_that_is_called_has_its_value_over_the_batch(module):
     ((_, metric, _),) = run(module, *(lambda s=s: log(s) for s in (0, 4, 8)), sizes=[4, 4, 4])
     assert (metric._forward_cache, metric.compute()) == (expected, expected)
     assert "forward" not in vars(metric)
+
+
+F1_OF = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 1, 1, 2, 0]])
+
+
+def log_f1(module, start, change=lambda value: value):
+    found, target = F1_OF[:, start : start + 3]
+    module.log("f1", change(module.metric(found, target)))
+
+
+def f1_of(module, change):
+    microbatches = [lambda s=start: log_f1(module, s, change) for start in (0, 3)]
+    ((_, value, _),) = run(module, *microbatches, sizes=[3, 3])
+    return value
+
+
+@pytest.mark.parametrize("change", [lambda value: value, lambda value: value.detach()[None]])
+def test_what_a_metric_returns_is_logged_over_the_batch(module, change):
+    assert f1_of(module, change) == MulticlassF1Score(4, average="macro")(*F1_OF)
+
+
+@pytest.mark.parametrize("change", [lambda value: value.mul_(100), lambda value: value * 100])
+def test_what_a_step_makes_of_it_is_combined(module, change):
+    metric = MulticlassF1Score(4, average="macro")
+    halves = [float(metric(*F1_OF[:, start : start + 3])) for start in (0, 3)]
+    assert f1_of(module, change) == pytest.approx(100 * sum(halves) / 2)

@@ -10,6 +10,7 @@ from tests.support import logged
 # bfloat16 keeps 8 bits and float16 11; a sum over microbatches rounds otherwise than one over all.
 TOLERANCE = {"32-true": 1e-5, "16-true": 5e-3, "bf16-mixed": 2e-2, "bf16-true": 3e-2}
 TOLERANCE["metric objects"] = 1e-6  # torchmetrics counts in float32
+TOLERANCE["undetached"] = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def job(ranks):
 
 
 def _fit_both(row):
-    return [logged.fit(2, row, schedule=schedule) for schedule in ("1f1b", "zb_h1")]
+    return [logged.fit(2, row, schedule=schedule) for schedule in ("1f1b", "zb_v")]
 
 
 @pytest.mark.parametrize("row", logged.ROWS)
@@ -29,6 +30,15 @@ def test_all_ranks_see_what_one_device_logs(job, row):
         for result in results:
             for kind in ("seen", "validated", "tested") if global_rank else expected:
                 assert_close(result[kind], expected[kind], TOLERANCE.get(row, 1e-9))
+
+
+def test_a_single_rank_sees_what_one_device_logs(ranks):
+    ((found,),) = ranks(1).run(_fit_alone)
+    assert_close(found, logged.fit(0, "undetached")["lines"], 1e-6)
+
+
+def _fit_alone():
+    return [logged.fit(1, "undetached")["lines"]]
 
 
 def assert_close(found, expected, tolerance):

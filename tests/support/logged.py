@@ -8,8 +8,15 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import (
+    CosineSimilarity,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    R2Score,
+)
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.text import Perplexity
 
 from tests.support import fits
 
@@ -104,6 +111,35 @@ class MetricObjects(Plain):
         logits, _ = self.step(batch)
         self.val.update(logits, batch["y"])
         self.log_dict(self.val)
+
+
+class Undetached(Plain):
+    """Gives metrics its outputs as they are, trains on one, and logs what their calls return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.perplexity = Perplexity()
+        self.single = MulticlassF1Score(NUM_CLASSES, average=None)
+        errors = {"mse": MeanSquaredError(), "r2": R2Score()}
+        self.several = MetricCollection(errors, prefix="train_")
+        self.cosine = CosineSimilarity(reduction="mean")
+        for metric in (*self.several.values(), self.perplexity, self.cosine):
+            metric.set_dtype(torch.float64)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        logits, loss = self.step(batch)
+        target = nn.functional.one_hot(batch["y"], NUM_CLASSES).double()
+        self.log("perplexity", self.perplexity(logits[:, None], batch["y"][:, None]))
+        self.log("object", self.perplexity, on_step=True, on_epoch=True)
+        self.log_dict(self.several(logits.flatten(), target.flatten()), on_step=True, on_epoch=True)
+        self.log("f1_of_3", self.single(logits, batch["y"])[3].detach(), reduce_fx="max")
+        similarity = self.cosine(logits, target)
+        self.log("cosine", self.cosine, on_epoch=True)
+        return loss - similarity
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits, _ = self.step(batch)
+        self.log("val_perplexity", self.perplexity(logits[:, None], batch["y"][:, None]))
 
 
 class Reductions(Plain):
@@ -302,6 +338,7 @@ _FLAGS = {
 # name of a row: the module, how often to validate what, and the trainer's options
 ROWS: dict[str, tuple[type[Plain], dict[str, Any]]] = {
     "metric objects": (MetricObjects, {"num_loaders": 2}),
+    "undetached": (Undetached, {}),
     "reductions": (Reductions, {"num_loaders": 2}),
     "collected": (Collects, {}),
     "hooks": (LogsInHooks, {"callbacks": [LogsInCallback, CollectsInCallback]}),
