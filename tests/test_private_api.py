@@ -58,6 +58,7 @@ USED = {
     "_set_throw_on_mutable_data_ptr": torch._C,
     "_AutoDispatchBelowAutograd": torch._C,
     "_will_engine_execute_node": torch._C,
+    "_unsafe_set_version_counter": torch._C._autograd,
     "_getframe": sys,
     "_autograd": torch._C,
     "_top_saved_tensors_default_hooks": torch._C._autograd,

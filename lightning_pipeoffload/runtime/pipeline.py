@@ -248,6 +248,7 @@ class Pipeline:
         """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
         self._writes.expect(probe.written_in_place)
         self._writes.state.expect(probe.assigned, probe.written_in_place)
+        self._writes.tensors.expect((w.name for w in probe.weight_writes), probe.saved_and_written)
         if not self.committed:
             self._learn(probe)
         if len(self.partition) > 1:

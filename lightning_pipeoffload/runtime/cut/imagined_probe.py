@@ -110,6 +110,7 @@ def _unite(into: Probe, other: Probe) -> None:
     into.weight_flops = list(map(max, into.weight_flops, other.weight_flops))
     into.written |= other.written
     into.written_in_place |= other.written_in_place
+    into.saved_and_written |= other.saved_and_written
     into.weight_writes += [w for w in other.weight_writes if w not in into.weight_writes]
     into.aliases += [a for a in other.aliases if a not in into.aliases]
     into.assigned += [v for v in other.assigned if v not in into.assigned]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter  # private: see shape_only
 from torch.utils.flop_counter import flop_registry
 
@@ -29,6 +30,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
 from lightning_pipeoffload.runtime.cut.value_log import Entry, ValueLog
 from lightning_pipeoffload.runtime.cut.value_trace import Alias, ValueTrace
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
@@ -44,7 +46,11 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses, Uses
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, unchanged
+from lightning_pipeoffload.runtime.users_code.module_snapshot import (
+    Attribute,
+    is_written,
+    unchanged,
+)
 from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw, SourceWatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -54,7 +60,11 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
     in_brackets,
     users_line,
 )
-from lightning_pipeoffload.runtime.users_code.written_state import Variable, noting_writes
+from lightning_pipeoffload.runtime.users_code.written_state import (
+    REGISTRIES,
+    Variable,
+    noting_writes,
+)
 
 _MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
 
@@ -85,6 +95,7 @@ class Probe:
         weight_flops: the part of it that has a weight gradient of as many operations.
         written: names of buffers that the step writes from values that every stage has.
         written_in_place: what else of the modules' attributes is, and these buffers.
+        saved_and_written: the part of it that a backward reads.
         weight_writes: into parameters.
         aliases: between whose segments the step cannot be cut.
         assigned: what else of the module's, its classes' and their Python modules' it writes.
@@ -108,6 +119,7 @@ class Probe:
     weight_flops: list[int]
     written: set[str] = field(default_factory=set)
     written_in_place: set[Attribute] = field(default_factory=set)
+    saved_and_written: set[Attribute] = field(default_factory=set)
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     assigned: list[Variable] = field(default_factory=list)
@@ -216,6 +228,7 @@ def _looking(module: nn.Module, probing: _ProbePass) -> Iterator[None]:
         stack.enter_context(probing.sizes)
         yield
     probing.result.written_in_place |= written
+    probing.result.saved_and_written |= written & probing.saved_attributes
 
 
 @contextmanager
@@ -239,6 +252,7 @@ class _ProbePass:
     ) -> None:
         count = len(chain) + 1
         self.chain = chain
+        self._module = module
         self._device = device
         self.watch = SourceWatch(module)
         self.uses: AttributeUses | None = None
@@ -248,6 +262,7 @@ class _ProbePass:
         self.result = Probe(flow, defaultdict(set), [0] * count, [0] * count, aliases=aliases)
         self._names: dict[int, str] = {}
         self._memories: dict[int, str] = {}
+        self._saved: set[int] = set()
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
         self._checkpoint: Any = None
@@ -255,6 +270,7 @@ class _ProbePass:
         self._way = way
         self._num_in_block = 0
         self.num_imagined = 0
+        self.saved_attributes: set[Attribute] = set()
 
     @property
     def segment(self) -> int:
@@ -267,26 +283,28 @@ class _ProbePass:
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
         buffers = list(self._strip(module))
-        names = {id(tensor): slot.name for slot, tensor in buffers}
+        names = {memory_of(tensor): slot.name for slot, tensor, _ in buffers}
         mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
 
         def drop(written: Tensor) -> bool:
-            if id(written) in names:
-                self.result.segments[names[id(written)]].add(self.segment)
-            return id(written) in names or self._is_in_block
+            name = names.get(memory_of(written))
+            if name is not None:
+                self.result.segments[name].add(self.segment)
+            return name is not None or self._is_in_block
 
         observed = observing(self._observe), dropping_writes(drop), imagining_values(self._imagine)
+        saving = saved_tensors_hooks(self._note_saved, _itself)
         try:
             with ExitStack() as stack:
                 news = self._seeing_new_parameters(module)
-                for context in (self.chain.running(self), news, *observed, self._trace):
+                for context in (self.chain.running(self), news, saving, *observed, self._trace):
                     stack.enter_context(context)
                 yield
         finally:
             written = [
                 slot
-                for slot, tensor in buffers
-                if slot.tensor is not tensor or tensor._version  # private: counts the writes
+                for slot, tensor, value in buffers
+                if slot.tensor is not tensor or is_written(tensor, value)
             ]
             for slot in written:
                 if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "birth"):
@@ -294,15 +312,26 @@ class _ProbePass:
             common = [slot for slot in written if not self.result.segments.get(slot.name)]
             self.result.written = {slot.name for slot in common}
             self.result.written_in_place = {(slot.module, slot.attribute) for slot in common}
+            self.result.saved_and_written = {
+                (slot.module, slot.attribute)
+                for slot, tensor, value in buffers
+                if memory_of(tensor) in self._saved
+                and (self.result.segments.get(slot.name) or is_written(tensor, value))
+            }
 
-    def _strip(self, module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
-        """Put shape-only tensors in the place of parameters, copies in that of buffers."""
+    def _strip(self, module: nn.Module) -> Iterator[tuple[Slot, Tensor, Tensor]]:
+        """Put shape-only tensors in the place of parameters, copies in that of buffers.
+
+        Yields:
+            The place, the copy and the value of each buffer.
+        """
         for slot in find_slots(module):
             place = slot.module.__dict__[slot.kind]
             if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
                 device = torch.device("meta") if slot.tensor.is_meta else self._device
-                place[slot.attribute] = slot.tensor.detach().to(device, copy=True)
-                yield slot, place[slot.attribute]
+                value = slot.tensor
+                place[slot.attribute] = value.detach().to(device, copy=True)
+                yield slot, place[slot.attribute], value
                 continue
             trains = slot.tensor.requires_grad
             stripped = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
@@ -432,9 +461,23 @@ class _ProbePass:
     def finish(self) -> None:
         """Look once more when the step is over, before all is set back."""
         self._compare_hooks()
+        self.saved_attributes = set(self._find_saved_attributes())
         self._look(Draw(self.segment, is_in_block=False))
         self.result.made = self.watch.made()
         self.result.sized_in = self.sizes.last
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, ShapeOnly):
+            self._saved.add(memory_of(tensor))
+        return tensor
+
+    def _find_saved_attributes(self) -> Iterator[Attribute]:
+        for part in self._module.modules():
+            for name, value in vars(part).items():
+                if name not in REGISTRIES and any(
+                    memory_of(tensor) in self._saved for tensor in tensors_in(value)
+                ):
+                    yield part, name
 
     def _compare_hooks(self) -> None:
         """Find the blocks that had more hooks when they were called than they have now."""
@@ -443,6 +486,10 @@ class _ProbePass:
         ):
             if _count_hooks(block) < before:
                 self.result.briefly_hooked.add(index)
+
+
+def _itself(saved: Any) -> Any:
+    return saved
 
 
 class _BlockReached(BaseException):

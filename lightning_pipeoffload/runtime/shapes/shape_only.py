@@ -272,9 +272,12 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
     return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
 
 
-def memory_of(tensor: ShapeOnly) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Return what two tensors have in common that share memory."""
-    return tensor.meta.untyped_storage()._cdata  # private: nothing else tells
+    found = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
+    if found.layout is not torch.strided:
+        return id(found)
+    return found.untyped_storage()._cdata  # private: nothing else tells
 
 
 def _has_shapes(tree: Any) -> bool:

@@ -6,7 +6,7 @@ same again, and buffers that the block writes, such as running statistics, are w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,10 +16,15 @@ from torch.utils._pytree import tree_leaves  # private: see shape_only
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
+from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 
 
 def run_checkpointed(
-    block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: Iterable[Tensor] = (),
 ) -> Any:
     """Return ``call(*args, **kwargs)``, which runs again in the backward.
 
@@ -30,13 +35,14 @@ def run_checkpointed(
         call: runs it.
         args: of the call.
         kwargs: of the call.
+        written: weights that steps write.
 
     Raises:
         ValueError: the block writes its input in place, so it cannot run again.
     """
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)
-    before = _Before(block)
+    before = _Before(block, written)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     versions = [tensor._version for tensor in inputs]
     output = checkpoint(
@@ -57,10 +63,11 @@ def run_checkpointed(
 
 
 class _Before:
-    """Random numbers and buffers as they were before a block ran."""
+    """Random numbers, written weights and buffers as they were before a block ran."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, written: Iterable[Tensor]) -> None:
         self._randomness = RandomnessReplay()
+        self._weights = SeenValues(written)
         self._buffers = [
             (child, name, buffer.clone(), buffer._version)
             for child in block.modules()
@@ -86,7 +93,7 @@ class _Before:
         for child, name, value, _ in self._buffers:
             child._buffers[name] = value.clone()
         try:
-            with forked_randomness():
+            with forked_randomness(), self._weights.again():
                 self._randomness.restore()
                 yield
         finally:

@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
+from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch, StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
@@ -39,7 +40,12 @@ class _Alive:
     queue: WeightGradQueue
     store: ActivationStore | None = None
     loss: Tensor | None = None
+    seen: SeenValues | None = None
     sent: list[GradientEdge] = field(default_factory=list)
+
+    def seeing_again(self) -> AbstractContextManager[None]:
+        """Let tensors that steps write be what F saw, if another F has written them since."""
+        return self.seen.again() if self.seen else _NOTHING
 
 
 class StageRunner:
@@ -70,6 +76,7 @@ class StageRunner:
         self.is_last = self._context.is_last
         self.memory = SavedMemory()
         self._alive: dict[int, _Alive] = {}
+        self._last = -1
 
     @property
     def num_alive(self) -> int:
@@ -117,6 +124,7 @@ class StageRunner:
         """
         alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
+        self._keep_seen()
         with (
             deferring(alive.queue) if keep else _NOTHING,
             store.recording() if store else _NOTHING,
@@ -126,6 +134,7 @@ class StageRunner:
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
+            self._last = microbatch.index
             self.memory.measure_forward(store)
         if self.is_last:
             if not keep:
@@ -156,7 +165,7 @@ class StageRunner:
         alive.queue.immediate = fused
         if alive.store:
             alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
-        with _backward_on(microbatch.device), deferring(alive.queue):
+        with _backward_on(microbatch.device), deferring(alive.queue), alive.seeing_again():
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
@@ -175,8 +184,16 @@ class StageRunner:
         if alive.store:
             alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
-            with _backward_on(microbatch.device):
+            with _backward_on(microbatch.device), alive.seeing_again():
                 alive.queue.run()
+
+    def _keep_seen(self) -> None:
+        """Keep what the last F saw of tensors that steps write, as this one will write them."""
+        tensors = self._context.written_tensors()
+        if tensors:
+            torch.clear_autocast_cache()
+        if tensors and self._last in self._alive:
+            self._alive[self._last].seen = SeenValues(tensors)
 
     def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
         is_first = microbatch.index not in self._compared

@@ -94,6 +94,10 @@ class StageContext:
         """Whether the step ends here."""
         return self.stage.index == self.num_stages - 1
 
+    def written_tensors(self) -> list[Tensor]:
+        """List what the stage's steps write in place and its backwards may read."""
+        return self.writes.tensors.of_stage(self.stage.index, self.ownership)
+
 
 class StageExit(BaseException):
     """Leaves the user's step behind the stage's last block.
@@ -205,7 +209,8 @@ class StagePass:
         # What an open block lets out would come from the first run of it alone.
         if self._context.recompute != "full" or self._received is None or self._is_open(index):
             return run(*args, **kwargs)
-        return run_checkpointed(chain.blocks[index], run, args, kwargs)
+        written = self._context.written_tensors()
+        return run_checkpointed(chain.blocks[index], run, args, kwargs, written)
 
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
         output = self._microbatch.flow.outputs[index]

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, private_copy
 from lightning_pipeoffload.runtime.users_code.random_sources import (
     Source,
@@ -44,6 +45,7 @@ class StepWrites:
 
     Attributes:
         state: what the steps write anywhere, for blocks that run again.
+        tensors: that they write in place, for backwards.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
@@ -53,6 +55,7 @@ class StepWrites:
         self._own: dict[int, list[_Values]] = {}
         self._in_place: set[Attribute] = set()
         self.state = WrittenState()
+        self.tensors = WrittenTensors(max(self._num_passes))
         self._sources: list[Source] = []
         self._own_states: dict[int, dict[Source, Any]] = {}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
@@ -42,7 +43,8 @@ class _Place:
 
     def written(self) -> Iterator[Attribute]:
         """Yield the attributes whose values were changed in place, not just replaced."""
-        names = [name for name, copied in self.copies.items() if _is_written(copied)]
+        pairs = ((name, copied, self.contents[name]) for name, copied in self.copies.items())
+        names = [name for name, copied, value in pairs if is_written(copied, value)]
         if self.attribute is None:
             yield from ((self.owner, name) for name in names)
         elif names or not self._has_sameparts_of():
@@ -56,9 +58,23 @@ class _Place:
         )
 
 
-def _is_written(copied: Tensor) -> bool:
-    # Private: the version counts the writes, but not those to what an inference mode has made.
-    return not copied.is_inference() and bool(copied._version)
+def is_written(copied: Tensor, value: Tensor) -> bool:
+    """Whether a copy of ``value`` was changed in place since it was made."""
+    # Private: the version counts the writes, but not those through .data, nor those to what an
+    # inference mode has made.
+    is_counted = not copied.is_inference() and bool(copied._version)
+    return is_counted or not _has_same_values(copied, value)
+
+
+@torch.no_grad()
+def _has_same_values(copied: Tensor, value: Tensor) -> bool:
+    if copied.layout is not torch.strided or copied.is_meta or copied.is_quantized:
+        return True
+    if copied.shape != value.shape or copied.dtype != value.dtype:
+        return False
+    there = value.to(copied.device)
+    is_same = (copied == there) | ((copied != copied) & (there != there))  # NaN is itself
+    return bool(is_same.all())
 
 
 @contextmanager
