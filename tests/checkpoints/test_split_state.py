@@ -64,8 +64,14 @@ def write(ranks, tmp_path_factory):
 WRITTEN = [(0, "file"), *((size, form) for size in (1, 2, 4) for form in FORMS)]
 
 
-@pytest.mark.parametrize("read_at", [0, 1, 2, 4])
-@pytest.mark.parametrize(("size", "form"), WRITTEN)
+@pytest.mark.parametrize(
+    ("size", "form", "read_at"),
+    [
+        *((0, "file", 2), (0, "file", 4), (1, "file", 4), (1, "folder", 2)),
+        *((2, "file", 0), (2, "folder", 4), (2, "folder", 2)),
+        *((4, "file", 1), (4, "folder", 0), (4, "folder", 2)),
+    ],
+)
 def test_training_goes_on_at_another_size(ranks, write, whole, tmp_path, size, form, read_at):
     path = write(size, form)["best"]
     assert Path(path).is_dir() == (form == "folder")

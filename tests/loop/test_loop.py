@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import cache
+from itertools import cycle
 from tempfile import TemporaryDirectory
 
 import lightning as L
@@ -19,8 +20,9 @@ def on_one_device(row):
         return habits.run(row, 0, "", folder)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("row", habits.ROWS)
+@pytest.mark.parametrize(
+    ("row", "schedule"), zip(habits.ROWS, cycle(["1f1b", "zb_h1"]), strict=False)
+)
 def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
     expected = on_one_device(row)
     count = habits.ROWS[row].num_devices

@@ -47,8 +47,8 @@ def assert_offload_changes_nothing(module, schedule, batch, ways, size=1, **memo
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule(name):
-    module, batch = DemoGPT(dropout=0.3, tie_weights=True), MODELS["gpt"].batch(8)
-    assert_offload_changes_nothing(module, build(name, 2, 8), batch, EVERYTHING)
+    module, batch = DemoGPT(dropout=0.3, tie_weights=True), MODELS["gpt"].batch(4)
+    assert_offload_changes_nothing(module, build(name, 2, 4), batch, EVERYTHING)
 
 
 @pytest.mark.parametrize(
