@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves  # private: see shape_only
+from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torchmetrics import Metric
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # private: see runtime/shape_only
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 from typing_extensions import override
 
 from lightning_pipeoffload.optimizers.candidate import PLACES, Kept, OptimizerCandidate

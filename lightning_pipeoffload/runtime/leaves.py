@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_iter  # private: see shape_only
+from torch.utils._pytree import tree_iter  # private: torch's own containers, HF outputs too
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -23,6 +23,16 @@ def leaves_of(tree: Any) -> Iterator[Any]:
             left.extend(reversed(part.values()))
         else:
             yield from tree_iter(part)
+
+
+def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:
+    """Do what ``tree_map`` does, for what the dispatcher gives and takes: no more kinds are there."""
+    kind = type(operands)
+    if kind is tuple or kind is list:
+        return kind([map_operands(function, part) for part in operands])
+    if kind is dict:
+        return {name: map_operands(function, part) for name, part in operands.items()}
+    return function(operands)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private: see shape_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private: see runtime/leaves
 
 # Numbers and strings are none of them: they may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)

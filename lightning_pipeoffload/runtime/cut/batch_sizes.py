@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # private: see shape_only
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import is_sized_by_values

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_iter  # private: see shape_only
+from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes

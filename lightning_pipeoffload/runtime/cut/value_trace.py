@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map  # private: see shape_only
+from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.backward_reach import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 aten = torch.ops.aten
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see shape_only
+
+from lightning_pipeoffload.runtime.leaves import map_operands
 
 aten = torch.ops.aten
 _TORCHS_OWN = {"aten", "prims", "prim"}
@@ -32,8 +34,8 @@ def run_on_meta(
     except (NotImplementedError, RuntimeError):
         if func.namespace in _TORCHS_OWN:
             raise
-    args, kwargs = tree_map(lambda leaf: _to_real(leaf, device), (args, kwargs))
-    return tree_map(_to_meta, func(*args, **kwargs))
+    args, kwargs = map_operands(lambda leaf: _to_real(leaf, device), (args, kwargs))
+    return map_operands(_to_meta, func(*args, **kwargs))
 
 
 def _to_meta(leaf: Any) -> Any:
@@ -47,9 +49,21 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
 
 
 def remember_on_meta(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    in_new_memory: bool,
 ) -> Any:
-    """Do the same, but return what was returned for the same shapes before, and its memory."""
+    """Do the same, but look up what was found for the same shapes before.
+
+    Args:
+        func: the operation.
+        args: of it.
+        kwargs: of it.
+        device: that the tensors stand for.
+        in_new_memory: whether results may not share that of those before.
+    """
     key = _key_of(func, args, kwargs)
     if key is None:
         return run_on_meta(func, args, kwargs, device)
@@ -57,36 +71,60 @@ def remember_on_meta(
         if len(_results) == _MOST_RESULTS:
             _results.clear()
         with torch.inference_mode(False):
-            _results[key] = run_on_meta(func, args, kwargs, device)
-    return _results[key]
+            found = run_on_meta(func, args, kwargs, device)
+        _results[key] = found if _has_own_memory(found, args) else None
+    known = _results[key]
+    if known is None:
+        return run_on_meta(func, args, kwargs, device)
+    return map_operands(_in_new_memory, known) if in_new_memory else known
 
 
 def _key_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return what the result depends on; None if it is no tensor of its own, or too much to ask."""
-    if kwargs or not _gives_one_new_tensor(func):
+    """Return what the result depends on; None if it is a view, or that is too much to ask."""
+    if not _gives_new_tensors(func):
         return None
     found: list[Any] = [func, torch.get_default_dtype()]
-    for value in args:
+    for value in (*args, *chain.from_iterable(kwargs.items())):
         if isinstance(value, Tensor):
             found += value.shape, value.stride(), value.dtype
         elif value is None or isinstance(value, _PLAIN):
             found += type(value), value
+        elif isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value):
+            found += type(value), *map(type, value), *value
         else:
             return None
     return tuple(found)
 
 
 @cache
-def _gives_one_new_tensor(func: torch._ops.OpOverload) -> bool:
+def _gives_new_tensors(func: torch._ops.OpOverload) -> bool:
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
-    types = [str(part.type) for part in schema.returns]
-    return func.namespace in _TORCHS_OWN and types == ["Tensor"] and not any(aliases)
+    types = {str(part.type) for part in schema.returns}
+    return func.namespace in _TORCHS_OWN and types == {"Tensor"} and not any(aliases)
 
 
-_PLAIN = (bool, int, float)
+def _has_own_memory(found: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that is no view by its schema is none, as ``_unsafe_view`` is."""
+    made = found if isinstance(found, tuple) else (found,)
+    if not all(isinstance(tensor, Tensor) and _is_plain(tensor) for tensor in made):
+        return False
+    memory = {tensor.untyped_storage()._cdata for tensor in made}
+    given = [value for value in args if isinstance(value, Tensor) and _is_plain(value)]
+    return memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in given)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _in_new_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 _MOST_RESULTS = 4096
 _results: dict[tuple[Any, ...], Any] = {}
 

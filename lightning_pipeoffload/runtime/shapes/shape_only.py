@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # private: torch's own containers, HF outputs too
 
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.imagined_values import (
@@ -28,7 +27,7 @@ from lightning_pipeoffload.runtime.shapes.imagined_values import (
     is_mask,
     make_result,
 )
-from lightning_pipeoffload.runtime.shapes.meta_kernels import remember_on_meta, run_on_meta
+from lightning_pipeoffload.runtime.shapes.meta_kernels import remember_on_meta
 from lightning_pipeoffload.runtime.users_code.running_steps import is_any_step_running
 
 aten = torch.ops.aten
@@ -212,11 +211,9 @@ class ShapeOnly(Tensor):
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
-        # What is observed may want to know which results share memory: none does by being new.
-        run = run_on_meta if _observers else remember_on_meta
-        on_meta = tree_map(_to_meta, args), _on_meta(kwargs)
-        if imagined is None:
-            out = run(func, *on_meta, device)
+        on_meta = map_operands(_to_meta, args), _on_meta(kwargs)
+        if imagined is None:  # observers may want to know which results share memory
+            out = remember_on_meta(func, *on_meta, device, in_new_memory=bool(_observers))
         else:
             out = make_result(func, *on_meta, imagined)
         result = _wrap(func, args, out, device, origins)
@@ -310,7 +307,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = {name: tree_map(_to_meta, value) for name, value in kwargs.items()}
+    kwargs = {name: map_operands(_to_meta, value) for name, value in kwargs.items()}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     return kwargs
@@ -443,7 +440,7 @@ def _wrap(
     def wrap(leaf: Any) -> Any:
         return ShapeOnly(_as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(wrap, out)
+    return map_operands(wrap, out)
 
 
 def _as_stored(meta: Tensor) -> Tensor:

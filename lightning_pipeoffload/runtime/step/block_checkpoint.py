@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # private: see shape_only
+from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see shape_only
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.call_counter import CallCounter, mark_as_the_models
 from lightning_pipeoffload.runtime.cut.crossings import Flow, Port

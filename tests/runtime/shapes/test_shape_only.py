@@ -10,6 +10,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     ValueNeededError,
     describe,
     dropping_writes,
+    memory_of,
     observing,
 )
 
@@ -140,6 +141,17 @@ def test_results_of_the_same_shapes_are_computed_once():
     first, second = left + right, left + right
     assert first is not second
     assert first.meta is second.meta
+
+
+def test_results_that_are_observed_share_memory_only_with_what_they_view():
+    weight = ShapeOnly.like(torch.ones(2, 3), "w")
+    with observing(lambda *operation: None):
+        first, second = weight.sum(1), weight.sum(1)
+        moments = torch.native_layer_norm(weight, [3], None, None, 1e-5)
+        view = torch.ops.aten._unsafe_view.default(first, [1, 2])  # which its schema denies
+        again = torch.ops.aten._unsafe_view.default(second, [1, 2])
+    assert len({memory_of(tensor) for tensor in (weight, first, second, *moments)}) == 6
+    assert (memory_of(view), memory_of(again)) == (memory_of(first), memory_of(second))
 
 
 def test_a_view_in_place_leaves_others_as_they_are():
