@@ -26,7 +26,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:
-    """Do what ``tree_map`` does, for what the dispatcher gives and takes: no more kinds are there."""
+    """Do what ``tree_map`` does, for the few kinds that the dispatcher gives and takes."""
     kind = type(operands)
     if kind is tuple or kind is list:
         return kind([map_operands(function, part) for part in operands])

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private: see runtime/leaves
+from torch.utils._pytree import (  # private: see runtime/leaves
+    TreeSpec,
+    tree_flatten,
+    tree_unflatten,
+)
 
 # Numbers and strings are none of them: they may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)
