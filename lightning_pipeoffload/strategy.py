@@ -231,16 +231,20 @@ class PipeOffloadStrategy(PipelineProcesses):
         """
         return self.run.plan
 
-    def report(self) -> dict[str, Any]:
+    def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline: what is predicted, in units of an average block, and measured.
 
         Lists are in pipeline order. Of ``measured``, other ranks' entries are None until training
-        has ended.
+        has ended. All of it can be written as JSON.
+
+        Args:
+            live_bytes: with ``measured["live_bytes"]``, what each rank kept over the last step:
+                seconds, and bytes on the device, on the host and between them, after each action.
 
         Raises:
             RuntimeError: before the first batch, which decides how the module is cut.
         """
-        return self.run.report()
+        return self.run.report(live_bytes)
 
     @property
     @override

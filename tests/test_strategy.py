@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import lightning as L
 import pytest
 import torch
@@ -97,7 +99,9 @@ def test_the_report_has_what_the_interface_names(ranks, tmp_path):
     assert (report["num_ranks"], report["num_chunks"], report["num_microbatches"]) == (2, 1, 4)
     assert sum(len(stage["blocks"]) for stage in report["stages"]) == 8
     assert 0 < report["bubble"] < 1
+    assert json.loads(json.dumps(report, allow_nan=False))["samples_per_second"] > 0
     measured = report["measured"]
+    assert "live_bytes" not in measured
     assert len(measured["step_seconds"]) == len(measured["peak_activation_bytes"]) == 2
     assert measured["deferred_flops"] == measured["weight_flops"]
     assert all(0 <= bubble < 1 for bubble in measured["bubble"])

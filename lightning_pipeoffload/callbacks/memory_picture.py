@@ -62,7 +62,7 @@ class MemoryPicture(Callback):
 
 
 def _draw(strategy: PipeOffloadStrategy, costs: Costs) -> Drawing:
-    report = strategy.report()
+    report = strategy.report(live_bytes=True)
     planned = planned_panels(simulate(strategy.plan, costs), costs)
     measured = [_measured_panel(entries) for entries in report["measured"]["live_bytes"]]
     title = f"{report['schedule']}, {report['num_microbatches']} microbatches: saved activations"

@@ -16,8 +16,8 @@ from torchmetrics import Metric
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.report import (
-    predict,
+from lightning_pipeoffload.planning.report import predict
+from lightning_pipeoffload.planning.report_text import (
     print_accumulation,
     print_measurement,
     print_offload,
@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
-from lightning_pipeoffload.schedule import Schedule
+from lightning_pipeoffload.schedule import Schedule, simulate
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,8 @@ class PipelineRun:
         self._training.make_by(costs, limits)
         self.measurements.start_anew(costs.copy_lanes)
         if self._group.is_root:
-            print_offload(self.report(), limits.device)
+            given = self._settings.limit_bytes
+            print_offload(self.report(), limits.device if given is None else given)
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -370,8 +371,11 @@ class PipelineRun:
             print_prediction(self.report())
             print_accumulation(self._training.of_batch, self.plan, accumulation)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``.
+
+        Args:
+            live_bytes: with the long lists of what was kept over the last step.
 
         Raises:
             RuntimeError: before the first batch, which decides how the module is cut.
@@ -383,13 +387,19 @@ class PipelineRun:
             report["offload"] = asdict(self._training.offloaded)
         measured = self.measurements.report()
         if measured is not None:
-            report["measured"] = measured
+            report["measured"] = dict(measured)
+            if not live_bytes:
+                del report["measured"]["live_bytes"]
+            seconds = max(filter(None, measured["step_seconds"]))
+            report["samples_per_second"] = self.plan.num_microbatches * (self._size or 0) / seconds
         return report
 
     def end_training(self) -> None:
         """Bring the measurements of all ranks together, and print them."""
         if self.measurements.end_training(self._training.may_copy) and self._group.is_root:
-            print_measurement(self.report())
+            costs = self.measurements.costs_at_end
+            assert costs is not None
+            print_measurement(self.report(), simulate(self.plan, costs))
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""

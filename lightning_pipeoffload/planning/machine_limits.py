@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, readable, slab_bytes
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, mebibytes, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
 
 
@@ -36,7 +36,7 @@ class MachineLimits:
         for rank, (peak, budget) in enumerate(zip(peaks, self.hosts, strict=False)):
             if budget is not None and peak > budget.num_bytes:
                 return (
-                    f"rank {rank} of the pipeline would take {readable(int(peak))} of host memory "
+                    f"rank {rank} of the pipeline would take {mebibytes(peak)} of host memory "
                     f"for what {schedule.name} offloads, and {budget.origin}"
                 )
         return ""

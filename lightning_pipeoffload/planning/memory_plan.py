@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.memory.host_memory import mebibytes
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Costs,
+    MemoryLimitError,
     OffloadReport,
     Schedule,
     ScheduleError,
@@ -81,7 +83,10 @@ def plan_by_costs(
         ScheduleError: no plan keeps within the limit that was given; the message has the smallest
             that one does. Or a rank would take more of its host than it may.
     """
-    planned = _plan(settings, (num_ranks, num_microbatches), costs, limits)
+    try:
+        planned = _plan(settings, (num_ranks, num_microbatches), costs, limits)
+    except MemoryLimitError as error:
+        raise ScheduleError(error.told(mebibytes)) from None
     shortage = limits.shortage(planned[0], costs)
     if shortage:
         raise ScheduleError(

@@ -132,6 +132,14 @@ class ActionTimer:
         ]
         return median(shares or [0.0])
 
+    def between_share(self) -> float:
+        """Return the median share of a step's period after its end; 0 before a step."""
+        shares = [
+            1 - self._clock.seconds(step.start, step.end) / seconds
+            for step, seconds in self._periods()
+        ]
+        return median(shares or [0.0])
+
     @property
     def num_steps(self) -> int:
         """Steps that were measured and are kept."""

@@ -9,6 +9,7 @@ from .actions import (
     Action,
     Kind,
     MemoryEffect,
+    MemoryLimitError,
     Part,
     ScheduleError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "JoinedPlan",
     "Kind",
     "MemoryEffect",
+    "MemoryLimitError",
     "OffloadReport",
     "Part",
     "Recipe",

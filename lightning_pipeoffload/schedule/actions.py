@@ -8,6 +8,7 @@ is simulated and what the runtime counts must be the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import Enum, IntFlag
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "Action",
     "Kind",
     "MemoryEffect",
+    "MemoryLimitError",
     "Part",
     "ScheduleError",
 ]
@@ -30,6 +32,31 @@ __all__ = [
 
 class ScheduleError(ValueError):
     """A schedule, or what was asked of one, that cannot be; the message says what would do."""
+
+
+class MemoryLimitError(ScheduleError):
+    """No order of a schedule keeps within a memory limit.
+
+    Args:
+        sentence: the message, with the places ``{limit}`` and ``{needed}``.
+        limit: what was asked for, in the unit of the costs.
+        needed: the least that would do.
+    """
+
+    def __init__(self, sentence: str, limit: float, needed: float) -> None:
+        super().__init__(sentence, limit, needed)
+
+    def __str__(self) -> str:
+        return self.told("{:.10g}".format)
+
+    def told(self, write: Callable[[float], str]) -> str:
+        """Return the message.
+
+        Args:
+            write: writes an amount, with the unit if that is known.
+        """
+        sentence, limit, needed = self.args
+        return str(sentence).format(limit=f"memory_limit ({write(limit)})", needed=write(needed))
 
 
 class Kind(str, Enum):

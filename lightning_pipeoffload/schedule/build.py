@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import isnan
 from typing import Any
 
-from .actions import ScheduleError
+from .actions import MemoryLimitError, ScheduleError
 from .builders.classic import gpipe, interleaved_1f1b, one_f_one_b
 from .builders.grouped import gis, gis_h, grouped, uniform
 from .builders.pipe_offload import po_f, po_h
@@ -204,8 +204,8 @@ def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) 
     peaks = peak_memory(schedule, costs)
     if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
         rank = peaks.index(max(peaks))
-        raise ScheduleError(
-            f"memory_limit ({memory_limit:.10g}) is less than the {max(peaks):.10g} that "
-            f"{schedule.name} needs on rank {rank}; raise the limit, or use a schedule "
-            f"that needs less"
+        sentence = (
+            f"{{limit}} is less than the {{needed}} that {schedule.name} needs on rank {rank}; "
+            f"raise the limit, or use a schedule that needs less"
         )
+        raise MemoryLimitError(sentence, memory_limit, max(peaks))

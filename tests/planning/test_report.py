@@ -2,7 +2,13 @@ import logging
 
 import pytest
 
-from lightning_pipeoffload.planning.report import print_measurement, print_offload, span_of
+from lightning_pipeoffload.planning.report_text import (
+    print_measurement,
+    print_offload,
+    print_prediction,
+    span_of,
+)
+from lightning_pipeoffload.schedule import Costs, build, simulate
 
 
 @pytest.mark.parametrize(
@@ -13,6 +19,9 @@ from lightning_pipeoffload.planning.report import print_measurement, print_offlo
         (["layer1.0", "layer1.1", "layer2.0"], "layer1.0 .. layer2.0"),
         (["layer1.0", "layer2.0"], "layer1.0 .. layer2.0"),
         (["0", "1"], "0 .. 1"),
+        (["model.model.transformer.h.0", "model.model.transformer.h.1"], "…transformer.h.0 .. 1"),
+        (["encoder.layers.layer.0", "decoder.layers.layer.1"], "…layer.0 .. …layer.1"),
+        (["a_module_of_a_very_long_name"], "a_module_of_…y_long_name"),
     ],
 )
 def test_a_stage_is_named_by_its_first_and_last_block(names, span):
@@ -28,6 +37,8 @@ REPORT = {
     "k": [0.5, 0.5],
     "free_share": 1.0,
     "peak_memory": [3 << 20, 2 << 20],
+    "has_copies": False,
+    "samples_per_second": 16.0,
 }
 
 
@@ -38,9 +49,44 @@ def test_a_plan_that_a_device_may_be_too_small_for_is_said(capsys, limit, said):
     assert ("No plan fits the 2.00 MiB that every device has left" in printed) == said
 
 
+def offloaded(**options):
+    report = {"wanted": (4, 4), "offloaded": (3, 1), "queued": (0, 0), "reason": ""}
+    return {**REPORT, "has_copies": True, "offload": {**report, **options}}
+
+
+@pytest.mark.parametrize(
+    ("report", "limit", "said"),
+    [
+        (REPORT, 3 << 20, "Offloaded: nothing, order alone meets the limit."),
+        (REPORT, 2 << 20, "Offloaded: nothing."),
+        (offloaded(), None, "Offloaded: of 8 activations of a step 4 from F to B, 0 from B to W."),
+        (offloaded(reason="too slow"), None, "100% of the activations can be copied. too slow."),
+        ({**REPORT, "has_copies": True}, None, "Offloaded: what 1f1b says. k = "),
+    ],
+)
+def test_what_is_offloaded_is_said(capsys, report, limit, said):
+    print_offload(report, limit)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert said in printed
+    assert ("k = " in printed) == report["has_copies"]
+
+
+def test_the_table_of_stages_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"base_model.model.transformer.h.{index}" for index in range(100)]
+    stage = {"blocks": names, "num_parameters": 123_456_789_012}
+    stages = [{**stage, "rank": 0}, {**stage, "rank": 1}]
+    print_prediction({**REPORT, "stages": stages, "peak_memory": [1234.5, 1234.5]})
+    rows = [line for line in capsys.readouterr().out.splitlines() if "123,456,789,012" in line]
+    assert len(rows) == 2  # none goes over two lines
+    assert all("…transformer.h.0 .. 99" in row and "1234.5" in row for row in rows)
+
+
+PLANNED = simulate(build("1f1b", 2, 4), Costs(0.1, 0.1, 0.1, activation=1 << 20))
 MEASURED = {
     "step_seconds": [0.5],
-    "bubble": [0.25],
+    "bubble": [0.5],
+    "between_steps": [0.125],
     "peak_activation_bytes": [1 << 20],
     "deferred_flops": [1],
     "weight_flops": [2],
@@ -50,12 +96,12 @@ MEASURED = {
 @pytest.mark.parametrize("name", ["lightning_pipeoffload", "lightning_pipeoffload.report"])
 def test_a_loggers_level_silences_the_tables(capsys, name):
     report = {**REPORT, "measured": MEASURED}
-    print_measurement(report)
+    print_measurement(report, PLANNED)
     assert "500.0 ms" in capsys.readouterr().out
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(logging.WARNING)
-    print_measurement(report)
+    print_measurement(report, PLANNED)
     log.setLevel(before)
     assert capsys.readouterr() == ("", "")
 
@@ -66,8 +112,28 @@ def test_a_handler_gets_a_table_as_text():
     handler.emit = records.append
     log = logging.getLogger("lightning_pipeoffload.report")
     log.addHandler(handler)
-    print_measurement({**REPORT, "measured": MEASURED})
+    print_measurement({**REPORT, "measured": MEASURED}, PLANNED)
     log.removeHandler(handler)
     (record,) = records
     assert record.levelno == logging.INFO
     assert "500.0 ms" in record.getMessage()
+
+
+def test_the_bubble_is_explained(capsys):
+    print_measurement({**REPORT, "measured": MEASURED}, PLANNED)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "16.0 samples/s" in printed
+    # 1F1B idles for 0.3 of 1.5 seconds: a quarter of the time it works, which is half here.
+    assert (
+        "The bubble was predicted as 20.0%, and is 50.0%: 12.5% by the plan with the measured "
+        "times, 12.5% between steps (data, optimizer, hooks, validation), 25.0% waiting"
+    ) in printed
+
+
+def test_the_table_of_measurements_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    large = {"step_seconds": [123.4], "peak_activation_bytes": [123_456 << 20]}
+    print_measurement({**REPORT, "measured": {**MEASURED, **large}}, PLANNED)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "123,456.00 MiB" in line]
+    assert "123400.0 ms" in rows[0]
+    assert "50.0%" in rows[0]

@@ -48,6 +48,7 @@ def run_step(monkeypatch):
 def test_without_a_step_all_is_zero():
     timer = ActionTimer(torch.device("cpu"))
     assert (timer.step_seconds(), timer.idle_share(), timer.action_seconds()) == (0, 0, {})
+    assert timer.between_share() == 0
 
 
 def test_a_wait_is_no_work(run_step):
@@ -62,6 +63,7 @@ def test_a_step_lasts_until_the_next_one(run_step):
     timer = run_step(20, 20, 20, 20, 20, 20, 20, 21)
     assert timer.step_seconds() == 20
     assert timer.idle_share() == 1 - 3 / 20
+    assert timer.between_share() == 0.5
 
 
 def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):

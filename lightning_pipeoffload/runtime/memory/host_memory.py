@@ -42,7 +42,7 @@ class HostBudget:
     @classmethod
     def given(cls, num_bytes: int) -> HostBudget:
         """Make what the user asked for."""
-        return cls(num_bytes, f"host_memory_limit is {readable(num_bytes)}")
+        return cls(num_bytes, f"host_memory_limit is {mebibytes(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
@@ -59,9 +59,9 @@ class HostBudget:
         share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
         ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
         origin = (
-            f"{readable(share)} is a rank's share of the {readable(available)} that the machine had"
+            f"{mebibytes(share)} is a rank's share of the {mebibytes(available)} that the machine"
         )
-        return cls(share, f"{origin} left for {ranks}")
+        return cls(share, f"{origin} had left for {ranks}")
 
 
 class HostMemory:
@@ -117,13 +117,13 @@ class HostMemory:
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
             raise self._exhausted(
-                size, f"the machine has {readable(available)} left and would swap"
+                size, f"the machine has {mebibytes(available)} left and would swap"
             )
 
     def _exhausted(self, size: int, reason: str) -> HostMemoryError:
         return HostMemoryError(
-            f"host memory for offloading is exhausted: {readable(size)} more than the "
-            f"{readable(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
+            f"host memory for offloading is exhausted: {mebibytes(size)} more than the "
+            f"{mebibytes(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
             f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
         )
 
@@ -169,8 +169,6 @@ def slab_bytes(num_bytes: float) -> int:
     return sum(piece_sizes(ceil(num_bytes)))
 
 
-def readable(num_bytes: int) -> str:
-    """Write bytes with the unit that makes them readable: "1.50 GiB"."""
-    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
-    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{num_bytes / 1024**power:.2f} {unit}" if power else f"{num_bytes} {unit}"
+def mebibytes(num_bytes: float) -> str:
+    """Write bytes in the one unit that a run tells memory in, rounded up: "1.50 MiB"."""
+    return f"{ceil(num_bytes / 2**20 * 100) / 100:,.2f} MiB"

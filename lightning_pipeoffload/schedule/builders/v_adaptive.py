@@ -15,7 +15,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from ..actions import ScheduleError
+from ..actions import MemoryLimitError
 from ..costs import Costs
 from ..placement import v as v_placement
 from ..schedule import Schedule
@@ -116,10 +116,11 @@ def _setting(num_ranks: int, costs: Costs, memory_limit: float | None) -> Search
     if memory_limit is None or not activation:
         return SearchSetting(v_placement(num_ranks), costs, memory=num_stages)
     if memory_limit < 2 * activation:
-        raise ScheduleError(
-            f"memory_limit ({memory_limit:.10g}) must be at least {2 * activation:g} for v, the "
-            f"activations of both stages of a rank; raise it to that"
+        sentence = (
+            "{limit} must be at least {needed} for v, the activations of both stages of a rank; "
+            "raise it to that"
         )
+        raise MemoryLimitError(sentence, memory_limit, 2 * activation)
     memory = memory_limit / activation
     return SearchSetting(v_placement(num_ranks), costs, memory, residue / activation)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..actions import ScheduleError
+from ..actions import MemoryLimitError, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
@@ -107,10 +107,11 @@ def offload_activations(
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
         advice = "" if is_auto else ", or offload=auto"
-        raise ScheduleError(
-            f"memory_limit ({limit:.10g}) is less than the {needed:.10g} that {schedule.name} "
-            f"needs with {'' if is_auto else 'this '}offload; use at least {needed:.10g}{advice}"
+        sentence = (
+            f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
+            f"{'' if is_auto else 'this '}offload; use at least {{needed}}{advice}"
         )
+        raise MemoryLimitError(sentence, limit, needed)
     return planned
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..actions import ScheduleError
+from ..actions import MemoryLimitError
 from ..costs import Costs
 from ..placement import stages_on
 
@@ -89,10 +89,11 @@ class Problem:
             ScheduleError: Not even one microbatch at a time fits.
         """
         if memory_limit < self.smallest_limit:
-            raise ScheduleError(
-                f"memory_limit ({memory_limit!r}) is less than one microbatch needs; "
-                f"use at least {self.smallest_limit!r} for {name}, or more chunks of fewer layers"
+            sentence = (
+                "{limit} is less than the {needed} that one microbatch needs; use at least "
+                f"{{needed}} for {name}, or more chunks of fewer layers"
             )
+            raise MemoryLimitError(sentence, memory_limit, self.smallest_limit)
         return replace(self, memory_limit=memory_limit)
 
     def most_activations(self, rank: int) -> int:

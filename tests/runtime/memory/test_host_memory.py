@@ -35,7 +35,7 @@ def test_pieces_are_reused():
 def test_the_budget_is_kept():
     memory = HostMemory(pinned=False, budget=HostBudget.given(8192))
     memory.take(8192)
-    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 8\.00 KiB; offload less"):
+    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 0\.01 MiB; offload less"):
         memory.take(1)
 
 
@@ -71,9 +71,9 @@ def test_a_full_machine_has_no_share_and_an_unknown_one_no_limit(machine):
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 bytes"), (4096, "4.00 KiB"), (3 << 29, "1.50 GiB")]
+    ("num_bytes", "text"), [(0, "0.00 MiB"), (3 << 19, "1.50 MiB"), ((5 << 30) + 1, "5,120.01 MiB")]
 )
-def test_amounts_are_readable(num_bytes, text):
+def test_amounts_are_in_one_unit(num_bytes, text):
     assert HostBudget.given(num_bytes).origin == f"host_memory_limit is {text}"
 
 

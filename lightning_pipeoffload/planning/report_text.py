@@ -1,0 +1,207 @@
+"""What a run prints of its pipeline: two tables, and what was decided in between.
+
+They go to standard output by way of the logger ``lightning_pipeoffload.report``, so that its level,
+or that of ``lightning_pipeoffload``, silences them. Tables fit 80 columns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from io import StringIO
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.runtime.memory.host_memory import mebibytes
+from lightning_pipeoffload.schedule import Schedule, Timeline
+
+_NUM_COLUMNS = 80  # of what other handlers get
+_NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints what a record was made of, as wide and as colorful as standard output is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console = Console()
+        for part in record.parts:  # type: ignore[attr-defined] # of this module's own records
+            console.print(part, highlight=False)
+
+
+# Where this module lies is nothing that people who silence it should know.
+_PACKAGE = "lightning_pipeoffload"
+log = logging.getLogger(f"{_PACKAGE}.report")
+log.addHandler(_ConsoleHandler())
+log.propagate = False  # what a script's own handlers print would be there twice
+_package_log = logging.getLogger(_PACKAGE)
+_package_log.setLevel(_package_log.level or logging.INFO)
+
+
+def _tell(*parts: Table | str) -> None:
+    """Log tables and lines; a handler gets them as text."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    text = StringIO()
+    for part in parts:
+        Console(file=text, width=_NUM_COLUMNS).print(part, highlight=False)
+    log.info("%s", text.getvalue().strip(), extra={"parts": parts})
+
+
+def print_prediction(report: dict[str, Any]) -> None:
+    """Print the table of the stages."""
+    table = Table(title=f"Pipeline: {_headline(report)}", title_justify="left")
+    for column in ("stage", "rank", "blocks", "parameters", "peak memory\n(blocks)"):
+        table.add_column(column, justify="left" if column == "blocks" else "right")
+    for index, stage in enumerate(report["stages"]):
+        blocks, peak = span_of(stage["blocks"]), f"{report['peak_memory'][stage['rank']]:.1f}"
+        table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
+    _tell(
+        "",
+        table,
+        f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}. Memory is of the rank, in "
+        f"activations of an average block until they are measured in MiB.",
+    )
+
+
+def span_of(names: Sequence[str]) -> str:
+    """Name a stage's first and last block, and their container once if it is the same."""
+    first, last = names[0], names[-1]
+    container, _, index = last.rpartition(".")
+    if first == last:
+        return _shortened(first, _NAME_WIDTH)
+    if first.rpartition(".")[0] == container:
+        end = f" .. {index}"
+        return _shortened(first, _NAME_WIDTH - len(end)) + end
+    width = (_NAME_WIDTH - len(" .. ")) // 2
+    return f"{_shortened(first, width)} .. {_shortened(last, width)}"
+
+
+def _shortened(name: str, width: int) -> str:
+    """Leave out the outer modules that there is no room for, or the middle of the only one."""
+    if len(name) <= width:
+        return name
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        kept = f"…{'.'.join(parts[start:])}"
+        if len(kept) <= width:
+            return kept
+    tail = (width - 1) // 2
+    return f"{name[: width - 1 - tail]}…{name[-tail:]}"
+
+
+def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumulation) -> None:
+    """Say whether batches that accumulate share a plan, and why not.
+
+    Args:
+        single: the plan of one batch.
+        in_use: the plan that training begins with.
+        accumulation: of the first batch.
+    """
+    count = in_use.num_microbatches // single.num_microbatches
+    if accumulation.num_batches == 1:
+        return
+    if count > 1:
+        note = f"One plan for {count} batches whose gradients add up."
+    elif accumulation.watched_by:
+        hooks = ", ".join(accumulation.watched_by)
+        note = f"A plan for each batch, for between them run hooks that may use gradients: {hooks}."
+    else:
+        note = f"A plan for each batch: a common one of {single.name} is no faster, or keeps more."
+    _tell(note)
+
+
+def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
+    """Say what is offloaded from now on, and what is not and why.
+
+    Args:
+        report: of the plan, with measured costs.
+        limit: bytes of a device that activations may take, given or what every one has left; None:
+            any.
+    """
+    peak = max(report["peak_memory"])
+    _tell(
+        f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
+        f"{report['bubble']:.1%} and a peak of {mebibytes(peak)} of activations.",
+        *_about_limit(peak, limit),
+        *_about_copies(report, limit),
+    )
+
+
+def _about_limit(peak: float, limit: float | None) -> list[str]:
+    if limit is None or peak <= limit:
+        return []
+    return [
+        f"No plan fits the {mebibytes(limit)} that every device has left for activations; the one "
+        f"that needs least is tried."
+    ]
+
+
+def _about_copies(report: dict[str, Any], limit: float | None) -> list[str]:
+    if not report["has_copies"]:
+        is_met = limit is not None and max(report["peak_memory"]) <= limit
+        why = ", order alone meets the limit" if is_met else ""
+        return [f"Offloaded: nothing{why}.", *_reason(report)]
+    ratio = (
+        f"k = (offload + reload) / (F + B + W) is at most {max(report['k']):.2f}: while the ranks "
+        f"compute, {report['free_share']:.0%} of the activations can be copied."
+    )
+    if "offload" not in report:
+        return [f"Offloaded: what {report['schedule']} says.", ratio]
+    offload = report["offload"]
+    wanted, away, queued = (sum(offload[n]) for n in ("wanted", "offloaded", "queued"))
+    told = f"Offloaded: of {wanted} activations of a step {away} from F to B, {queued} from B to W."
+    return [told, ratio, *_reason(report)]
+
+
+def _reason(report: dict[str, Any]) -> list[str]:
+    reason = report["offload"]["reason"] if "offload" in report else ""
+    return [f"{reason}."] if reason else []
+
+
+def print_measurement(report: dict[str, Any], planned: Timeline) -> None:
+    """Print the table of what was measured on each rank, and why that is not what was predicted.
+
+    Args:
+        report: of the plan.
+        planned: the plan with the costs that were measured.
+    """
+    measured = report["measured"]
+    table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
+    columns = ("rank", "step", "bubble", "peak memory", "planned", "gradients\nleft for W")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank, seconds in enumerate(measured["step_seconds"]):
+        flops = measured["weight_flops"][rank]
+        table.add_row(
+            str(rank),
+            f"{seconds * 1e3:.1f} ms",
+            f"{measured['bubble'][rank]:.1%}",
+            mebibytes(measured["peak_activation_bytes"][rank]),
+            mebibytes(planned.peak_memory[rank]),
+            f"{measured['deferred_flops'][rank] / flops:.1%}" if flops else "-",
+        )
+    _tell("", table, f"{report['samples_per_second']:.1f} samples/s. {_why(report, planned)}")
+
+
+def _why(report: dict[str, Any], planned: Timeline) -> str:
+    """Say what the measured bubble is made of, in shares of the time that a step takes."""
+    bubble, between = (mean(report["measured"][name]) for name in ("bubble", "between_steps"))
+    by_plan = (1 - bubble) * planned.bubble / (1 - planned.bubble) if planned.bubble < 1 else 0.0
+    rest = max(0.0, bubble - between - by_plan)
+    return (
+        f"The bubble was predicted as {report['bubble']:.1%}, and is {bubble:.1%}: {by_plan:.1%} "
+        f"by the plan with the measured times, {between:.1%} between steps (data, optimizer, "
+        f"hooks, validation), {rest:.1%} waiting for messages and the host."
+    )
+
+
+def _headline(report: dict[str, Any]) -> str:
+    chunks = f" x {report['num_chunks']} chunks" if report["num_chunks"] > 1 else ""
+    return (
+        f"{report['schedule']}, {report['num_ranks']} ranks{chunks}, "
+        f"{report['num_microbatches']} microbatches"
+    )
