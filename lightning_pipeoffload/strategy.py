@@ -31,6 +31,7 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
+from lightning_pipeoffload.checkpoints.scattered_values import bring_values
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.checkpoints.state_collector import shapes_of
 from lightning_pipeoffload.checkpoints.whole_again import make_whole
@@ -66,6 +67,7 @@ from lightning_pipeoffload.processes.rank_differences import (
     refuse_differences,
 )
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
+from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
@@ -86,7 +88,7 @@ _OF_A_RUN = frozenset(
         "_steps",
     )
     + ("backward_of_batch", "_local_metrics", "_end_hooks", "_gradient_hooks", "_requeue")
-    + ("_stop", "_arrivals", "_launched")
+    + ("_stop", "_arrivals", "_launched", "_copies")
 )
 
 
@@ -151,6 +153,7 @@ class PipeOffloadStrategy(PipelineProcesses):
     _hook_forwards: HookForwards | None = None
     _stop: JointStop | None = None
     _arrivals: Arrivals | None = None
+    _copies: ModuleCopies | None = None
     _loaded_seed: int | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
@@ -291,6 +294,11 @@ class PipeOffloadStrategy(PipelineProcesses):
         return self._module.trainer
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._note_copies()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
@@ -359,6 +367,8 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._run.pipeline.attach()
         else:
             make_whole(self._module, self.group)
+            if self._copies is not None:
+                self._copies.follow()
             self._run = PipelineRun(
                 self._module, self.group, self.settings, self.root_device, self.num_processes
             )
@@ -381,6 +391,19 @@ class PipeOffloadStrategy(PipelineProcesses):
             self._parameters.narrow_steps()
         if self._is_split:  # by a fit before this one
             self._parameters.forget_foreign()
+
+    def _note_copies(self) -> None:
+        """Follow the deep copies of the module that hooks make before it is split."""
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING
+        if is_fit and self.group.num_ranks > 1:
+            self._copies = ModuleCopies(self._module)
+
+    def _leave_copies(self) -> None:
+        """Let copies of the module be split like it, from now on without help."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.follow()
+            copies.remove()
 
     @property
     def _is_split(self) -> bool:
@@ -421,6 +444,7 @@ class PipeOffloadStrategy(PipelineProcesses):
             accumulation = self._accumulation()
             if not self._is_split:
                 self._parameters.leave_foreign()
+                self._leave_copies()
                 self.run.begin_training(accumulation)
             elif self._gradient_hooks is not None:
                 self._gradient_hooks.start_batch()
@@ -569,6 +593,9 @@ class PipeOffloadStrategy(PipelineProcesses):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         checkpoint[_SEED] = self._seed
+        if self._is_split:
+            by_ranks = {"state_dict", "optimizer_states"} if self._saves_folder else set()
+            bring_values(checkpoint, by_ranks, self.group)
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -660,6 +687,9 @@ class PipeOffloadStrategy(PipelineProcesses):
 
     @override
     def give_back(self) -> None:
+        if self._copies is not None:
+            self._copies.remove()
+            self._copies = None
         if self._local_metrics is not None:
             self._local_metrics.give_back()
             self._local_metrics = None

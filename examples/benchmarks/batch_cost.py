@@ -42,6 +42,7 @@ class TinyNet(L.LightningModule):
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return a loss."""
         (x,) = batch
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -51,6 +52,7 @@ class TinyNet(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Use plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -68,6 +70,7 @@ class BatchTimes(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Note the time."""
         if batch_idx % self._accumulated == 0:
             self._starts.append((time.perf_counter(), time.process_time()))
 

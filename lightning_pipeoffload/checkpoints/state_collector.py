@@ -45,7 +45,7 @@ class StateCollector:
             state = {}
             for name, (owner, shape) in self._list_entries(mine).items():
                 value = mine[name] if owner == dist.get_rank() else shape
-                state[name] = self._bring(value, owner) if whole else value
+                state[name] = self._ranks.bring(value, owner) if whole else value
             return state
 
     def _part(self) -> dict[str, Any]:
@@ -69,20 +69,6 @@ class StateCollector:
         }
         place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
         return {name: found[name] for name in sorted(found, key=lambda n: place.get(n, len(place)))}
-
-    def _bring(self, value: Any, owner: int) -> Any:
-        """Let the root have a value; the one that has it sends."""
-        me = dist.get_rank()
-        if not isinstance(value, Tensor) or me not in (owner, self._root):
-            return value
-        if owner == self._root:
-            return value.cpu()
-        if me == owner:
-            dist.send(value.cpu().contiguous(), self._root, group=self._ranks.host_group)
-            return value
-        received = torch.empty(value.shape, dtype=value.dtype)
-        dist.recv(received, owner, group=self._ranks.host_group)
-        return received
 
     def optimizer_state(self, optimizer: Optimizer, names: GroupNames) -> dict[str, Any]:
         """Return the plain optimizer's state dict; elsewhere than on global rank 0 only the groups.

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
-
-_AVERAGES = (
-    "averages a copy of the whole module, of which each rank trains its own part; average "
-    "checkpoints after training instead"
-)
-_REFUSED: dict[type[Callback], str] = {
-    StochasticWeightAveraging: _AVERAGES,
-    WeightAveraging: _AVERAGES,
-    ModelPruning: (
-        "takes parameters out of the module, which is cut by their names, and compares weights of "
-        "all its layers; prune the checkpoint after training instead"
-    ),
-}
 
 
 def check_callbacks(trainer: Trainer) -> None:
@@ -40,9 +26,23 @@ def check_callbacks(trainer: Trainer) -> None:
                 "distributed strategies: what fits depends on the plan, which a trial that runs "
                 "out of memory would leave half done; use memory_limit, or devices=1"
             )
-        for kind, reason in _REFUSED.items():
-            if isinstance(callback, kind) and trainer.state.fn == TrainerFn.FITTING:
-                raise ValueError(f"{type(callback).__name__} {reason}")
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_of_fit(callback, trainer.lightning_module)
+
+
+def _check_of_fit(callback: Callback, module: LightningModule) -> None:
+    if isinstance(callback, ModelPruning):
+        raise ValueError(
+            "ModelPruning takes parameters out of the module, which is cut by their names, and "
+            "compares weights of all its layers; prune the checkpoint after training instead"
+        )
+    swa = StochasticWeightAveraging
+    if isinstance(callback, swa) and swa.pl_module_contains_batch_norm(module):
+        raise ValueError(
+            "StochasticWeightAveraging runs one more epoch without backwards where a module has "
+            "BatchNorm, which cannot be pipelined; use WeightAveraging(), which averages the "
+            "statistics with the weights, or another norm"
+        )
 
 
 def check_profiler(trainer: Trainer) -> None:

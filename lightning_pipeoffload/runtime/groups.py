@@ -223,6 +223,24 @@ class PipelineGroup:
             dist.broadcast(found, source)
         return tensor if is_source and tensor.device == self.device else found
 
+    def bring(self, value: Any, owner: int) -> Any:
+        """Let the root have a value on its host; the others keep what they have.
+
+        Args:
+            value: any on the rank that has it; on the root what has its shape, if it is a tensor.
+            owner: global rank that has it.
+        """
+        if not isinstance(value, Tensor) or self._global_rank not in (owner, self.root):
+            return value
+        if owner == self.root:
+            return value.cpu()
+        if self._global_rank == owner:
+            dist.send(value.cpu().contiguous(), self.root, group=self.host_group)
+            return value
+        received = torch.empty(value.shape, dtype=value.dtype)
+        dist.recv(received, owner, group=self.host_group)
+        return received
+
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
         groups = {

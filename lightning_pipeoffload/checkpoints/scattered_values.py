@@ -1,0 +1,93 @@
+"""What callbacks and hooks add to a checkpoint, where its values are on several ranks.
+
+A callback that averages weights has on each rank the average of that rank's part. Global rank 0,
+which writes, has shapes in place of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_Place = tuple[Any, ...]
+
+
+def bring_values(checkpoint: dict[str, Any], ready: Collection[str], group: PipelineGroup) -> None:
+    """Let global rank 0's checkpoint have the values that others have in the same place.
+
+    All ranks call it. What a callback has given is left as it is: it may be in use.
+
+    Args:
+        checkpoint: this rank's.
+        ready: keys of it that are as they are to be.
+        group: the pipeline's processes.
+
+    Raises:
+        RuntimeError: no rank has a value; all of them raise it.
+    """
+    rest = {key: value for key, value in checkpoint.items() if key not in ready}
+    mine = dict(_leaves(rest))
+    absent = [place for place, value in mine.items() if isinstance(value, ShapeOnly)]
+    places: list[_Place] = group.broadcast(absent, group.root)
+    if not places:
+        return
+    have = group.gather([_has_value(mine.get(place)) for place in places])
+    values = {}
+    with blaming_peers("lost a rank while collecting what callbacks save"):
+        for place, on_rank in zip(places, zip(*have, strict=True), strict=True):
+            owner = _owner(place, on_rank, group)
+            values[place] = group.bring(mine.get(place), owner)
+    if group.is_root:
+        checkpoint.update(_with_values(rest, values))
+
+
+def _has_value(found: Any) -> bool:
+    return isinstance(found, Tensor) and not isinstance(found, ShapeOnly)
+
+
+def _owner(place: _Place, has_value: Sequence[bool], group: PipelineGroup) -> int:
+    if not any(has_value):
+        name = "".join(f"[{key!r}]" for key in place)
+        raise RuntimeError(
+            f"the checkpoint was not saved: checkpoint{name} has a value on no rank; save what a "
+            f"rank has computed from its own part of the module only"
+        )
+    return group.global_ranks[has_value.index(True)]
+
+
+def _leaves(tree: Any, place: _Place = ()) -> Iterator[tuple[_Place, Any]]:
+    for key, value in _entries(tree):
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _leaves(value, (*place, key))
+        else:
+            yield (*place, key), value
+
+
+def _entries(tree: Any) -> Iterable[tuple[Any, Any]]:
+    return tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+
+
+def _with_values(tree: Any, values: Mapping[_Place, Any], place: _Place = ()) -> Any:
+    """Return a tree with other values in some places; what has none of them is the same object."""
+    if place in values:
+        return values[place]
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return tree
+    entries = [(key, old, _with_values(old, values, (*place, key))) for key, old in _entries(tree)]
+    changed = {key: new for key, old, new in entries if new is not old}
+    if not changed:
+        return tree
+    if isinstance(tree, tuple):
+        members = [new for _, _, new in entries]
+        return type(tree)(*members) if hasattr(tree, "_fields") else tuple(members)
+    made: Any = copy(tree)
+    for key, new in changed.items():
+        made[key] = new
+    return made

@@ -1,0 +1,95 @@
+"""Deep copies of the user's module, as callbacks keep that average its weights.
+
+They are made while the module is whole. When it is split, each copy keeps what this rank owns of
+the module, and has shapes for the rest: each rank averages its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+_MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in there is copied
+
+
+class ModuleCopies:
+    """Notes the deep copies of a module, or of parts of it, until :meth:`remove`.
+
+    Args:
+        module: the user's.
+    """
+
+    # The user's attributes are looked at for changes: this one has nothing to look at.
+    __slots__ = ("_memos", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._memos: list[dict[int, Any]] = []
+        for part in module.modules():
+            part.__dict__[_MARK] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
+        """Keep the memo, which will tell what each part was copied to; mark the copy too."""
+        if not any(known is memo for known in self._memos):
+            self._memos.append(memo)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as nothing, whatever is pickled with the module."""
+        return type(None), ()
+
+    def follow(self) -> None:
+        """Let the copies have shapes and tensors where the module has them now."""
+        made: dict[int, Tensor] = {}
+        for original, copied in self._pairs():
+            shape, found = original.tensor, copied.tensor
+            if isinstance(shape, ForeignTensor) and not isinstance(found, ForeignTensor):
+                _put(copied, made.setdefault(id(found), _shape_like(shape, copied)))
+            elif isinstance(found, ForeignTensor) and not isinstance(shape, ForeignTensor):
+                _put(copied, made.setdefault(id(found), _value_like(shape, found)))
+
+    def remove(self) -> None:
+        """Note no more."""
+        copied = [found for memo in self._memos for found in memo.values()]
+        for part in [*self._module.modules(), *copied]:
+            if isinstance(part, nn.Module):
+                part.__dict__.pop(_MARK, None)
+        self._memos.clear()
+
+    def _pairs(self) -> Iterator[tuple[Slot, Slot]]:
+        """Yield the places of the module with those of its copies, and of copies of copies."""
+        known = [(slot, slot) for slot in find_slots(self._module)]
+        for memo in self._memos:
+            copies = [(original, _copy_of(place, memo)) for original, place in known]
+            found = [(original, copied) for original, copied in copies if copied is not None]
+            yield from found
+            known += found
+
+
+def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
+    """Return the place that a place was copied to; None where it was not, or is there no more."""
+    module = memo.get(id(slot.module))
+    if not isinstance(module, nn.Module):
+        return None
+    if module.__dict__[slot.kind].get(slot.attribute) is None:
+        return None
+    return Slot(slot.name, module, slot.attribute, slot.kind)
+
+
+def _shape_like(shape: ForeignTensor, copied: Slot) -> Tensor:
+    (origin,) = shape.origins
+    return ForeignTensor.standing_for(copied, f"a copy of {origin}", copied.tensor.device)
+
+
+def _value_like(value: Tensor, shape: Tensor) -> Tensor:
+    made = value.detach().to(shape.device, shape.dtype, copy=True)
+    return nn.Parameter(made, shape.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _put(slot: Slot, tensor: Tensor) -> None:
+    slot.module.__dict__[slot.kind][slot.attribute] = tensor
