@@ -36,6 +36,7 @@ class UseCheck:
             ValueError: a stage reads what it does not write, but another one does.
         """
         for key, uses in probe.uses.items():
+            self._check_own(uses, probe)
             reads = self._reads.setdefault(key, [])
             writes = self._writes.setdefault(key, [])
             reads += [(use, self._reached(use, probe)) for use in uses.reads_that_count()]
@@ -45,6 +46,16 @@ class UseCheck:
                     if not set(readers) <= set(writers):
                         raise ValueError(self._describe(uses, read, write, max(writers)))
 
+    def _check_own(self, uses: Uses, probe: Probe) -> None:
+        for read, write in uses.reads_of_own:
+            writers = self._reached(write, probe)
+            if not set(self._reached(read, probe)) <= set(writers):
+                raise ValueError(
+                    f"{uses.label} is written {self._where(write.place)}{in_brackets(write.line)}, "
+                    f"and read {self._where(read.place)}{in_brackets(read.line)} by stages that do "
+                    f"not run that; hand it on as a tensor, or compute it before the blocks"
+                )
+
     def _reached(self, use: Use, probe: Probe) -> _Stages:
         return [s.index for s in self._stages if comes_to(s, use.place, probe, self._stages)]
 
@@ -52,7 +63,7 @@ class UseCheck:
         is_last = last_writer == self._stages[-1].index
         where = "only the last stage comes" if is_last else "not every stage comes"
         return (
-            f"self.{uses.label} is written {self._where(write.place)}{in_brackets(write.line)}, "
+            f"{uses.label} is written {self._where(write.place)}{in_brackets(write.line)}, "
             f"where {where}, and what an earlier step has left there is read "
             f"{self._where(read.place)}{in_brackets(read.line)}, by stages that would not have it; "
             f"read it behind the blocks too, or write it in a hook, from what every rank has"

@@ -6,18 +6,24 @@ reads it before them, in the next microbatch, would have an old one.
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
 from lightning_pipeoffload.runtime.users_code.module_snapshot import containers_in, parts_of
+from lightning_pipeoffload.runtime.users_code.shared_uses import (
+    instructions,
+    watch_again,
+    watched_value,
+    watching_classes,
+    watching_names,
+)
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
 from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
 from lightning_pipeoffload.runtime.users_code.written_state import Variable
@@ -25,6 +31,7 @@ from lightning_pipeoffload.runtime.users_code.written_state import Variable
 _Key = tuple[int, str]
 # A list that is empty stays as it is when it is cleared, so its contents do not tell.
 _RESETS = {"clear", "reset", "zero_", "fill_", "copy_"}
+_CONSTANTS = (int, float, complex, str, type(None))
 _FILLS = {"add", "append", "appendleft", "extend", "insert", "update", "setdefault"}
 
 
@@ -49,20 +56,27 @@ class Uses:
         reads: of what an earlier step has left there.
         writes: of all kinds.
         is_assigned: it is given other values, not only changed inside.
+        reads_of_own: of numbers and the like that this step has written, with that write.
+        last_write: in this step.
     """
 
     label: str
     reads: list[Use] = field(default_factory=list)
     writes: list[Use] = field(default_factory=list)
     is_assigned: bool = False
+    reads_of_own: list[tuple[Use, Use]] = field(default_factory=list)
+    last_write: Use | None = None
 
-    def read(self, use: Use) -> None:
-        """Note a read, unless this step has written what is read."""
-        if not self.writes:
+    def read(self, use: Use, value: Any) -> None:
+        """Note a read of a value; what can be changed inside may be a cache that others fill."""
+        if self.last_write is None:
             self.reads.append(use)
+        elif isinstance(value, _CONSTANTS):
+            self.reads_of_own.append((use, self.last_write))
 
     def write(self, use: Use) -> None:
         """Note a write, once for each place."""
+        self.last_write = use
         if use.place not in {known.place for known in self.writes}:
             self.writes.append(use)
 
@@ -90,7 +104,8 @@ class AttributeUses:
         self._place = Draw(0, is_in_block=False)
         self._seen: list[Any] = []
         self._names = {variable.name for variable in self._variables}
-        self._of_holder = {(id(v.space.holder), v.name): Uses(v.label) for v in self._variables}
+        self._of_holder = {(id(v.space.holder), v.name): Uses(_name(v)) for v in self._variables}
+        self._lines: dict[str, str] = {}  # that have written to a name last
 
     @property
     def found(self) -> dict[_Key, Uses]:
@@ -99,16 +114,28 @@ class AttributeUses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what the modules that have such variables do with them."""
+        """Watch what is done with the variables."""
         self._seen = [_state(variable.value) for variable in self._variables]
+        python_modules = self._held_by(ModuleType)
+        of_classes = self._held_by(type)
+        holders = {id(v.space.holder): v.space.holder for v in python_modules}
         with ExitStack() as stack:
-            for part in self._module.modules():
+            for part in (*self._module.modules(), *holders.values()):
                 if self._has_any(part):
                     stack.enter_context(self._watched(part))
+            if python_modules or of_classes:
+                stack.enter_context(watching_classes(of_classes, self._read_shared))
+                names = watching_names(
+                    (*of_classes, *python_modules), self._read_shared, self._store_shared
+                )
+                stack.enter_context(names)
             yield
 
+    def _held_by(self, kind: type[Any]) -> list[Variable]:
+        return [v for v in self._variables if isinstance(v.space.holder, kind)]
+
     @contextmanager
-    def _watched(self, part: nn.Module) -> Iterator[None]:
+    def _watched(self, part: Any) -> Iterator[None]:
         plain = type(part)
         methods = _watching_methods(plain, self._read, self._assign)
         if part in self._blocks:  # it has a class of its own, by which its calls are known
@@ -121,28 +148,45 @@ class AttributeUses:
         finally:
             part.__class__ = plain
 
-    def _has_any(self, part: nn.Module) -> bool:
+    def _has_any(self, part: Any) -> bool:
         return any((id(holder), n) in self._of_holder for holder in _holders(part)
                    for n in self._names)  # fmt: skip
 
-    def _uses_of(self, part: nn.Module, name: str) -> Uses | None:
+    def _uses_of(self, part: Any, name: str) -> Uses | None:
         if name not in self._names:
             return None
         keys = ((id(holder), name) for holder in _holders(part))
         return next((self._of_holder[key] for key in keys if key in self._of_holder), None)
 
-    def _read(self, part: nn.Module, name: str) -> None:
+    def _read(self, part: Any, name: str) -> None:
         uses = self._uses_of(part, name)
-        frame = sys._getframe(2)  # behind the watching method
-        if uses is None or not is_users_file(frame.f_code.co_filename):
+        if uses is not None:
+            value = vars(part).get(name)
+            self._note_read(uses, name, sys._getframe(2), value)  # behind the watching method
+
+    def _read_shared(self, variable: Variable, frame: FrameType) -> None:
+        uses = self._of_holder[id(variable.space.holder), variable.name]
+        self._note_read(uses, variable.name, frame, watched_value(variable))
+
+    def _store_shared(self, name: str, variable: Variable | None, line: str) -> None:
+        self._lines[name] = line
+        if variable is not None:
+            uses = self._of_holder[id(variable.space.holder), name]
+            uses.is_assigned = True
+            uses.write(Use(self._place, line))
+
+    def _note_read(self, uses: Uses, name: str, frame: FrameType, value: Any) -> None:
+        if not is_users_file(frame.f_code.co_filename):
             return
         method = _attribute_taken(frame)
         if method in _RESETS:
             uses.write(Use(self._place, _line_in(frame)))
-        elif method not in _FILLS:
-            uses.read(Use(self._place, _line_in(frame)))
+        elif method in _FILLS:
+            self._lines[name] = _line_in(frame)
+        else:
+            uses.read(Use(self._place, _line_in(frame)), value)
 
-    def _assign(self, part: nn.Module, name: str, value: Any) -> None:
+    def _assign(self, part: Any, name: str, value: Any) -> None:
         uses = self._uses_of(part, name)
         if uses is not None and vars(part).get(name) is not value:  # as += of a list assigns it
             uses.is_assigned = True
@@ -151,24 +195,31 @@ class AttributeUses:
     def look(self, place: Draw) -> None:
         """Note what was changed since the last look, which was at the border of another place."""
         for index, variable in enumerate(self._variables):
-            before, now = self._seen[index], _state(variable.value)
+            before, now = self._seen[index], _state(watched_value(variable))
             if not _is_same(before, now):
                 uses = self._of_holder[id(variable.space.holder), variable.name]
                 uses.is_assigned |= before[0][0] is not now[0][0]
-                uses.write(Use(place, ""))
+                uses.write(Use(place, self._lines.get(variable.name, "")))
                 self._seen[index] = now
+            watch_again(variable, self._read_shared)
+        self._lines.clear()
         segment, is_in_block = place
         self._place = Draw(segment + is_in_block, not is_in_block)
 
 
-def _holders(part: nn.Module) -> tuple[Any, ...]:
+def _name(variable: Variable) -> str:
+    is_own = isinstance(variable.space.holder, nn.Module)
+    return f"self.{variable.label}" if is_own else variable.label
+
+
+def _holders(part: Any) -> tuple[Any, ...]:
     return part, *type(part).__mro__
 
 
 def _watching_methods(
     plain: type[Any],
-    on_read: Callable[[nn.Module, str], None],
-    on_assign: Callable[[nn.Module, str, Any], None],
+    on_read: Callable[[Any, str], None],
+    on_assign: Callable[[Any, str, Any], None],
 ) -> dict[str, Any]:
     def read(self: Any, name: str) -> Any:
         on_read(self, name)
@@ -189,7 +240,7 @@ def _line_in(frame: FrameType) -> str:
 
 def _attribute_taken(frame: FrameType) -> str:
     """Name the attribute that code takes of what it is reading; "" if none."""
-    rest = (code for code in dis.get_instructions(frame.f_code) if code.offset > frame.f_lasti)
+    rest = (code for place, code in instructions(frame.f_code).items() if place > frame.f_lasti)
     following = next(rest, None)
     if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
         return ""

@@ -1,12 +1,14 @@
 """A class for one instance, which goes by the name of the class that it had.
 
 Python looks special methods up on the type, so an attribute of the instance does not replace them,
-and another object around it would be seen by the user's code and in the names of checkpoints.
+and another object around it would be seen by the user's code and in the names of checkpoints. What
+code gives ``type(instance)`` goes to the class that this one stands for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 
@@ -19,7 +21,30 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
         marks: further bases, to tell the class by.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (plain, *marks), {**methods, **names})
+    made: type[Any] = _forwarding(type(plain))(
+        plain.__name__, (plain, *marks), {**methods, **names}
+    )
+    return made
+
+
+@cache
+def _forwarding(plain: Any) -> Any:
+    """Make a metaclass of classes that hand on what they are given."""
+
+    def assign(cls: type[Any], name: str, value: Any) -> None:
+        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        plain.__setattr__(owner, name, value)
+
+    def delete(cls: type[Any], name: str) -> None:
+        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        plain.__delattr__(owner, name)
+
+    methods = {"__setattr__": assign, "__delattr__": delete}
+    return type(plain)(plain.__name__, (plain,), methods)
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(("__", "_abc_"))
 
 
 def own_class(instance: object) -> type[Any]:
