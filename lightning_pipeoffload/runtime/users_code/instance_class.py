@@ -21,9 +21,8 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
         marks: further bases, to tell the class by.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    made: type[Any] = _forwarding(type(plain))(
-        plain.__name__, (plain, *marks), {**methods, **names}
-    )
+    metaclass: Any = type(plain)
+    made: type[Any] = _forwarding(metaclass)(plain.__name__, (plain, *marks), {**methods, **names})
     return made
 
 
