@@ -27,7 +27,12 @@ from lightning_pipeoffload.runtime.cut.cut_check import (
     check_shared_weights,
     check_weight_writes,
 )
-from lightning_pipeoffload.runtime.cut.draw_check import DrawCheck, check_repeatable, drawn_before
+from lightning_pipeoffload.runtime.cut.draw_check import (
+    DrawCheck,
+    check_mixed_writes,
+    check_repeatable,
+    drawn_before,
+)
 from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors, SharedWeight
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
@@ -256,6 +261,7 @@ class Pipeline:
             check_weight_writes(probe, self._chain, self.partition, owners_of)
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
+            check_mixed_writes(probe, self.partition, self._settings.stage_ranks)
             self._use_check.check(probe)
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]

@@ -39,6 +39,39 @@ def drawn_before(probe: Probe, last: Stage) -> list[Source]:
     ]
 
 
+def check_mixed_writes(probe: Probe, stages: Sequence[Stage], stage_ranks: Sequence[int]) -> None:
+    """Check that blocks write into nothing shared that the step around them writes too.
+
+    Each stage of a rank runs the step's beginning, and what that has written counts once; what the
+    rank's first stages' blocks have put in between would be lost with it.
+
+    Args:
+        probe: of the step.
+        stages: of the model.
+        stage_ranks: the pipeline rank of each.
+
+    Raises:
+        ValueError: they do, and a rank has several stages.
+    """
+    for rank in sorted(set(stage_ranks)):
+        *others, last = [stage for stage in stages if stage_ranks[stage.index] == rank]
+        blocks = {block for stage in others for block in stage.blocks}
+        for source in drawn_before(probe, last):
+            inside = {d.segment for d in probe.draws[source] if d.is_in_block} & blocks
+            if inside and not source.kind.draws:
+                raise ValueError(_describe_mixed(source, min(inside), probe))
+
+
+def _describe_mixed(source: Source, block: int, probe: Probe) -> str:
+    lines = dict.fromkeys(probe.lines.get(source, []))
+    where = "".join(in_brackets(line) for line in lines)
+    return (
+        f"the step writes {source.place.name} in the block at place {block} and beside the blocks "
+        f"too{where}, and a rank has several stages, each of which runs the step's beginning; let "
+        f"the blocks write into another collection, or take a schedule with one stage per rank"
+    )
+
+
 class DrawCheck:
     """Checks that all stages that draw from a source draw as much, in all kinds of steps.
 

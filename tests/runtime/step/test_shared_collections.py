@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
@@ -71,3 +72,44 @@ def test_a_probe_leaves_nothing():
     for rank in pipeline.ranks:
         rank.make_microbatches(torch.randn(8, 4), 2, rank.module.step, "train", 0)
     assert (LOG, Collecting.losses, COUNTS, NUM_CALLS) == ([], [], {"calls": 0, "seen": []}, 0)
+
+
+class Noting(nn.Linear):
+    def forward(self, x):
+        LOG.append({"in": "block"})  # <- in a block
+        return super().forward(x)
+
+
+class NotingTwice(Collecting):
+    def __init__(self, blocks, behind):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.behind = behind
+
+    def step(self, x):
+        if not self.behind:
+            LOG.append({"in": "step"})  # <- beside the blocks
+        loss = Regression.step(self, x)
+        if self.behind:
+            LOG.append({"in": "step"})
+        return loss
+
+
+def noting_twice(schedule, num_ranks, *, behind):
+    empty()
+    module = NotingTwice([Noting(4, 4) for _ in range(4)], behind)
+    InProcessPipeline(module, build(schedule, num_ranks, 4), call_step).run(torch.randn(8, 4), 2)
+    found = [entry["in"] for entry in LOG]
+    return found.count("block"), found.count("step")
+
+
+def test_what_blocks_put_where_the_steps_beginning_does_too_is_refused_on_several_stages():
+    with pytest.raises(ValueError, match=r"writes .*LOG in .*# <- beside.*# <- in a block"):
+        noting_twice("zb_v", 1, behind=False)
+    with pytest.raises(ValueError, match="a rank has several stages"):
+        noting_twice("zb_v", 2, behind=False)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_what_blocks_put_where_the_steps_end_does_too_is_there(schedule):
+    assert noting_twice(schedule, 1, behind=True) == (16, 4)
