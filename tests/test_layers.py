@@ -33,6 +33,7 @@ LAYERS = (
     "runtime/transport",
     "runtime/executor",
     "runtime/in_process",
+    "runtime/mesh",
     "runtime/groups",
     "runtime/measure",
     "planning",

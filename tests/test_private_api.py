@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.schedule import Action
@@ -195,6 +196,10 @@ def test_lightning_makes_numbers_for_a_progress_bar_where_it_is_kept_from_it():
 @pytest.mark.parametrize("what", ["callback_hooks", "lightning_module_hook", "strategy_hook"])
 def test_lightnings_callers_of_hooks_know_their_name_by_a_name(what):
     assert "hook_name" in inspect.signature(getattr(call, f"_call_{what}")).parameters
+
+
+def test_torchs_mesh_can_be_made_without_groups():
+    assert {"_init_backend", "_rank"} <= inspect.signature(DeviceMesh).parameters.keys()
 
 
 def test_the_launcher_has_a_method_that_starts_processes():

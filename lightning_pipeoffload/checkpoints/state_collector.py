@@ -44,7 +44,7 @@ class StateCollector:
         with blaming_peers("lost a rank while collecting the module's state"):
             state = {}
             for name, (owner, shape) in self._list_entries(mine).items():
-                value = mine[name] if owner == dist.get_rank() else shape
+                value = mine[name] if owner == self._ranks.global_rank else shape
                 state[name] = self._ranks.bring(value, owner) if whole else value
             return state
 
@@ -79,7 +79,7 @@ class StateCollector:
         """
         local = self._named_state(optimizer)
         parts: list[Any] | None = None
-        if dist.get_rank() == self._root:
+        if self._ranks.is_root:
             parts = [None] * len(self._global_ranks)
         with blaming_peers("lost a rank while collecting an optimizer's state"):
             dist.gather_object(local, parts, dst=self._root, group=self._ranks.host_group)

@@ -1,4 +1,4 @@
-"""The ranks of one pipeline as processes: who is who, and what they do together.
+"""The ranks of one pipeline as processes: what they do together.
 
 Nothing here is in the steady path but the sum of shared gradients, the norm if gradients are
 clipped, and the batch's checksum, for which nobody waits.
@@ -15,22 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
-
-
-def global_ranks_of(schedule: Schedule) -> list[int]:
-    """Say which global rank each pipeline rank is: the one with the last stage is global rank 0.
-
-    Lightning's loggers, progress bar and rank-zero code are there. In a V the last stage is on
-    pipeline rank 0 already.
-    """
-    last = schedule.rank_of(schedule.num_stages - 1)
-    if last == 0:
-        return list(range(schedule.num_ranks))
-    return [(last - rank) % schedule.num_ranks for rank in range(schedule.num_ranks)]
 
 
 class _Shared(NamedTuple):
@@ -55,8 +44,8 @@ class _Shared(NamedTuple):
         dist.all_reduce(self.parameter.grad, group=self.group)
 
 
-class PipelineGroup:
-    """One process's view of its pipeline.
+class PipelineGroup(RankMesh):
+    """What the processes of a pipeline do together, as one of them sees it.
 
     Args:
         schedule: tells which rank holds which stage.
@@ -73,36 +62,25 @@ class PipelineGroup:
         device: torch.device,
         timeout: timedelta | None = None,
     ) -> None:
-        self.global_ranks = global_ranks_of(schedule)
-        self.rank = self.global_ranks.index(global_rank)
-        self.num_ranks = schedule.num_ranks
-        self.stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
-        self._global_rank = global_rank
+        super().__init__(schedule, global_rank, timeout)
         self.device = device
-        self.root = min(self.global_ranks)
-        self._timeout = timeout
-        self.host_group: Any = self._make_host_group()
-        # Its collectives run beside those of a step, so their order is their own.
-        self._side_group: Any = self._make_host_group()
+        self._connect()
+        self._device_group = self.make_group()
         self.transport = ProcessGroupTransport(
             self.global_ranks, self.rank, self._edges(), device, timeout
         )
         self._shared: list[_Shared] = []
-        self._comparing: tuple[Any, Tensor] | None = None
 
-    def _make_host_group(self) -> Any:
-        return dist.new_group(self.global_ranks, self._timeout, backend="gloo")
+    def _connect(self) -> None:
+        self.host_group = self.make_group(backend="gloo")
+        # Its collectives run beside those of a step, so their order is their own.
+        self._side_group = self.make_group(backend="gloo")
+        self._comparing: tuple[Any, Tensor] | None = None
 
     def renew(self) -> None:
         """Connect anew, on all ranks: what was under way between them was broken off."""
-        self.host_group, self._side_group = self._make_host_group(), self._make_host_group()
+        self._connect()
         self.transport.connect()
-        self._comparing = None
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this process is the one with the last stage, which reports."""
-        return self._global_rank == self.root
 
     def _edges(self) -> set[tuple[int, int]]:
         hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
@@ -163,7 +141,7 @@ class PipelineGroup:
             arrived: the step needed the ranks that sent them.
         """
         mine = torch.tensor([checksum, trained, drawn])
-        if self._global_rank != self.root:
+        if self.global_rank != self.root:
             if self._comparing is not None:
                 with blaming_peers("lost global rank 0 while comparing batches"):
                     self._comparing[0].wait()  # one batch back; gloo never says completed otherwise
@@ -215,12 +193,12 @@ class PipelineGroup:
         if self.num_ranks == 1:
             return tensor.to(self.device)
         source = self.root if rank is None else self.global_ranks[rank]
-        is_source = source == self._global_rank
+        is_source = source == self.global_rank
         found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if is_source:
             found.copy_(tensor.detach())
         with blaming_peers("lost a rank while weights were lent"):
-            dist.broadcast(found, source)
+            dist.broadcast(found, source, group=self._device_group)
         return tensor if is_source and tensor.device == self.device else found
 
     def bring(self, value: Any, owner: int) -> Any:
@@ -230,11 +208,11 @@ class PipelineGroup:
             value: any on the rank that has it; on the root what has its shape, if it is a tensor.
             owner: global rank that has it.
         """
-        if not isinstance(value, Tensor) or self._global_rank not in (owner, self.root):
+        if not isinstance(value, Tensor) or self.global_rank not in (owner, self.root):
             return value
         if owner == self.root:
             return value.cpu()
-        if self._global_rank == owner:
+        if self.global_rank == owner:
             dist.send(value.cpu().contiguous(), self.root, group=self.host_group)
             return value
         received = torch.empty(value.shape, dtype=value.dtype)
@@ -243,10 +221,7 @@ class PipelineGroup:
 
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
-        groups = {
-            ranks: dist.new_group(sorted(self.global_ranks[rank] for rank in ranks), self._timeout)
-            for ranks in pipeline.tensors.ranks_sharing()
-        }
+        groups = {ranks: self.make_group(ranks) for ranks in pipeline.tensors.ranks_sharing()}
         self._shared = []
         for name, parameter, ranks in pipeline.tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
@@ -255,7 +230,7 @@ class PipelineGroup:
             trains = partial(pipeline.probes.always_train, names)
             self._shared.append(_Shared(parameter, groups[ranks], self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
-            _broadcast(buffer, self.root)
+            _broadcast(buffer, self.root, self._device_group)
 
     def sum_shared_gradients(self) -> None:
         """Give all owners of a parameter the sum of their gradients; none where nobody has one."""
@@ -286,7 +261,7 @@ class PipelineGroup:
         """Return the largest of a number over all ranks."""
         found = number.clone()
         with blaming_peers("lost a rank while looking for infinite gradients"):
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._device_group)
         return found
 
     def global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -294,12 +269,12 @@ class PipelineGroup:
         local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         squared = local.to(self.device, torch.float64) ** 2
         with blaming_peers("lost a rank while computing the gradient's norm"):
-            dist.all_reduce(squared)
+            dist.all_reduce(squared, group=self._device_group)
         return squared.sqrt().to(local.dtype)
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     """Let a tensor have the value of another rank's, whatever its dtype and layout are."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(as_bytes(data), source, group=group)

@@ -1,0 +1,30 @@
+"""Who is who: pipeline ranks, global ranks and the root, by the placement of the stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.schedule import build
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "global_ranks"),
+    [("zb_h1", 4, [3, 2, 1, 0]), ("interleaved_1f1b", 2, [1, 0]), ("zb_v", 3, [0, 1, 2]),
+     ("gpipe", 1, [0])],
+)  # fmt: skip
+def test_the_last_stage_is_on_global_rank_0(schedule, num_ranks, global_ranks):
+    plan = build(schedule, num_ranks, 2 * num_ranks)
+    for rank, global_rank in enumerate(global_ranks):
+        mesh = RankMesh(plan, global_rank)
+        assert mesh.global_ranks == global_ranks
+        assert (mesh.rank, mesh.num_ranks) == (rank, num_ranks)
+        assert (mesh.root, mesh.is_root) == (0, global_rank == 0)
+        assert mesh.stage_ranks[-1] == global_ranks.index(0)
+
+
+def test_it_is_torchs_mesh_of_replicas_times_ranks():
+    mesh = RankMesh(build("1f1b", 3, 6), global_rank=2).mesh
+    assert mesh.mesh_dim_names == ("data", "pipeline")
+    assert mesh.mesh.tolist() == [[2, 1, 0]]
+    assert [*mesh.get_coordinate()] == [0, 0]
