@@ -30,6 +30,11 @@ class Averaged(fits.Net):
         return [StochasticWeightAveraging(swa_lrs=1e-2)]
 
 
+class Grows(fits.Net):
+    def on_fit_start(self):
+        self.teacher = copy.deepcopy(self).requires_grad_(False)
+
+
 class TakesIterator(fits.Net):
     def training_step(self, dataloader_iter):
         return self.loss(next(dataloader_iter)[0])
@@ -131,6 +136,14 @@ CASES = [
         "StochasticWeightAveraging runs one more epoch without backwards where a module has "
         "BatchNorm, which cannot be pipelined; use WeightAveraging(), which averages the "
         "statistics with the weights, or another norm",
+    ),
+    (
+        Grows,
+        {},
+        "teacher.embed.weight and 19 more came into the module after it was set up, when its "
+        "parameters had been shared out: make it in __init__ or configure_model, or keep a copy "
+        "that averages weights apart from the module's parts, in a callback or a list "
+        "(self.averages = [copy.deepcopy(self)])",
     ),
     (
         TakesIterator,

@@ -273,6 +273,7 @@ class Pipeline:
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
         """Cut by the first probe; let stages own what a later one shows they use."""
+        self.tensors.refuse_added(self.module)
         if not self._segments:
             self._cut(probe)
         found = find_segments(self.module, self._chain, probe)

@@ -6,6 +6,7 @@ the module, and has shapes for the rest: each rank averages its own part.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
 
 _MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in there is copied
 
@@ -93,3 +95,22 @@ def _value_like(value: Tensor, shape: Tensor) -> Tensor:
 
 def _put(slot: Slot, tensor: Tensor) -> None:
     slot.module.__dict__[slot.kind][slot.attribute] = tensor
+    hooks = slot.module._forward_pre_hooks  # private: to see what is registered already
+    if _refuse_call not in hooks.values():
+        slot.module.register_forward_pre_hook(_refuse_call)
+
+
+def _refuse_call(part: nn.Module, args: Any) -> None:
+    """Refuse a forward of a copy, of which this rank has a part.
+
+    Raises:
+        RuntimeError: it has shapes.
+    """
+    tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    if any(isinstance(tensor, ForeignTensor) for tensor in tensors):
+        raise RuntimeError(
+            f"a copy of the module that averages its weights has on each rank that rank's part, "
+            f"and cannot run{in_brackets(deepest_users_line(traceback.extract_stack()))}: exchange "
+            f"its weights with the module's in on_validation_start and on_validation_end, as "
+            f"WeightAveraging does, and call the module; or load its checkpoint after training"
+        )

@@ -60,6 +60,22 @@ class NamedTensors:
             for key, tensor in state.items()
         }
 
+    def refuse_added(self, module: nn.Module) -> None:
+        """Refuse parameters that a hook has added to the module since.
+
+        Raises:
+            ValueError: there is some.
+        """
+        added = [name for name, _ in module.named_parameters() if name not in self._order]
+        if added:
+            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
+            raise ValueError(
+                f"{added[0]}{more} came into the module after it was set up, when its parameters "
+                f"had been shared out: make it in __init__ or configure_model, or keep a copy that "
+                f"averages weights apart from the module's parts, in a callback or a list "
+                f"(self.averages = [copy.deepcopy(self)])"
+            )
+
     def shared_parameters(self) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """List (name, parameter, ranks) of this rank's parameters that other ranks own too.
 

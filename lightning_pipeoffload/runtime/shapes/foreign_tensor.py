@@ -98,5 +98,6 @@ def explain_foreign(error: ValueNeededError) -> str:
     return (
         f"{error}{in_brackets(users_line(error))}, which is not on this rank: call "
         f"trainer.strategy.gather(parameter) on all ranks to have its value; of a gradient the "
-        f"2-norm and the largest absolute value are known everywhere"
+        f"2-norm and the largest absolute value are known everywhere; an average of the weights "
+        f"starts from copy.deepcopy(module) before training, of which each rank averages its part"
     )

@@ -91,3 +91,13 @@ def test_nothing_is_left_on_the_module_or_its_copies(module):
     copies.remove()
     assert set(vars(module)) == set(vars(made)) == names
     assert "first.weight" in pickle.loads(pickled).state_dict()
+
+
+def test_a_copy_with_shapes_cannot_be_called(module):
+    copies = ModuleCopies(module)
+    made = copy.deepcopy(module)
+    leave(module, "norm.bias")
+    copies.follow()
+    made.first(torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match=r"cannot run \(.*made.norm.*exchange its weights"):
+        made.norm(torch.ones(3, 2))
