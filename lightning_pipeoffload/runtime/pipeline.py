@@ -50,6 +50,7 @@ from lightning_pipeoffload.runtime.cut.use_check import UseCheck
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
@@ -237,6 +238,7 @@ class Pipeline:
             self._move()
         weight_grad_kernels.install_kernels(self.device.type)
         install_replay()
+        install_draws()
 
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
@@ -245,6 +247,7 @@ class Pipeline:
             self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
         remove_replay()
+        remove_draws()
 
     def _split_to_check(self) -> str | Sequence[int]:
         return "even" if self._settings.split == "auto" else self._settings.split
