@@ -110,6 +110,12 @@ def test_ranks_that_read_other_batches_are_reported():
     assert "global ranks [1] read another batch in training_step than global rank 0" in run.errors
 
 
+def test_ranks_that_freeze_other_parameters_are_reported():
+    run = run_failing("--act", "freeze", "--rank", "1")
+    assert run.status == 1
+    assert "global ranks [1] have frozen other parameters than global rank 0" in run.errors
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(rank):
     arguments = ("--hook", "on_train_start", "--act", "refuse", "--rank", str(rank))

@@ -128,7 +128,7 @@ class FailingSamples(TensorDataset):
 
 
 class Callback(L.Callback):
-    """Fails in a callback, or lets one rank read other batches."""
+    """Fails in a callback, or lets one rank read other batches or freeze what others train."""
 
     def __init__(self, act: str, rank: int) -> None:
         self.act, self.rank = act, rank
@@ -138,6 +138,8 @@ class Callback(L.Callback):
             return
         if self.act == "other_batch":
             batch["x"] += 1
+        if self.act == "freeze":
+            module.head.requires_grad_(False)
         if self.act == "callback":
             raise RuntimeError("on purpose")
 
