@@ -19,6 +19,8 @@ from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.users_code.instance_class import subclass_like
 from lightning_pipeoffload.runtime.users_code.namespaces import is_users
+from lightning_pipeoffload.runtime.users_code.shared_uses import watching_classes
+from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
 
 _Look = list[tuple[object, int]]
 
@@ -123,8 +125,16 @@ def _is_same(before: _Look, after: _Look) -> bool:
 def attributes_watched(
     owner: object, names: Set[str], on_use: Callable[[str], None]
 ) -> Iterator[None]:
-    """Call ``on_use(name)`` before an attribute of ``owner`` in ``names`` is read."""
+    """Call ``on_use(name)`` before an attribute of ``owner`` in ``names`` is read.
+
+    What its classes have is watched by the name of the class too.
+    """
     plain = type(owner)
+    of_classes = [
+        Variable(Space(cls, cls.__qualname__), name)
+        for name, cls in _values_of_classes(owner).items()
+        if name in names
+    ]
 
     def getattribute(self: object, name: str) -> Any:
         if name in names:
@@ -133,6 +143,7 @@ def attributes_watched(
 
     owner.__class__ = subclass_like(plain, {"__getattribute__": getattribute})
     try:
-        yield
+        with watching_classes(of_classes, lambda variable, frame: on_use(variable.name)):
+            yield
     finally:
         owner.__class__ = plain

@@ -32,6 +32,10 @@ class Module(L.LightningModule):
         torch.stack(self.of_class)
         self.passed.append("stacked")
 
+    def on_test_end(self):
+        torch.stack(type(self).of_class + Module.of_class)
+        self.passed.append("stacked")
+
     def on_test_epoch_end(self):
         self.metric.compute()
         self.passed.append("computed")
@@ -88,16 +92,17 @@ def test_another_rank_leaves_at_what_only_global_rank_0_has_written(build):
     assert module.passed == ["start"]
 
 
-def test_a_list_of_the_class_is_left_alike(build):
+@pytest.mark.parametrize("hook", ["on_predict_epoch_end", "on_test_end"])
+def test_a_list_of_the_class_is_left_alike(build, hook):
     hooks, module, _ = build(is_root=True)
     with hooks.watching_step():
         Module.of_class.append(torch.ones(()))
-    module.on_predict_epoch_end()
+    getattr(module, hook)()
     assert module.passed == ["stacked"]
     Module.of_class.clear()
     written = hooks._connector.describe()
     _, module, _ = build(is_root=False, written=written)
-    module.on_predict_epoch_end()
+    getattr(module, hook)()
     assert written[0] == ["of_class"]
     assert not module.passed
 
