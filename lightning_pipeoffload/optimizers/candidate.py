@@ -22,7 +22,7 @@ _RATIO = 1e3
 PLACES = (0, 1)
 
 
-class Kept(NamedTuple):
+class OptimizedValues(NamedTuple):
     """What a step has left of one of the tensors, in each group.
 
     Attributes:
@@ -84,7 +84,7 @@ class OptimizerCandidate:
         forget_states(self._optimizer, lambda p: self._places.get(p, -1) not in self._own)
         narrow_steps(self._optimizer, GradientAge())
 
-    def step(self, scale: float) -> dict[int, Kept]:
+    def step(self, scale: float) -> dict[int, OptimizedValues]:
         """Take a step with gradients of this scale; return what it has left of each place."""
         seed_all(0)
         self._optimizer.step(closure=lambda: self._evaluate(scale))
@@ -99,9 +99,9 @@ class OptimizerCandidate:
         # As in training it is known with the last stage only: where one of the two is.
         return torch.tensor(scale if 0 in self._own else 0.0, device=self._device)
 
-    def _kept(self, place: int) -> Kept:
+    def _kept(self, place: int) -> OptimizedValues:
         state = self._optimizer.state
-        kept = Kept([], [self._num_evaluations])
+        kept = OptimizedValues([], [self._num_evaluations])
         for group in self._optimizer.param_groups:
             parts = [p for p in group["params"] if self._places.get(p) == place]
             kept.values.append(torch.cat([part.detach() for part in parts]))

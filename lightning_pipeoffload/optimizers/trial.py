@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 from typing_extensions import override
 
-from lightning_pipeoffload.optimizers.candidate import PLACES, Kept, OptimizerCandidate
+from lightning_pipeoffload.optimizers.candidate import PLACES, OptimizedValues, OptimizerCandidate
 from lightning_pipeoffload.optimizers.copy import NotRebuiltError, described
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.randomness import forked_randomness
@@ -136,7 +136,7 @@ def _try(make_candidate: Callable[..., OptimizerCandidate]) -> OptimizerTrial:
 
 def _take_steps(
     make_candidate: Callable[..., OptimizerCandidate], **which: Any
-) -> list[dict[int, Kept]]:
+) -> list[dict[int, OptimizedValues]]:
     try:
         candidate = make_candidate(**which)
         return [candidate.step(scale) for scale in _SCALES for _ in range(_STEPS_OF_SCALE)]
@@ -146,7 +146,7 @@ def _take_steps(
         raise NotTriedError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def _values(steps: list[dict[int, Kept]]) -> list[list[Tensor]]:
+def _values(steps: list[dict[int, OptimizedValues]]) -> list[list[Tensor]]:
     return [kept.values for step in steps for kept in step.values()]
 
 

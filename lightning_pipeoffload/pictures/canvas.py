@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_pipeoffload.pictures.drawing import Drawing, Words
-from lightning_pipeoffload.pictures.legend import Entry, arrange, entries_for
+from lightning_pipeoffload.pictures.legend import LegendEntry, arrange, entries_for
 from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Timeline
 
@@ -71,7 +71,7 @@ class Canvas:
     look: Look
     copy_lanes: list[str]
     chunks: dict[int, tuple[int, int]]
-    legend: list[list[Entry]]
+    legend: list[list[LegendEntry]]
 
     @classmethod
     def of(cls, timeline: Timeline, look: Look | None = None) -> Canvas:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_pipeoffload.pictures.shade import lighter
 from lightning_pipeoffload.schedule.actions import Kind
 
-__all__ = ["Entry", "arrange", "color_of", "entries_for"]
+__all__ = ["LegendEntry", "arrange", "color_of", "entries_for"]
 
 _COLORS = {
     Kind.F: "#2f6fc4",
@@ -37,7 +37,7 @@ _WORDS = {
 _BOX, _SPACE = 14.0, 18.0
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """A line of words with the colours that it explains, one for each chunk."""
 
     colors: tuple[str, ...]
@@ -53,22 +53,24 @@ def color_of(kind: Kind, chunk: int, num_chunks: int) -> str:
     return lighter(_COLORS.get(kind, _OTHER_COLOR), _LIGHTEST * chunk / num_chunks)
 
 
-def entries_for(kinds: Iterable[Kind], num_chunks: int) -> list[Entry]:
+def _shades(kind: Kind, num_chunks: int) -> tuple[str, ...]:
+    return tuple(color_of(kind, chunk, num_chunks) for chunk in range(num_chunks))
+
+
+def entries_for(kinds: Iterable[Kind], num_chunks: int) -> list[LegendEntry]:
     """Return what is to be explained where these kinds are drawn."""
     there = set(kinds)
     entries = [
-        Entry(tuple(color_of(kind, c, num_chunks) for c in range(num_chunks)), _words_for(kind))
-        for kind in Kind
-        if kind in there
+        LegendEntry(_shades(kind, num_chunks), _words_for(kind)) for kind in Kind if kind in there
     ]
     if num_chunks > 1:
-        entries.append(Entry((), f"(chunks 0 to {num_chunks - 1} of a rank, dark to light)"))
+        entries.append(LegendEntry((), f"(chunks 0 to {num_chunks - 1} of a rank, dark to light)"))
     return entries
 
 
-def arrange(entries: Iterable[Entry], width: float, letter: float) -> list[list[Entry]]:
+def arrange(entries: Iterable[LegendEntry], width: float, letter: float) -> list[list[LegendEntry]]:
     """Return the entries line by line, none wider than ``width`` unless one alone is."""
-    lines: list[list[Entry]] = [[]]
+    lines: list[list[LegendEntry]] = [[]]
     for entry in entries:
         if lines[-1] and sum(e.width(letter) for e in (*lines[-1], entry)) > width:
             lines.append([])

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
-from lightning_pipeoffload.runtime.cut.value_log import Entry, ValueLog
+from lightning_pipeoffload.runtime.cut.value_log import LoggedValue, ValueLog
 from lightning_pipeoffload.runtime.cut.value_trace import Alias, ValueTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import shape_signature
@@ -128,7 +128,7 @@ class Probe:
     made: list[tuple[Place, Any]] = field(default_factory=list)
     lines: dict[Source, list[str]] = field(default_factory=dict)
     changes_batch: bool = False
-    unrepeatable: Entry | None = None
+    unrepeatable: LoggedValue | None = None
     uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
     trained: set[str] | None = None
     imagined: dict[int, str] = field(default_factory=dict)

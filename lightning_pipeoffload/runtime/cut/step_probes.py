@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.imagined_probe import look_both_ways
 from lightning_pipeoffload.runtime.cut.probe import Probe, find_sizes, probe_step
-from lightning_pipeoffload.runtime.cut.value_log import Entry, ValueLog, first_difference
+from lightning_pipeoffload.runtime.cut.value_log import LoggedValue, ValueLog, first_difference
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
@@ -165,7 +165,7 @@ class StepProbes:
             run(traced)
         return lines
 
-    def _find_difference(self, run: Callable[..., Probe], log: ValueLog) -> Entry | None:
+    def _find_difference(self, run: Callable[..., Probe], log: ValueLog) -> LoggedValue | None:
         """Run the step again from the same state; what only the first run makes is a cache."""
         for _ in range(2):
             before, log = log, ValueLog()

@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 4096
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
 
-class Entry(NamedTuple):
+class LoggedValue(NamedTuple):
     """One call of a torch function.
 
     Attributes:
@@ -43,7 +43,7 @@ class ValueLog:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LoggedValue] = []
 
     def note(self, segment: int, func: Callable[..., Any], arguments: Any, result: Any) -> None:
         """Note one call of a torch function, if its result is not whatever was in memory."""
@@ -51,10 +51,10 @@ class ValueLog:
         if "empty" not in name:
             given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
             made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self.entries.append(Entry(segment, name, given, made, calling_line()))
+            self.entries.append(LoggedValue(segment, name, given, made, calling_line()))
 
 
-def first_difference(before: ValueLog, after: ValueLog) -> Entry | None:
+def first_difference(before: ValueLog, after: ValueLog) -> LoggedValue | None:
     """Return the first call of two runs that was not the same; None if all were."""
     for old, new in zip(before.entries, after.entries, strict=False):
         is_same = old.name == new.name and old.given == new.given

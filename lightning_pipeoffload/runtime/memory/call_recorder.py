@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: its docum
 from lightning_pipeoffload.runtime.memory.cheap_calls import (
     CHEAP,
     CheapCall,
-    Source,
+    ValueSource,
     bernoulli,
     dropout_mask,
 )
@@ -47,7 +47,7 @@ class _Known:
     """
 
     storage: StorageWeakRef
-    source: Source
+    source: ValueSource
     version: int
     geometry: tuple[Any, ...]
 
@@ -60,7 +60,7 @@ class CallRecorder(TorchDispatchMode):
         self._known: dict[int, _Known] = {}
         self._swept_at = 64
 
-    def find(self, tensor: Tensor) -> tuple[Source, tuple[Any, ...]] | None:
+    def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
         """Find where a tensor, or what it is a view of, comes from.
 
         Returns:
@@ -93,10 +93,10 @@ class CallRecorder(TorchDispatchMode):
         if outputs[0].device == args[0].device:
             call = CheapCall(func, [self._source_of(a) for a in args], options, generator)
             for index, output in enumerate(outputs):
-                self._remember(output, Source(call=call, index=index), output._version)
+                self._remember(output, ValueSource(call=call, index=index), output._version)
             if func is _DROPOUT:
                 mask = CheapCall(dropout_mask(*args), [], {}, generator)
-                self._remember(outputs[1], Source(call=mask), outputs[1]._version)
+                self._remember(outputs[1], ValueSource(call=mask), outputs[1]._version)
         return results
 
     def _run_writing(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class CallRecorder(TorchDispatchMode):
                 self._known.pop(_key(tensor), None)
         if call is not None and written is not None:
             # The version counts up after this level has returned.
-            self._remember(written, Source(call=call), written._version + 1)
+            self._remember(written, ValueSource(call=call), written._version + 1)
         return result
 
     def _rewrite(
@@ -128,10 +128,10 @@ class CallRecorder(TorchDispatchMode):
             return argument
         found = self.find(argument)
         if found is None or found[1] != _geometry(argument) or found[0].depth >= _MAX_DEPTH:
-            return Source(argument)
+            return ValueSource(argument)
         return found[0]
 
-    def _remember(self, tensor: Tensor, source: Source, version: int) -> None:
+    def _remember(self, tensor: Tensor, source: ValueSource, version: int) -> None:
         storage = StorageWeakRef(tensor.untyped_storage())
         self._known[_key(tensor)] = _Known(storage, source, version, _geometry(tensor))
         if len(self._known) >= self._swept_at:

@@ -30,7 +30,7 @@ class Store(Protocol):
         """Return what ``pack`` got."""
 
 
-class Source:
+class ValueSource:
     """Where a value comes from: a tensor, or a result of a call.
 
     Args:
@@ -113,7 +113,7 @@ class CheapCall:
 
     Args:
         operation: an overload of aten.
-        arguments: its arguments, with a :class:`Source` in each tensor's place.
+        arguments: its arguments, with a :class:`ValueSource` in each tensor's place.
         options: its keyword arguments, without tensors.
         generator: device and state of the generator that the call draws from.
     """
@@ -142,9 +142,9 @@ class CheapCall:
         """Whether B computes this call, or one of those before it."""
         return self._in_b.num_claims > 0 or any(s.is_needed_in_b for s in self.inputs())
 
-    def inputs(self) -> Iterator[Source]:
+    def inputs(self) -> Iterator[ValueSource]:
         """Return the sources among the arguments."""
-        return (argument for argument in self._arguments if isinstance(argument, Source))
+        return (argument for argument in self._arguments if isinstance(argument, ValueSource))
 
     def claim(self, store: Store, for_w: bool) -> None:
         """Announce one more use; the first one makes sure of the inputs."""
@@ -166,7 +166,7 @@ class CheapCall:
     @torch.no_grad()
     def _compute(self, store: Store, for_w: bool) -> tuple[Tensor, ...]:
         arguments = [
-            argument.value(store, for_w) if isinstance(argument, Source) else argument
+            argument.value(store, for_w) if isinstance(argument, ValueSource) else argument
             for argument in self._arguments
         ]
         with replayed_generator(*self._generator) if self._generator else nullcontext():

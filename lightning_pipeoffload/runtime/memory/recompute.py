@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeoffload.runtime.memory.call_recorder import CallRecorder
-from lightning_pipeoffload.runtime.memory.cheap_calls import Source
+from lightning_pipeoffload.runtime.memory.cheap_calls import ValueSource
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
 from lightning_pipeoffload.runtime.weight_grad import node as deferred_node
 
@@ -57,7 +57,7 @@ class _Recipe:
         for_w: W alone needs it.
     """
 
-    source: Source
+    source: ValueSource
     value_offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -143,7 +143,7 @@ class CheapRecompute:
             source.kept_as(kept, tensor.nbytes)
         return kept
 
-    def _leave_out(self, source: Source, value_offset: int, tensor: Tensor) -> _Recipe:
+    def _leave_out(self, source: ValueSource, value_offset: int, tensor: Tensor) -> _Recipe:
         for_w = (
             deferred_node.is_saving_weight_input()
             and not source.is_needed_in_b
@@ -168,7 +168,7 @@ class CheapRecompute:
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)
 
-    def _is_worth_it(self, source: Source, tensor: Tensor) -> bool:
+    def _is_worth_it(self, source: ValueSource, tensor: Tensor) -> bool:
         if source.call is None or not source.is_intact():
             return False
         if tensor.nbytes < _SMALLEST_SHARE * source.bytes_read:

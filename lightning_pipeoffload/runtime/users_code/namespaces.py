@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.source_kinds import Kind, Parts
+from lightning_pipeoffload.runtime.users_code.source_kinds import Parts, SourceKind
 
 _OURS = Path(__file__).parents[2]
 _REGISTRIES = frozenset(nn.Module().__dict__)
@@ -110,5 +110,5 @@ def _write(namespace: Namespace, state: Parts) -> None:
             setattr(namespace.owner, name, value)
 
 
-NAMES = Kind(_read, _write, draws=False)
+NAMES = SourceKind(_read, _write, draws=False)
 """Which values a shared namespace has by which names."""

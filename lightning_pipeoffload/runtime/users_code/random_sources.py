@@ -24,7 +24,7 @@ from lightning_pipeoffload.runtime.users_code.namespaces import (
 )
 from lightning_pipeoffload.runtime.users_code.rewindable import Rewindable
 from lightning_pipeoffload.runtime.users_code.source_kinds import (
-    Kind,
+    SourceKind,
     collection_kind,
     generator_kind,
     is_iterator,
@@ -110,14 +110,14 @@ class Source:
     """
 
     place: Place
-    kind: Kind
+    kind: SourceKind
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """The state that an object had."""
 
-    kind: Kind
+    kind: SourceKind
     found: Any
     state: Any
 
@@ -195,7 +195,7 @@ class _Walk:
         return place.find()
 
 
-def _kind_of(value: Any, place: Place) -> Kind | None:
+def _kind_of(value: Any, place: Place) -> SourceKind | None:
     if isinstance(value, Namespace):
         return NAMES
     return generator_kind(value) or (collection_kind(value) if place.namespace.is_shared else None)

@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.users_code.rewindable import Rewindable
 _LARGEST = 1 << 24  # bytes of an array or tensor; a larger one is a data set, which no step writes
 
 
-class Kind(NamedTuple):
+class SourceKind(NamedTuple):
     """How to treat one kind of object.
 
     Attributes:
@@ -43,7 +43,7 @@ class Parts(tuple[Any, ...]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def generator_kind(value: Any) -> Kind | None:
+def generator_kind(value: Any) -> SourceKind | None:
     """Return how to treat what draws; None for all else.
 
     Python's iterators, and text files that are read, have no state that could be read; see
@@ -55,7 +55,7 @@ def generator_kind(value: Any) -> Kind | None:
     return kind if kind is not None and _has_state(value) else None
 
 
-def collection_kind(value: Any) -> Kind | None:
+def collection_kind(value: Any) -> SourceKind | None:
     """Return how to treat what holds values; None for all else."""
     if type(value) is Tensor:
         return _TENSOR if value.nbytes <= _LARGEST else None
@@ -93,7 +93,7 @@ def _bytes(value: Any) -> bytes:
     return bytes(value.tobytes())
 
 
-def _kind_of_file(file: Any) -> Kind | None:
+def _kind_of_file(file: Any) -> SourceKind | None:
     if file.closed or not file.seekable():
         return None
     return _WRITTEN_FILE if file.writable() else _READ_FILE
@@ -180,22 +180,22 @@ def _write_set(container: set[Any], state: set[Any]) -> None:
     container.update(state)
 
 
-_GENERATORS: dict[type[Any], Kind] = {
-    torch.Generator: Kind(torch.Generator.get_state, _write_generator),
-    np.random.Generator: Kind(_read_bits, _write_bits),
-    np.random.BitGenerator: Kind(lambda bits: bits.state, _write_state),
-    np.random.RandomState: Kind(_read_legacy, np.random.RandomState.set_state),
-    random.Random: Kind(random.Random.getstate, random.Random.setstate),
-    SobolEngine: Kind(_read_sobol, _write_sobol),
-    Rewindable: Kind(Rewindable.position, Rewindable.rewind),
-    np.ndarray: Kind(np.ndarray.copy, _write_elements),
+_GENERATORS: dict[type[Any], SourceKind] = {
+    torch.Generator: SourceKind(torch.Generator.get_state, _write_generator),
+    np.random.Generator: SourceKind(_read_bits, _write_bits),
+    np.random.BitGenerator: SourceKind(lambda bits: bits.state, _write_state),
+    np.random.RandomState: SourceKind(_read_legacy, np.random.RandomState.set_state),
+    random.Random: SourceKind(random.Random.getstate, random.Random.setstate),
+    SobolEngine: SourceKind(_read_sobol, _write_sobol),
+    Rewindable: SourceKind(Rewindable.position, Rewindable.rewind),
+    np.ndarray: SourceKind(np.ndarray.copy, _write_elements),
 }
-_READ_FILE = Kind(lambda file: file.tell(), lambda file, position: file.seek(position))
-_WRITTEN_FILE = Kind(_place_and_size, _cut_off, draws=False, goes_on=False)
-_TENSOR = Kind(Tensor.clone, _write_tensor, draws=False)
-_COLLECTIONS: dict[type[Any], Kind] = {
-    list: Kind(Parts, _write_list, draws=False),
-    deque: Kind(Parts, _write_list, draws=False),
-    dict: Kind(_read_dict, _write_dict, draws=False),
-    set: Kind(set.copy, _write_set, draws=False),
+_READ_FILE = SourceKind(lambda file: file.tell(), lambda file, position: file.seek(position))
+_WRITTEN_FILE = SourceKind(_place_and_size, _cut_off, draws=False, goes_on=False)
+_TENSOR = SourceKind(Tensor.clone, _write_tensor, draws=False)
+_COLLECTIONS: dict[type[Any], SourceKind] = {
+    list: SourceKind(Parts, _write_list, draws=False),
+    deque: SourceKind(Parts, _write_list, draws=False),
+    dict: SourceKind(_read_dict, _write_dict, draws=False),
+    set: SourceKind(set.copy, _write_set, draws=False),
 }

@@ -15,7 +15,7 @@ from ..costs import Costs
 from ..simulation.memory import PartSizes, part_sizes
 from ..timeline import TOLERANCE, Event
 
-__all__ = ["PARTS", "QUEUE", "WHOLE", "Kept", "Leg", "Route", "kept_activations"]
+__all__ = ["PARTS", "QUEUE", "WHOLE", "KeptValues", "Leg", "Route", "kept_activations"]
 
 WHOLE = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 PARTS = WHOLE | {Kind.RELOAD_B, Kind.RELOAD_W}
@@ -44,7 +44,7 @@ Route = tuple[Leg, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptValues:
     """What a stage keeps of a microbatch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Kept:
         )
 
 
-def kept_activations(events: list[Event], costs: Costs, num_stages: int) -> Iterator[Kept]:
+def kept_activations(events: list[Event], costs: Costs, num_stages: int) -> Iterator[KeptValues]:
     """Yield what a rank keeps, in the order in which B or BW comes to it.
 
     Args:
@@ -85,7 +85,7 @@ def kept_activations(events: list[Event], costs: Costs, num_stages: int) -> Iter
             copies = _Copies(action, sizes[action.stage], there[action.stage], back[action.stage])
             found = copies.routes(forward.end, event, last.start)
             routes = tuple(route for route in found if _is_in_time(route))
-            yield Kept(*action[1:], last.start - forward.end, routes)
+            yield KeptValues(*action[1:], last.start - forward.end, routes)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from ..actions import RELOADS, Action
 from ..simulation.intervals import Interval, disjoint, earliest, latest
 from ..timeline import TOLERANCE, Event
-from .copy_routes import Kept, Leg, Route
+from .copy_routes import KeptValues, Leg, Route
 
 __all__ = ["Copy", "RankTimes", "Routes", "Turns", "place_copies"]
 
-Routes = Mapping[Kept, Route]
+Routes = Mapping[KeptValues, Route]
 """On which way each of a rank's activations goes that goes at all."""
 
 
@@ -90,7 +90,7 @@ class RankTimes:
 
 
 def place_copies(
-    ways: Mapping[Kept, tuple[Route, ...]], times: RankTimes, num_lanes: int, turns: Turns
+    ways: Mapping[KeptValues, tuple[Route, ...]], times: RankTimes, num_lanes: int, turns: Turns
 ) -> tuple[list[Copy], Routes]:
     """Return the copies of one rank by their start, and the routes that they are of.
 

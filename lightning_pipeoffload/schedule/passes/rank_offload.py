@@ -15,7 +15,7 @@ from ..actions import COPIES, MEMORY_EFFECTS, Action, Kind
 from ..costs import Costs
 from ..simulation.memory import memory_changes, part_sizes
 from ..timeline import Event
-from .copy_routes import PARTS, QUEUE, WHOLE, Kept, kept_activations
+from .copy_routes import PARTS, QUEUE, WHOLE, KeptValues, kept_activations
 from .copy_slots import Copy, RankTimes, Routes, Turns, place_copies
 
 __all__ = ["RankOffload", "RankPlan"]
@@ -124,9 +124,9 @@ class RankOffload:
         return best
 
     @cached_property
-    def _stages(self) -> list[list[Kept]]:
+    def _stages(self) -> list[list[KeptValues]]:
         """The activations of each stage, the longest-lived stage first."""
-        of_stage: dict[int, list[Kept]] = {}
+        of_stage: dict[int, list[KeptValues]] = {}
         for kept in self._kept:
             of_stage.setdefault(kept.stage, []).append(kept)
         return sorted(of_stage.values(), key=lambda stage: -sum(k.lifespan for k in stage))
@@ -142,7 +142,7 @@ class RankOffload:
             modes.append(QUEUE)
         return modes
 
-    def _plan(self, chosen: list[Kept], allowed: frozenset[Kind]) -> RankPlan:
+    def _plan(self, chosen: list[KeptValues], allowed: frozenset[Kind]) -> RankPlan:
         ways = {kept: kept.ways(allowed) for kept in chosen}
         copies, routes = place_copies(ways, self._times, self._num_lanes, self._turns)
         actions = tuple(self._merged(copies))
@@ -177,7 +177,7 @@ _AT_ONE_TIME = dict.fromkeys(COPIES, 2)
 _AT_ONE_TIME |= {Kind.OFFLOAD: 0, Kind.OFFLOAD_W: 0, Kind.FREE: 1, Kind.FREE_W: 1}
 
 
-def _longest(stages: list[list[Kept]], count: int) -> Iterator[Kept]:
+def _longest(stages: list[list[KeptValues]], count: int) -> Iterator[KeptValues]:
     """Yield so many activations, whole stages first and of the last one evenly spread ones.
 
     Those of a stage live about equally long; spread, they are fewer at any time.

@@ -45,14 +45,14 @@ class SearchSetting(NamedTuple):
     residue: float = 1.0
     is_fused: bool = False
 
-    def order_of(self, trial: Trial, num_microbatches: int) -> Order:
+    def order_of(self, trial: BlockTrial, num_microbatches: int) -> Order:
         """Return the order that a trial gives."""
         order = trial.block.repeat(self.placement, num_microbatches)
         timing = OrderTiming(self.placement, trial.times, self.is_fused)
         return squeeze(order, timing, self.memory, self.residue, trial.policy)
 
 
-class Trial(NamedTuple):
+class BlockTrial(NamedTuple):
     """A block, and the times and policy with which to squeeze it."""
 
     block: BuildingBlock
@@ -80,19 +80,19 @@ def best_schedule(
     few = min(num_microbatches, len(setting.placement) + 4)
     timing = OrderTiming(setting.placement, setting.costs, setting.is_fused)
 
-    def best(trials: Iterable[Trial], number: int, length: int) -> list[Trial]:
+    def best(trials: Iterable[BlockTrial], number: int, length: int) -> list[BlockTrial]:
         return nsmallest(number, trials, lambda r: timing.longest_span(setting.order_of(r, length)))
 
     budget = VISITS_OF_TRIALS // (3 * len(setting.placement) * few)
     times = simpler_times(setting.costs)
     variants = list(product(times, POLICIES))
     if len(times) > 1 and len(blocks) > 1:
-        first = [Trial(block, *variants[0]) for block in blocks[: max(FEWEST, budget // 2)]]
+        first = [BlockTrial(block, *variants[0]) for block in blocks[: max(FEWEST, budget // 2)]]
         num_finalists = (budget - len(first)) // min(VARIANTS_OF_FINALISTS, len(variants))
         finalists = (trial.block for trial in best(first, max(FEWEST, num_finalists), few))
         blocks = list(dict.fromkeys([blocks[0], *finalists]))
     variants = variants[: max(FEWEST, budget // len(blocks))]
-    finals = [Trial(block, *variant) for block, variant in product(blocks, variants)]
+    finals = [BlockTrial(block, *variant) for block, variant in product(blocks, variants)]
     shortlist = best(finals[: max(FEWEST, budget)], FEWEST, few)
     orders = (setting.order_of(final, num_microbatches) for final in shortlist)
     return timing.as_schedule(min(orders, key=timing.longest_span))
