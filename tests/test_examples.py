@@ -18,6 +18,7 @@ SMALL = {
     "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
 }
+COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main
 if __name__ == "__main__":
@@ -54,12 +55,24 @@ def test_an_example_trains_over_two_ranks(ranks, name, tmp_path):
     assert checkpoint_in(tmp_path)["global_step"] == 2
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "compare_strategies"])
 def test_the_commands_in_the_header_are_accepted(name):
     example = load(name)
     commands = re.findall(rf"^    python examples/{name}\.py(.*)$", example.__doc__, re.MULTILINE)
     assert len(commands) == 2
     assert [vars(example.read_arguments(shlex.split(line))) for line in commands]
+
+
+def test_strategies_are_compared_on_the_same_batches(tmp_path, capfd):
+    example = load("compare_strategies")
+    sizes = "--accelerator cpu --steps 4 --width 16 --depth 4 --context 8 --batch-size 8"
+    line = [*sizes.split(), "--picture", str(tmp_path / "compared.png"), "--rows", *COMPARED]
+    example.main(example.read_arguments(line), line)
+    rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "│" in line]
+    found = {row[1].strip(): [float(row[3].split(",")[0]), float(row[5])] for row in rows}
+    assert list(found) == COMPARED
+    assert all(memory > 0 and difference < 1e-4 for memory, difference in found.values())
+    assert (tmp_path / "compared.png").stat().st_size > 0
 
 
 def test_a_configuration_of_the_users_own(tmp_path):
