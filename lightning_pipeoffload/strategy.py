@@ -319,7 +319,9 @@ class PipeOffloadStrategy(PipelineProcesses):
         age = self.run.pipeline.gradient_age
         clip_over_ranks(self.precision_plugin, self.group, age)
         share_loss_scale(self.precision_plugin, self.group, age)
-        self._end_hooks = join_loops(trainer, self._metrics_store, self._fail_elsewhere)
+        self._end_hooks = join_loops(
+            trainer, self.group.is_root, self._metrics_store, self._fail_elsewhere
+        )
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)

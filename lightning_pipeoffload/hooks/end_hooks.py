@@ -45,7 +45,7 @@ class EndHooks:
     def __init__(self, trainer: Trainer, connector: SharedMetricsConnector) -> None:
         self._module = trainer.lightning_module
         self._connector = connector
-        self._is_root = trainer.is_global_zero
+        self._is_root = connector.is_root
         self._owners = _owners_of_end_hooks(trainer)
         self._written = [
             WrittenAttributes(owner, _OF_LIGHTNING if owner is self._module else frozenset())

@@ -59,12 +59,16 @@ class PipelineOptimization(_AutomaticOptimization):
 
 
 def join_loops(
-    trainer: Trainer, metrics_store: Store | None, fail: Callable[[Exception], None]
+    trainer: Trainer,
+    is_root: bool,
+    metrics_store: Store | None,
+    fail: Callable[[Exception], None],
 ) -> EndHooks | None:
     """Put the pipeline's pieces into the trainer's loops.
 
     Args:
         trainer: whose loops to change; again is harmless.
+        is_root: whether this rank has the last stage.
         metrics_store: where global rank 0 publishes metrics; None with one rank.
         fail: ends the run by an error of the thread that publishes.
 
@@ -92,13 +96,15 @@ def join_loops(
     loop.val_loop.run = partial(_validate, trainer)  # type: ignore[method-assign]
     for evaluation in (trainer.validate_loop, trainer.test_loop):
         evaluation.run = partial(_evaluate, evaluation)  # type: ignore[method-assign]
-    trainer.predict_loop.run = partial(_predict, trainer)  # type: ignore[method-assign]
+    trainer.predict_loop.run = partial(_predict, trainer, is_root)  # type: ignore[method-assign]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
         loop._should_check_val_fx = partial(  # type: ignore[method-assign]
             _agree_to_validate, trainer
         )
-    connector = SharedMetricsConnector.replacing(trainer._logger_connector, metrics_store, fail)
+    connector = SharedMetricsConnector.replacing(
+        trainer._logger_connector, is_root, metrics_store, fail
+    )
     trainer._logger_connector = connector
     share_throughput(trainer)
     if metrics_store is None:
@@ -122,10 +128,10 @@ def _fit(trainer: Trainer) -> None:
     type(trainer.fit_loop).run(trainer.fit_loop)
 
 
-def _predict(trainer: Trainer) -> Any:
+def _predict(trainer: Trainer, is_root: bool) -> Any:
     """Predict; other ranks than the last stage's have nothing to return."""
     predictions = _evaluate(trainer.predict_loop)
-    return predictions if trainer.is_global_zero else None
+    return predictions if is_root else None
 
 
 def _evaluate(loop: Any) -> Any:

@@ -40,6 +40,7 @@ class SharedMetricsConnector(_LoggerConnector):
     each.
 
     Attributes:
+        is_root: whether this rank has the last stage, whose steps log.
         describe: on global rank 0, returns what else to publish.
         at_batch_end: called when the hooks of a batch's end have run.
         at_data_end: called when the last batch of an epoch or a validation is done.
@@ -48,6 +49,7 @@ class SharedMetricsConnector(_LoggerConnector):
     describe: Callable[[], Any] = staticmethod(lambda: None)
     at_batch_end: Sequence[Callable[[], None]] = ()
     at_data_end: Callable[[], None] = staticmethod(lambda: None)
+    is_root = True
     _store: Store | None = None
     _publisher: Publisher | None = None
     _tick = 0
@@ -58,12 +60,17 @@ class SharedMetricsConnector(_LoggerConnector):
 
     @classmethod
     def replacing(
-        cls, plain: _LoggerConnector, store: Store | None, fail: Callable[[Exception], None]
+        cls,
+        plain: _LoggerConnector,
+        is_root: bool,
+        store: Store | None,
+        fail: Callable[[Exception], None],
     ) -> SharedMetricsConnector:
         """Make one with the state of ``plain``; without a store it is a plain one.
 
         Args:
             plain: the trainer's.
+            is_root: whether this rank has the last stage, whose steps log.
             store: that all ranks can read.
             fail: ends the run by an error of another thread.
         """
@@ -72,7 +79,8 @@ class SharedMetricsConnector(_LoggerConnector):
         made._forget_callbacks()
         made._tick, made._fetched, made._last = 0, 0, {}
         made._store = store
-        if store is not None and plain.trainer.is_global_zero:
+        made.is_root = is_root
+        if store is not None and is_root:
             made._publisher = Publisher(store, fail)
         return made
 
@@ -209,7 +217,7 @@ class SharedMetricsConnector(_LoggerConnector):
 
     @property
     def _is_reader(self) -> bool:
-        return self._store is not None and not self.trainer.is_global_zero
+        return self._store is not None and not self.is_root
 
     def _fetch(self) -> dict[str, _Metrics]:
         """Return the metrics of the last tick, by kind; nothing on global rank 0."""

@@ -65,11 +65,12 @@ def build():
     def make(is_root, written=((), ()), callback=None):
         """Return hooks on a rank; ``written`` on global rank 0 by module and callback."""
         connector = SimpleNamespace(
-            tick=lambda: None, news=lambda wait=True: written, outputs=lambda: {"loss": 2.0}
+            is_root=is_root,
+            tick=lambda: None,
+            news=lambda wait=True: written,
+            outputs=lambda: {"loss": 2.0},
         )
-        trainer = SimpleNamespace(
-            lightning_module=Module(), callbacks=[callback or Keeps()], is_global_zero=is_root
-        )
+        trainer = SimpleNamespace(lightning_module=Module(), callbacks=[callback or Keeps()])
         return EndHooks(trainer, connector), trainer.lightning_module, trainer.callbacks[0]
 
     return make
