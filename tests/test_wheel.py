@@ -1,0 +1,68 @@
+"""A wheel of the package works where the repository is not: code, configuration and scripts."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SMALL = [
+    *("trainer=cpu", "trainer.max_steps=2", "+trainer.limit_val_batches=1"),
+    *("trainer.val_check_interval=1.0", "model.width=16", "data.context=8", "model.context=8"),
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """Install the wheel into a fresh environment; return the folder of its scripts.
+
+    Its dependencies are those of this environment, without what is installed in place there.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", REPOSITORY, "--no-deps", "-w", folder, cwd=folder)
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    binaries = folder / "venv" / "bin"
+    run(binaries / "pip", "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return binaries
+
+
+def run(*command, cwd):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_package_is_the_installed_one(scripts, tmp_path):
+    code = "import lightning_pipeoffload; print(lightning_pipeoffload.__file__)"
+    found = Path(run(scripts / "python", "-c", code, cwd=tmp_path).strip())
+    assert found.is_relative_to(scripts.parent)
+
+
+def test_the_schedules_run_on_their_own(scripts, tmp_path):
+    sizes = ["schedule=zb_v", "num_ranks=4", "num_microbatches=8", "format=json"]
+    printed = run(scripts / "pipeoffload-plan", *sizes, cwd=tmp_path)
+    assert json.loads(printed)["schedule"] == "zb_v"
+
+
+def test_it_trains(scripts, tmp_path):
+    printed = run(scripts / "pipeoffload-train", *SMALL, cwd=tmp_path)
+    assert "Measured: zb_h1, 2 ranks" in printed
+    assert len(list(tmp_path.rglob("*.ckpt"))) == 1
