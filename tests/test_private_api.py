@@ -60,6 +60,7 @@ USED = {
     "_AutoDispatchBelowAutograd": torch._C,
     "_will_engine_execute_node": torch._C,
     "_unsafe_set_version_counter": torch._C._autograd,
+    "DisableTorchFunction": torch._C,
     "_no_grad_trunc_normal_": torch.nn.init,
     "_getframe": sys,
     "_autograd": torch._C,

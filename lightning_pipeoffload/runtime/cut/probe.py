@@ -194,6 +194,35 @@ def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave 
     return result
 
 
+def repeat_step(
+    module: nn.Module,
+    chain: BlockChain,
+    run: Callable[[], Any],
+    device: torch.device,
+    way: Imagined,
+) -> ValueLog:
+    """Run a step once more as :func:`probe_step` does, for the values that it has.
+
+    Args:
+        module: the user's module; it is left as it was.
+        chain: its blocks.
+        run: calls the step on one microbatch.
+        device: of that microbatch.
+        way: to make values up that blocks ask for.
+    """
+    log = ValueLog()
+    probing = _RepeatedPass(module, chain, device, log, way)
+    with _looking(module, probing):
+        try:
+            run()
+        except ValueNeededError:
+            pass  # as in the probe
+        except Exception:
+            if not (probing.result.imagined or probing.num_imagined):
+                raise
+    return log
+
+
 def find_sizes(
     module: nn.Module, chain: BlockChain, run: Callable[[], Any], device: torch.device, block: int
 ) -> tuple[Any, ...]:
@@ -223,7 +252,8 @@ def _looking(module: nn.Module, probing: _ProbePass) -> Iterator[None]:
         written = stack.enter_context(unchanged(module))
         stack.enter_context(uncompiled())
         stack.enter_context(probing.on(module))
-        probing.result.assigned = stack.enter_context(noting_writes(module))
+        if probing.looks:
+            probing.result.assigned = stack.enter_context(noting_writes(module))
         stack.enter_context(probing.uses.watching() if probing.uses else nullcontext())
         stack.enter_context(probing.sizes)
         yield
@@ -240,7 +270,13 @@ def _same_grad_mode() -> Iterator[None]:
 
 
 class _ProbePass:
-    """Watches the calls of blocks and the operations in between."""
+    """Watches the calls of blocks and the operations in between.
+
+    Attributes:
+        looks: at what the step does, not only at the values that it has.
+    """
+
+    looks = True
 
     def __init__(
         self,
@@ -353,9 +389,11 @@ class _ProbePass:
         return self._trace.leave_block(index, arguments, output)
 
     def _look(self, place: Draw) -> None:
-        self.watch.look(place)
-        if self.uses is not None:
-            self.uses.look(place)
+        # Private: what is copied here is no call of the step's, which its log would have.
+        with torch._C.DisableTorchFunction():
+            self.watch.look(place)
+            if self.uses is not None:
+                self.uses.look(place)
 
     def _check_call(self, index: int) -> None:
         """Refuse a call of a block that a stage could not make, or not alike in its backward."""
@@ -494,6 +532,18 @@ def _itself(saved: Any) -> Any:
 
 class _BlockReached(BaseException):
     """Leaves the user's step."""
+
+
+class _RepeatedPass(_ProbePass):
+    """Runs the step for its log alone."""
+
+    looks = False
+
+    def _look(self, place: Draw) -> None:
+        pass
+
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        pass
 
 
 class _BeginningPass(_ProbePass):

@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.imagined_probe import look_both_ways
-from lightning_pipeoffload.runtime.cut.probe import Probe, find_sizes, probe_step
-from lightning_pipeoffload.runtime.cut.value_log import LoggedValue, ValueLog, first_difference
+from lightning_pipeoffload.runtime.cut.probe import Probe, find_sizes, probe_step, repeat_step
+from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_difference
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
@@ -129,12 +129,16 @@ class StepProbes:
                 probe.draws.update(run(call).draws)
         if any(len(draws) > 1 for draws in probe.draws.values()):
             probe.lines = self._find_lines(call, run, probe)
-        if is_first:
-            probe.unrepeatable = self._find_difference(partial(run, call), logs[way])
+        again = ValueLog() if is_first else None
         if self._know_written((*probe.assigned, *self._in_place(probe))):
             uses = AttributeUses(self._module, self._chain.blocks, self._written.values())
-            run(call, uses=uses)
+            run(call, log=again, uses=uses)
             probe.uses = uses.found
+        elif is_first:
+            again = self._repeat(call, way)
+        if again is not None and first_difference(logs[way], again):
+            # What only the first run makes is a cache.
+            probe.unrepeatable = first_difference(again, self._repeat(call, way))
         return probe
 
     def _in_place(self, probe: Probe) -> Iterator[Variable]:
@@ -165,15 +169,9 @@ class StepProbes:
             run(traced)
         return lines
 
-    def _find_difference(self, run: Callable[..., Probe], log: ValueLog) -> LoggedValue | None:
-        """Run the step again from the same state; what only the first run makes is a cache."""
-        for _ in range(2):
-            before, log = log, ValueLog()
-            run(log=log)
-            found = first_difference(before, log)
-            if found is None:
-                break
-        return found
+    def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
+        """Run the step again from the same state."""
+        return repeat_step(self._module, self._chain, call, self._device, way)
 
     def _run(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
@@ -115,7 +116,8 @@ class AttributeUses:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what is done with the variables."""
-        self._seen = [_state(variable.value) for variable in self._variables]
+        with torch._C.DisableTorchFunction():  # private: see probe
+            self._seen = [_state(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)
         holders = {id(v.space.holder): v.space.holder for v in python_modules}

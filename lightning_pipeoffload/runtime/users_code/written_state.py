@@ -22,6 +22,7 @@ from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     parts_of,
     refill,
 )
+from lightning_pipeoffload.runtime.users_code.namespaces import is_users
 
 REGISTRIES = frozenset(nn.Module().__dict__)
 _LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
@@ -103,7 +104,8 @@ def _globals_around(kind: type[Any]) -> Iterator[Space]:
     if home is None:
         return
     imported = [value for value in vars(home).values() if isinstance(value, ModuleType)]
-    for place in (home, *imported):
+    users = (place for place in imported if is_users(place.__name__))
+    for place in (home, *users):
         if not _is_library(place.__name__):
             yield Space(place, place.__name__)
 
