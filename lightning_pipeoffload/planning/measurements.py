@@ -116,5 +116,8 @@ class Measurements:
         return measure(self._executor, self._pipeline.weight_flops)
 
     def _costs(self, may_copy: bool) -> RankCosts:
-        speed = measure_copy_speed(self._pipeline.device) if may_copy else _NO_COPIES
+        speed = _NO_COPIES
+        if may_copy:
+            self._group.barrier()  # devices that share a link to the host then copy at once
+            speed = measure_copy_speed(self._pipeline.device)
         return measure_costs(self._executor, speed, self._hops)
