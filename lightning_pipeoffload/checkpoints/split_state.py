@@ -35,6 +35,11 @@ class SplitState:
         self._parameters = parameters
         self._collector = StateCollector(pipeline, group)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks' parts have been left to them, for good."""
+        return self._pipeline.committed
+
     def of_module(self, whole: bool) -> dict[str, Any]:
         """Return the state dict under the plain module's keys; other ranks' entries are shapes.
 

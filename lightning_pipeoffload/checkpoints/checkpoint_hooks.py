@@ -1,0 +1,154 @@
+"""What Lightning asks a strategy for when it saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, let_move, present
+from lightning_pipeoffload.checkpoints.folder import (
+    META_FILE,
+    is_checkpoint_folder,
+    read_checkpoint_folder,
+    refuse_file_io,
+    refuse_remote_folder,
+    write_checkpoint_folder,
+)
+from lightning_pipeoffload.checkpoints.scattered_values import bring_values
+from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints.state_collector import shapes_of
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state
+from lightning_pipeoffload.processes.processes import PipelineProcesses
+
+_SEED = "pipeoffload_seed"
+
+
+class CheckpointHooks(PipelineProcesses):
+    """Saves and loads a module and its optimizers, split over the processes or not yet.
+
+    Attributes:
+        _saves_folder: whether each rank writes what it owns, into a folder.
+        _seed: of the fit's data and dropout, which goes on after a resume.
+    """
+
+    _saves_folder: bool
+    _seed: int
+    _loaded_seed: int | None = None
+    _parameters: OptimizedParameters
+    _state: SplitState | None = None
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def _split(self) -> SplitState | None:
+        """What a split module's checkpoint has; None until the module is split."""
+        return self._state if self._state is not None and self._state.is_split else None
+
+    @property
+    def _is_split(self) -> bool:
+        return self._split is not None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._refuse_alone("save_checkpoint")
+        if self._split is not None:
+            return self._split.of_module(whole=not self._saves_folder)
+        # Without a seed the ranks' modules differ until they are split.
+        state = super().lightning_module_state_dict()
+        return state if self.is_global_zero else shapes_of(state, global_rank=0)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._split is not None:
+            self._split.load_module(checkpoint["state_dict"], strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._split is not None:
+            return self._split.of_optimizer(optimizer, whole=not self._saves_folder)
+        if not self.is_global_zero:
+            return {}
+        state = super().optimizer_state(optimizer)
+        if not self._saves_folder:
+            return state
+        return name_optimizer_state(state, self._parameters.names_in(optimizer))
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MovingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self._saves_folder:
+            refuse_file_io(io)
+        let_move(io)
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        checkpoint[_SEED] = self._seed
+        if self._is_split:
+            by_ranks = {"state_dict", "optimizer_states"} if self._saves_folder else set()
+            bring_values(checkpoint, by_ranks, self.group)
+        if not self._saves_folder:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        refuse_remote_folder(filepath, storage_options)
+        write_checkpoint_folder(checkpoint, Path(self.broadcast(filepath)), self.group)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        folder = Path(present(checkpoint_path))
+        if not is_checkpoint_folder(folder):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        else:
+            rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
+            checkpoint = read_checkpoint_folder(
+                folder, rest, self.group, weights_only, self._used_places()
+            )
+        self._loaded_seed = checkpoint.get(_SEED)
+        return checkpoint
+
+    def _used_places(self) -> Callable[[Sequence[Any]], bool]:
+        """Return a function that says which entries of a checkpoint folder this rank uses."""
+        fits = self._trainer.state.fn == TrainerFn.FITTING
+        if self._split is not None:
+            return self._split.own_places(fits)
+        return lambda place: fits or place[0] == "model"
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if self._split is not None:
+            self._split.load_optimizers(states)
+            return
+        # On the host, as the parameters: what this rank keeps of it follows them.
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

@@ -1,0 +1,276 @@
+"""Sets a run up: what stands between Lightning's trainer and the pipeline, and leaves it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
+from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints.whole_again import make_whole
+from lightning_pipeoffload.hooks.end_hooks import EndHooks
+from lightning_pipeoffload.hooks.gradient_hooks import GradientHooks
+from lightning_pipeoffload.hooks.gradient_sizes import share_gradient_sizes
+from lightning_pipeoffload.hooks.hook_forwards import HookForwards
+from lightning_pipeoffload.loop.arrivals import Arrivals
+from lightning_pipeoffload.loop.batch_backward import BatchBackward
+from lightning_pipeoffload.loop.callback_checks import check_callbacks, check_profiler
+from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
+from lightning_pipeoffload.loop.joint_stop import JointStop
+from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
+from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_scale
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun
+from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
+from lightning_pipeoffload.loop.step_calls import UsersSteps
+from lightning_pipeoffload.metrics.shared_metrics import LocalMetrics, SharedMetricsConnector
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.trial import refuse_optimizer
+from lightning_pipeoffload.processes.rank_differences import (
+    describe_module,
+    describe_optimizers,
+    describe_trainer,
+    refuse_differences,
+)
+from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
+from lightning_pipeoffload.runtime.randomness import draw_seed
+from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
+
+_OF_A_RUN = frozenset({
+    *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
+    *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
+    *("_hook_forwards", "_end_hooks", "_gradient_hooks", "_local_metrics"),
+    *("_requeue", "_stop", "_arrivals"),
+})  # fmt: skip
+
+
+class RunSetup(CheckpointHooks):
+    """Brings a trainer and a module together with the pipeline that runs them."""
+
+    _run: PipelineRun | None = None
+    _steps: UsersSteps
+    backward_of_batch: BatchBackward
+    _local_metrics: LocalMetrics | None = None
+    _end_hooks: EndHooks | None = None
+    _gradient_hooks: GradientHooks | None = None
+    _requeue: Requeue | None = None
+    _loaders: PipelineLoaders | None = None
+    _hook_forwards: HookForwards | None = None
+    _stop: JointStop | None = None
+    _arrivals: Arrivals | None = None
+    _copies: ModuleCopies | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_A_RUN}
+
+    @property
+    def run(self) -> PipelineRun:
+        """What runs the module on this rank.
+
+        Raises:
+            RuntimeError: before the trainer has set the strategy up.
+        """
+        if self._run is None:
+            raise RuntimeError("there is no pipeline before the trainer has set the strategy up")
+        return self._run
+
+    @property
+    @override
+    def place(self) -> str:
+        return self._run.place if self._run is not None else ""
+
+    @property
+    @override
+    def is_in_step(self) -> bool:
+        return self._run is not None and self._run.pipeline.is_in_step
+
+    @property
+    @override
+    def left_hook(self) -> str:
+        return self._end_hooks.left if self._end_hooks is not None else ""
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._note_copies()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        refuse_module(self._module, trainer)
+        check_callbacks(trainer)
+        check_profiler(trainer)
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._seed = self._choose_seed(trainer)
+        self._loaders = PipelineLoaders(self._seed, lambda: trainer.current_epoch)
+        self._attach()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        if self.world_size > 1:
+            refuse_differences(self._described(trainer), self.group.host_group)
+        self.setup_precision_plugin()
+        age = self.run.pipeline.gradient_age
+        clip_over_ranks(self.precision_plugin, self.group, age)
+        share_loss_scale(self.precision_plugin, self.group, age)
+        self._end_hooks = join_loops(
+            trainer, self.group.is_root, self._metrics_store, self._fail_elsewhere
+        )
+        if self._end_hooks is not None:
+            self._steps.watching = self._end_hooks.watching_step
+            self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
+        if self._meeting is not None:
+            self._hook_forwards = HookForwards(
+                self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
+            )
+        self._local_metrics = LocalMetrics(self._module)
+        self._join_ranks(trainer)
+        self._requeue = join_requeue(
+            trainer, self.cluster_environment, self._connector, self._board
+        )
+
+    def _described(self, trainer: Trainer) -> dict[str, str]:
+        described = describe_trainer(trainer)
+        described["the strategy's save_distributed_checkpoint"] = str(self._saves_folder)
+        if not self._is_split:  # training goes on with what each rank has written
+            described |= describe_module(self._module)
+        return described | describe_optimizers(
+            self.optimizers, self._parameters.names, self.lr_scheduler_configs
+        )
+
+    def _choose_seed(self, trainer: Trainer) -> int:
+        """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
+        self.agree_on_randomness()
+        drawn = draw_seed()
+        resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
+        return self._loaded_seed if resumes and self._loaded_seed is not None else drawn
+
+    def _join_ranks(self, trainer: Trainer) -> None:
+        """Let what one rank meets in a fit count for all: an order to stop, the end of its data."""
+        self._stop = self._arrivals = None
+        if self._board is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self._metrics_store is not None
+        self._stop = JointStop(trainer, self.group)
+        self._steps.end_step = self._stop.end_step
+        self._connector.at_batch_end = (self._stop.end_batch,)
+        self._arrivals = Arrivals(self._metrics_store, self.global_rank, self.world_size)
+        self._connector.at_data_end = self._arrivals.arrive
+        self._board.also_look = (self._arrivals.look,)
+
+    def _attach(self) -> None:
+        if self._run is not None and self._run.pipeline.module is self._module:
+            self._run.pipeline.attach()
+        else:
+            make_whole(self._module, self.group)
+            if self._copies is not None:
+                self._copies.follow()
+            self._run = PipelineRun(
+                self._module, self.group, self.settings, self.root_device, self.num_processes
+            )
+            self._parameters = OptimizedParameters(
+                self._run.pipeline, self.group, lambda: self.optimizers
+            )
+            self._state = SplitState(self._run.pipeline, self.group, self._parameters)
+        self._steps = UsersSteps(self._module, self._run, self._seed)
+        self.backward_of_batch = BatchBackward(
+            self._module, self.precision_plugin, self._run, self.group
+        )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with EqualIsSame():
+            super().setup_optimizers(trainer)
+        if self.group.num_ranks > 1:
+            for optimizer in self.optimizers:
+                refuse_optimizer(optimizer, self.root_device, self.group.num_ranks)
+            self._parameters.narrow_steps()
+        if self._is_split:  # by a fit before this one
+            self._parameters.forget_foreign()
+
+    def _note_copies(self) -> None:
+        """Follow the deep copies of the module that hooks make before it is split."""
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING
+        if is_fit and self.group.num_ranks > 1:
+            self._copies = ModuleCopies(self._module)
+
+    def _leave_copies(self) -> None:
+        """Let copies of the module be split like it, from now on without help."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.follow()
+            copies.remove()
+
+    @override
+    def model_to_device(self) -> None:
+        """Move metrics; each stage's part follows when the first batch has shown what it needs."""
+        for part in self._module.modules():
+            if isinstance(part, Metric):  # whose states are neither parameters nor buffers
+                part.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._loaders is None:  # a callback looks at it, before the run makes it anew
+            return dataloader
+        self._loaders.own(dataloader, self._trainer.training)
+        if self._trainer.training and self._trainer.ckpt_path is not None:
+            leave_out_seen(dataloader, self._count_seen_batches)
+        return dataloader
+
+    def _count_seen_batches(self) -> int:
+        """Return how many batches of this epoch a fit that resumes has done."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return 0 if progress.is_last_batch else progress.current.ready
+
+    def _share_gradient_sizes(self) -> None:
+        if self._is_split:
+            share_gradient_sizes(self.run.pipeline, self.group)
+
+    @property
+    def _connector(self) -> SharedMetricsConnector:
+        return self._trainer._logger_connector  # type: ignore[return-value]
+
+    @override
+    def _break_off(self) -> None:
+        super()._break_off()
+        connector = self._trainer._logger_connector
+        if isinstance(connector, SharedMetricsConnector):
+            connector.abandon()
+
+    @override
+    def teardown(self) -> None:
+        if self._run is not None:
+            if self._loaders is not None:
+                self._loaders.release()
+                self._loaders = None
+            self._run.leave()
+            connector = self._trainer._logger_connector
+            if self._board is not None and isinstance(connector, SharedMetricsConnector):
+                connector.leave()
+        for hooks in (self._gradient_hooks, self._end_hooks):  # the last that were wrapped first
+            if hooks is not None:
+                hooks.remove()
+        self._gradient_hooks = self._end_hooks = None
+        if self._hook_forwards is not None:
+            self._hook_forwards.leave()
+            self._hook_forwards = None
+        clip_by_own_norm(self.precision_plugin)
+        leave_loss_scale(self.precision_plugin)
+        super().teardown()
+
+    @override
+    def give_back(self) -> None:
+        if self._copies is not None:
+            self._copies.remove()
+            self._copies = None
+        if self._local_metrics is not None:
+            self._local_metrics.give_back()
+            self._local_metrics = None

@@ -1,0 +1,149 @@
+"""Lightning's steps, run as plans of the pipeline, and what Lightning does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
+from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
+from lightning_pipeoffload.loop.pipeline_run import StepOutput
+from lightning_pipeoffload.loop.run_setup import RunSetup
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+
+
+class StepHooks(RunSetup):
+    """Runs a batch of each kind where Lightning would call the module's step."""
+
+    _steps_later = False
+
+    @override
+    def on_train_start(self) -> None:
+        self._parameters.start_training()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context(), self._between_hooks():
+            inputs = self._steps.inputs("training_step", args, kwargs)
+            microbatches = self.run.cut_training_batch(inputs)
+            accumulation = self._accumulation()
+            if not self._is_split:
+                self._parameters.leave_foreign()
+                self._leave_copies()
+                self.run.begin_training(accumulation)
+            elif self._gradient_hooks is not None:
+                self._gradient_hooks.start_batch()
+            for microbatch in microbatches:
+                microbatch.differentiate = self.backward_of_batch.differentiate
+            self._start_batch(len(microbatches), accumulation)
+            with sharing_casts(self.root_device), self._counted():
+                start = self.backward_of_batch.start
+                done = self.run.train(inputs, microbatches, accumulation, start)
+            self._log(done)
+        return self.backward_of_batch.end(done.value, accumulation)
+
+    def _start_batch(self, num_microbatches: int, accumulation: Accumulation) -> None:
+        if self._stop is not None:
+            self._stop.start_batch(
+                num_microbatches, accumulation.is_last or bool(accumulation.watched_by)
+            )
+
+    def _counted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._arrivals is None else self._arrivals.batch()
+
+    def arrive(self) -> None:
+        """Pass a place to which all ranks come after as many batches."""
+        if self._arrivals is not None:
+            self._arrivals.arrive()
+
+    def settle(self) -> None:
+        """Let all ranks stop if one of them has set ``trainer.should_stop``; they wait here."""
+        self.arrive()
+        if self._stop is not None:
+            self._stop.settle()
+
+    def _accumulation(self) -> Accumulation:
+        num_batches = self._trainer.accumulate_grad_batches
+        return Accumulation(
+            num_batches,
+            is_first=self.backward_of_batch.zero_grad is not None,
+            is_last=not self._steps_later,
+            watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
+        )
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning trains in here on every batch after which it does not step."""
+        self._steps_later = True
+        try:
+            yield
+        finally:
+            self._steps_later = False
+
+    def finish_accumulating(self) -> None:
+        """Run the backwards that are left of batches whose optimizer step is still to come."""
+        with self.precision_plugin.train_step_context(), self._between_hooks():
+            self.run.finish_plan()
+
+    @contextmanager
+    def _between_hooks(self) -> Iterator[None]:
+        """Run steps, which leave random numbers as they were, and call modules of their own."""
+        forwards = nullcontext() if self._hook_forwards is None else self._hook_forwards.paused()
+        with forwards, forked_randomness():
+            yield
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._trainer.received_sigterm:  # of Lightning's loops this one does not ask
+            raise SIGTERMException
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._between_hooks(), self._counted():
+            done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
+            self._log(done)
+        return done.value
+
+    def _log(self, done: StepOutput) -> None:
+        self._steps.log(done.sizes)
+        self._connector.tick(outputs=numbers_in(done.value))
+
+    @override
+    def on_train_end(self) -> None:
+        self.finish_accumulating()  # where training has stopped in between
+        self.run.finish_checking()
+        self.run.end_training()
+        if self._requeue is not None:
+            self._requeue.end_training(self.group)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._trainer.state.fn != TrainerFn.FITTING:  # there the next batch of training does it
+            self.run.finish_checking()
+
+    @override
+    def on_test_end(self) -> None:
+        self.run.finish_checking()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.run.finish_checking()
