@@ -18,11 +18,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_pipeoffload.processes.failure_cause import (
@@ -53,23 +49,6 @@ _OWN_ERROR_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 
 _RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_deaf=True)
-
-
-def connect_store(run: str, timeout: timedelta | None) -> Store:
-    """Open another connection to the store that the process group was made with.
-
-    Args:
-        run: a name of this run; one process group may see several.
-        timeout: how long to wait for a key that another rank sets.
-    """
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout or default_pg_timeout,
-    )
-    return PrefixStore(f"pipeoffload/{run}", store)
 
 
 class FailureBoard:

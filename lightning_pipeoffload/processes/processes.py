@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.processes.between_runs import BetweenRuns
-from lightning_pipeoffload.processes.failure_board import FailureBoard, connect_store
+from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.failure_cause import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
@@ -39,6 +39,7 @@ from lightning_pipeoffload.processes.failure_cause import (
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.meeting import Meeting
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
+from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
