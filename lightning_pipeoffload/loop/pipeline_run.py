@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
+from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
+from lightning_pipeoffload.loop.whole_steps import WholeSteps
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import predict
@@ -34,46 +34,14 @@ from lightning_pipeoffload.runtime.microbatch import (
     weigh_parts,
 )
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
 from lightning_pipeoffload.schedule import Schedule, simulate
 
 log = logging.getLogger(__name__)
 
 _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """One batch to run.
-
-    Attributes:
-        kind: of the step: "training_step", say.
-        batch: any pytree.
-        call: calls the user's step on a microbatch.
-        seed: of the batch's random numbers.
-    """
-
-    kind: str
-    batch: Any
-    call: Callable[[Any], Any]
-    seed: int
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a batch gave on this rank.
-
-    Attributes:
-        value: what the user's steps returned, put together; None without the last stage.
-        sizes: samples of each microbatch.
-    """
-
-    value: Any
-    sizes: list[int]
 
 
 class PipelineRun:
@@ -90,7 +58,6 @@ class PipelineRun:
         pipeline: this rank's part of the module.
         executor: runs its actions.
         measurements: of what they cost.
-        is_whole: a step is running on every rank, which cannot be cut.
     """
 
     def __init__(
@@ -127,12 +94,17 @@ class PipelineRun:
         self._settings = settings
         self._size: int | None = None
         self._runs_whole: dict[Any, bool] = {}
-        self.is_whole = False
+        self._whole = WholeSteps(self.pipeline, group)
 
     @property
     def plan(self) -> Schedule:
         """The lowered plan of a full training batch, or of several that accumulate."""
         return self._training.plan
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a step is running on every rank, which cannot be cut."""
+        return self._whole.is_running
 
     @property
     def is_on_last_stage(self) -> bool:
@@ -267,43 +239,10 @@ class PipelineRun:
     def _evaluate_whole(
         self, inputs: StepInputs, microbatches: list[Microbatch] | None
     ) -> StepOutput:
-        """Run a step on every rank alike; global rank 0's results count.
-
-        Args:
-            inputs: the batch.
-            microbatches: of it, where it may turn out that the step can be cut: what it computes is
-                then the same to the bit. None: it runs once.
-        """
         finish_comparing = self._start_comparing(inputs)
-        cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
-        values, could_be_cut = [], True
-        self.is_whole = True
-        try:
-            for part, seed in cuts:
-                lending = self.pipeline.lending(self._group.send_to_all, seed)
-                seed_all(mix_seed(seed, 0))
-                with self._metrics_elsewhere(), lending.running():
-                    values.append(inputs.call(part))
-                could_be_cut &= lending.could_be_cut
-        finally:
-            self.is_whole = False
-        finish_comparing()
+        output, could_be_cut = self._whole.run(inputs, microbatches, finish_comparing)
         self._runs_whole[inputs.kind, shape_signature(inputs.batch)] = not could_be_cut
-        sizes = [_size_of(part) for part, _ in cuts]
-        if not self._group.is_root:
-            return StepOutput(None, sizes)
-        shares = [size / sum(sizes) for size in sizes] if len(cuts) > 1 else [1.0]
-        return StepOutput(merge_outputs(values, shares) if len(cuts) > 1 else values[0], sizes)
-
-    @contextmanager
-    def _metrics_elsewhere(self) -> Iterator[None]:
-        """Leave metrics as they are but on global rank 0, as where a step is cut."""
-        with ExitStack() as stack:
-            if not self._group.is_root:
-                for part in self.pipeline.module.modules():
-                    if isinstance(part, Metric):
-                        stack.enter_context(unchanged(part))
-            yield
+        return output
 
     def _run(
         self,
@@ -407,11 +346,3 @@ class PipelineRun:
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights = lambda: None
         self.pipeline.detach()
-
-
-def _size_of(batch: Any) -> int:
-    """Return the number of samples; 1 of what has no dimension of them."""
-    try:
-        return batch_size(batch)
-    except ValueError:
-        return 1

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_pipeoffload.loop.pipeline_run import PipelineRun, StepInputs
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.quiet_passes import LoggersQuiet, PrintQuiet
+from lightning_pipeoffload.loop.step_inputs import StepInputs
 from lightning_pipeoffload.metrics.log_capture import LogCapture
 from lightning_pipeoffload.runtime.randomness import mix_seed
 

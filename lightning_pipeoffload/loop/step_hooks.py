@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
-from lightning_pipeoffload.loop.pipeline_run import StepOutput
 from lightning_pipeoffload.loop.run_setup import RunSetup
+from lightning_pipeoffload.loop.step_inputs import StepOutput
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts

@@ -1,0 +1,95 @@
+"""Steps that run as a whole on every rank, to which each block is lent while it runs.
+
+Only those that do not train: one whose blocks' values decide what it does before their end cannot
+be cut into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torchmetrics import Metric
+
+from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.microbatch import batch_size, merge_outputs
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+
+
+class WholeSteps:
+    """Runs steps on every rank alike; global rank 0's results count.
+
+    Args:
+        pipeline: this rank's part of the module.
+        group: the pipeline's processes.
+
+    Attributes:
+        is_running: right now.
+    """
+
+    def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
+        self._pipeline = pipeline
+        self._group = group
+        self.is_running = False
+
+    def run(
+        self,
+        inputs: StepInputs,
+        microbatches: list[Microbatch] | None,
+        finish_comparing: Callable[[], None],
+    ) -> tuple[StepOutput, bool]:
+        """Run a step with a batch.
+
+        Args:
+            inputs: the batch.
+            microbatches: of it, where it may turn out that the step can be cut: what it computes is
+                then the same to the bit. None: it runs once.
+            finish_comparing: called after the step; refuses batches that differ between ranks.
+
+        Returns:
+            What it gave, and whether it could be cut.
+        """
+        cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
+        values, could_be_cut = [], True
+        self.is_running = True
+        try:
+            for part, seed in cuts:
+                lending = self._pipeline.lending(self._group.send_to_all, seed)
+                seed_all(mix_seed(seed, 0))
+                with self._metrics_elsewhere(), lending.running():
+                    values.append(inputs.call(part))
+                could_be_cut &= lending.could_be_cut
+        finally:
+            self.is_running = False
+        finish_comparing()
+        return self._merge(values, [_size_of(part) for part, _ in cuts]), could_be_cut
+
+    def _merge(self, values: list[Any], sizes: list[int]) -> StepOutput:
+        if not self._group.is_root:
+            return StepOutput(None, sizes)
+        if len(values) == 1:
+            return StepOutput(values[0], sizes)
+        return StepOutput(merge_outputs(values, [size / sum(sizes) for size in sizes]), sizes)
+
+    @contextmanager
+    def _metrics_elsewhere(self) -> Iterator[None]:
+        """Leave metrics as they are but on global rank 0, as where a step is cut."""
+        with ExitStack() as stack:
+            if not self._group.is_root:
+                for part in self._pipeline.module.modules():
+                    if isinstance(part, Metric):
+                        stack.enter_context(unchanged(part))
+            yield
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples; 1 of what has no dimension of them."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1
