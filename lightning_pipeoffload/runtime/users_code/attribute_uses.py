@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.users_code.shared_uses import (
 )
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
 from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
-from lightning_pipeoffload.runtime.users_code.written_state import Variable
+from lightning_pipeoffload.runtime.users_code.written_state import Variable, is_plain_object
 
 _Key = tuple[int, str]
 # A list that is empty stays as it is when it is cleared, so its contents do not tell.
@@ -77,9 +77,10 @@ class Uses:
 
     def write(self, use: Use) -> None:
         """Note a write, once for each place."""
-        self.last_write = use
-        if use.place not in {known.place for known in self.writes}:
+        known = [write for write in self.writes if write.place == use.place]
+        if not known:
             self.writes.append(use)
+        self.last_write = (known or [use])[0]
 
     def reads_that_count(self) -> list[Use]:
         """Return the reads but those that reach for a container to put something into it."""
@@ -120,7 +121,8 @@ class AttributeUses:
             self._seen = [_state(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)
-        holders = {id(v.space.holder): v.space.holder for v in python_modules}
+        watched = [v.space.holder for v in self._variables if _is_watched_by_class(v.space.holder)]
+        holders = {id(holder): holder for holder in watched}
         with ExitStack() as stack:
             for part in (*self._module.modules(), *holders.values()):
                 if self._has_any(part):
@@ -207,6 +209,10 @@ class AttributeUses:
         self._lines.clear()
         segment, is_in_block = place
         self._place = Draw(segment + is_in_block, not is_in_block)
+
+
+def _is_watched_by_class(holder: Any) -> bool:
+    return isinstance(holder, ModuleType) or is_plain_object(holder)
 
 
 def _name(variable: Variable) -> str:

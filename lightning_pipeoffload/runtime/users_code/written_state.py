@@ -8,9 +8,11 @@ checkpoint keeps what was there when it ran.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -27,13 +29,14 @@ from lightning_pipeoffload.runtime.users_code.namespaces import is_users
 REGISTRIES = frozenset(nn.Module().__dict__)
 _LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
+_NO_OBJECTS = (*_DEFINITIONS, nn.Module, Tensor, Enum)
 _LONGEST = 10_000  # of a container that a step may write; a longer one is data
 _GONE = object()
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A namespace: the attributes or buffers of a module, a class, or a Python module.
+    """A namespace: the attributes or buffers of a module, a class, a Python module, an object.
 
     Attributes:
         holder: whose it is.
@@ -91,7 +94,34 @@ def spaces_of(module: nn.Module) -> list[Space]:
     for kind in {kind for child in module.modules() for kind in type(child).__mro__}:
         if not _is_library(kind.__module__):
             spaces += [Space(kind, kind.__qualname__), *_globals_around(kind)]
-    return list({space.key: space for space in spaces}.values())
+    found = {space.key: space for space in spaces}
+    left = deque(found.values())
+    while left:  # objects in objects
+        for space in _objects_in(left.popleft()):
+            if space.key not in found:
+                found[space.key] = space
+                left.append(space)
+    return list(found.values())
+
+
+def _objects_in(space: Space) -> Iterator[Space]:
+    """Yield the namespaces of objects of the user's that have a name in this one."""
+    prefix = "self." if isinstance(space.holder, nn.Module) else ""
+    for name in space.names():
+        value = space.contents[name]
+        if is_plain_object(value):
+            yield Space(value, prefix + Variable(space, name).label)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether this is an object of a class of the user's, which is no module, with attributes."""
+    kind = type(value)
+    if isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+        return False
+    is_known = _is_library(kind.__module__) or not is_users(kind.__module__)
+    # A class that looks at its subclasses would see one that stands in for it.
+    looks_on = any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
+    return not is_known and not looks_on and kind.__weakrefoffset__ != 0
 
 
 def _is_library(name: str) -> bool:

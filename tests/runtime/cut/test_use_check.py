@@ -201,3 +201,67 @@ def test_one_stage_reads_what_it_likes(step):
     x = torch.randn(6, 4).double()
     module = step_with(step, **REFUSED[step])
     assert_same(run_pipeline(module, build("1f1b", 1, 3), x, 2), run_plain(module, x, 2))
+
+
+class Shared:
+    """An object that blocks have together, such as a configuration that they change."""
+
+    def __init__(self):
+        self.factor = 1.0
+        self.calls = 0
+        self.outputs = {}
+
+
+class Together(nn.Module):
+    """A block that does something with what all blocks share."""
+
+    def __init__(self, shared, use):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shared, self.use = shared, use
+
+    def forward(self, x):
+        return self.use(self, self.linear(x))
+
+
+def takes_over(block, x):
+    x = x * block.shared.factor  # <- is read
+    block.shared.factor = block.shared.factor + 0.5  # <- named in the message
+    return x
+
+
+def counts(block, x):
+    block.shared.calls += 1  # <- named in the message; and it is read
+    return x * block.shared.calls
+
+
+def keeps_its_own(block, x):
+    block.shared.outputs[id(block)] = x.detach().mean()
+    return x
+
+
+def sharing(use, step=only_blocks):
+    shared = Shared()
+    return step_with(step, [Together(shared, use) for _ in range(4)], shared=shared)
+
+
+@pytest.mark.parametrize(("use", "name"), [(takes_over, "factor"), (counts, "calls")])
+def test_a_block_cannot_read_what_another_stages_block_has_left_in_an_object(use, name):
+    message = refusal(sharing(use))
+    assert message.startswith(f"self.shared.{name} is written in blocks.")
+    assert HERE in message
+    assert "by stages that do not run that" in message
+
+
+def test_an_object_that_each_block_has_a_part_of_is_nobodys_state():
+    assert_exact(sharing(keeps_its_own), torch.randn(6, 4).double())
+
+
+def counts_in_an_object(m, x):
+    m.shared.calls += 1
+    return loss_of(m, through(m.blocks, m.embed(x) * m.shared.calls)) * m.shared.calls
+
+
+def test_what_every_stage_counts_in_an_object_is_exact():
+    module = sharing(lambda block, x: x, counts_in_an_object)
+    assert_exact(module, torch.randn(6, 4).double())
