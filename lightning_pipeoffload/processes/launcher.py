@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.siblings import signing_as_launcher
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import explain_foreign
-from lightning_pipeoffload.runtime.shapes.shape_only import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 
 
 class JointLauncher(_SubprocessScriptLauncher):

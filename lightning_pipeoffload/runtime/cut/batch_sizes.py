@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import is_sized_by_values
+from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.named_tensors import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.probe import Probe
-from lightning_pipeoffload.runtime.shapes.shape_only import describe
+from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
@@ -129,7 +129,7 @@ def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
 
 
 def _origins(origins: frozenset[str]) -> str:
-    return describe(origins).removeprefix("something computed from ")
+    return describe_origins(origins).removeprefix("something computed from ")
 
 
 def _span(chain: BlockChain, stage: Stage) -> str:

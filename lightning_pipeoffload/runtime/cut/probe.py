@@ -36,15 +36,17 @@ from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
-    ValueNeededError,
-    dropping_writes,
-    imagining_values,
     memory_of,
-    observing,
     shape_only_leaves,
     uncompiled,
     written_arguments,
 )
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    dropping_writes,
+    imagining_values,
+    observing,
+)
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses, Uses
 from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     Attribute,

@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.shapes.foreign_gradient import ForeignGradient
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, ValueNeededError
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 

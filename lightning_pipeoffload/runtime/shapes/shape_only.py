@@ -10,8 +10,8 @@ around everything and knows no origins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
-from lightning_pipeoffload.runtime.shapes.imagined_values import (
-    Imagined,
-    can_make_result,
-    is_mask,
-    make_result,
-)
+from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
 from lightning_pipeoffload.runtime.shapes.meta_kernels import remember_on_meta
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    are_observed,
+    imagine,
+    is_dropped,
+    tell_observers,
+)
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
+from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
 from lightning_pipeoffload.runtime.users_code.running_steps import is_any_step_running
 
 aten = torch.ops.aten
@@ -39,31 +42,7 @@ _FACTORIES = {
 aten.new_empty,
 }  # fmt: skip
 
-# What the user wrote, where torch calls it otherwise.
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-_USERS_WORDS = {"index": "indexing with a mask"}
-
-
-class ValueNeededError(BaseException):
-    """Code asked for a value that exists on another stage only.
-
-    Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
-
-    Attributes:
-        origins: what the value was computed from, by name.
-    """
-
-    def __init__(self, operation: str, origins: frozenset[str]) -> None:
-        super().__init__(f"{operation} needs the value of {describe(origins)}")
-        self.operation = operation
-        self.origins = origins
-
-
-def describe(origins: frozenset[str]) -> str:
-    """Name up to three origins in a readable way."""
-    names = sorted(origins)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return "something computed from " + ", ".join(names[:3]) + more
 
 
 class ShapeOnly(Tensor):
@@ -144,7 +123,7 @@ class ShapeOnly(Tensor):
         self.origins = origins
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
-        return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe(self.origins)})"
+        return f"ShapeOnly({tuple(self.shape)}, {self.dtype}, {describe_origins(self.origins)})"
 
     def __format__(self, format_spec: str) -> str:
         if not format_spec:
@@ -173,9 +152,8 @@ class ShapeOnly(Tensor):
         return self._imagined("numpy()").numpy()
 
     def _imagined(self, operation: str) -> Tensor:
-        imagined = _imagine(operation, self.origins)
-        for observe in _observers:
-            observe(aten._local_scalar_dense.default, (self,), None)
+        imagined = imagine(operation, self.origins)
+        tell_observers(aten._local_scalar_dense.default, (self,), None)
         value = imagined.flag if self.dtype == torch.bool else imagined.number
         return torch.full(self.shape, value, dtype=self.dtype)
 
@@ -201,61 +179,32 @@ class ShapeOnly(Tensor):
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         func, args = _with_counted_masks(func, args)
-        args = _with_fitting_parts(func, args)
-        imagined = _imagine_sizes(func, args, origins)
+        args = with_fitting_parts(func, args)
+        imagined = imagine_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
         # Where operations are only observed nobody uses what is drawn, which may take much memory;
         # but a probe has to see that a generator of the user's goes on.
-        is_seen = not _observers or kwargs.get("generator") is not None
+        is_seen = not are_observed() or kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = map_operands(_to_meta, args), _on_meta(kwargs)
         if imagined is None:  # observers may want to know which results share memory
-            out = remember_on_meta(func, *on_meta, device, in_new_memory=bool(_observers))
+            out = remember_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
             out = make_result(func, *on_meta, imagined)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
-        for observe in _observers:
-            observe(func, args, result)
+        tell_observers(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written)
         return result
 
 
-_imagination: list[Callable[[], Imagined | None]] = []
-
-
-@contextmanager
-def imagining_values(imagine: Callable[[], Imagined | None]) -> Iterator[None]:
-    """Let code that asks for a value have one that is made up, if ``imagine()`` says how."""
-    _imagination.append(imagine)
-    try:
-        yield
-    finally:
-        _imagination.remove(imagine)
-
-
-Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
-_observers: list[Observer] = []
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Call ``observer(operation, arguments, result)`` for every operation on shape-only tensors."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
 def _tell_of_write(tensor: ShapeOnly) -> None:
     """Let observers know of a write that is in no operation's arguments."""
-    for observe in _observers:
-        observe(aten.set_.source_Tensor, (tensor, tensor), None)
+    tell_observers(aten.set_.source_Tensor, (tensor, tensor), None)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -322,41 +271,6 @@ def _call_factory(
     return made
 
 
-def _imagine(operation: str, origins: frozenset[str]) -> Imagined:
-    for imagine in _imagination:
-        imagined = imagine()
-        if imagined is not None:
-            return imagined
-    raise ValueNeededError(operation, origins)
-
-
-def _imagine_sizes(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
-) -> Imagined | None:
-    """Refuse an operation whose sizes depend on values, or say how to make them up.
-
-    Returns:
-        None where the sizes are known.
-    """
-    if not is_sized_by_values(func, args):
-        return None
-    name = func.overloadpacket.__name__
-    operation = _USERS_WORDS.get(name, f"{name}()")
-    if not can_make_result(func):
-        raise ValueNeededError(operation, origins)
-    return _imagine(operation, origins)
-
-
-def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of what an operation returns depends on values."""
-    return torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_numbers(func, args)
-
-
-def _is_index_by_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether ``func`` is an indexing whose result has a known shape, as no mask's has."""
-    return func.overloadpacket is aten.index and not any(map(is_mask, args[1]))
-
-
 def _with_counted_masks(
     func: torch._ops.OpOverload, args: tuple[Any, ...]
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
@@ -367,17 +281,6 @@ def _with_counted_masks(
     if func is aten.index.Tensor:
         args = (args[0], [place for index in args[1] for place in _places_in(index)])
     return func, args
-
-
-def _with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make one part of all, if lengths that are made up do not add up."""
-    if func is not aten.split_with_sizes.default or not args[1]:
-        return args
-    source, (_, *others), *place = args
-    length = source.shape[place[0] if place else 0]
-    if sum(args[1]) == length or not any(imagine() for imagine in _imagination):
-        return args
-    return (source, [length, *(0 for _ in others)], *place)
 
 
 def _places_in(index: Any) -> Sequence[Any]:
@@ -394,7 +297,7 @@ def _refuse_writes(
     """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
     for value in written_arguments(func, args, kwargs):
         is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
-        if is_real and not any(drop(value) for drop in _drop_rules):
+        if is_real and not is_dropped(value):
             name = func.overloadpacket.__name__
             raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
 
@@ -408,22 +311,6 @@ def _refuse_reduction(
     is_view = func._schema.returns[0].alias_info is not None
     if not is_view and any(leaf.dim() for leaf in operands):
         raise ValueNeededError(f"{func.overloadpacket.__name__}()", operands[0].origins)
-
-
-_drop_rules: list[Callable[[Tensor], bool]] = []
-
-
-@contextmanager
-def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Leave out writes into real tensors for which ``drop(tensor)`` is true.
-
-    For buffers such as running statistics, whose true value is on the stage that computes them.
-    """
-    _drop_rules.append(drop)
-    try:
-        yield
-    finally:
-        _drop_rules.remove(drop)
 
 
 def _wrap(

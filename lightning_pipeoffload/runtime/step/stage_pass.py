@@ -25,13 +25,9 @@ from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
 from lightning_pipeoffload.runtime.shapes.awaited import give_values
-from lightning_pipeoffload.runtime.shapes.shape_only import (
-    ShapeOnly,
-    ValueNeededError,
-    dropping_writes,
-    shape_only_leaves,
-    uncompiled,
-)
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves, uncompiled
+from lightning_pipeoffload.runtime.shapes.step_rules import dropping_writes
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.carried_values import Luggage
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites

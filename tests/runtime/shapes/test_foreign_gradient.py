@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.shapes.foreign_tensor import (
     explain_foreign,
 )
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
-from lightning_pipeoffload.runtime.shapes.shape_only import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 VALUES = [[0.25, -3.0], [1.0, 2.5]]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import Regression, call_step, linear_blocks
 

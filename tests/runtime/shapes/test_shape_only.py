@@ -5,14 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.shapes.shape_only import (
-    ShapeOnly,
-    ValueNeededError,
-    describe,
-    dropping_writes,
-    memory_of,
-    observing,
-)
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.shapes.step_rules import dropping_writes, observing
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
 
 
 def shapes(*size, origin="a", **options):
@@ -127,7 +122,7 @@ def test_dropout_advances_the_generator():
     ("names", "text"), [("a", "a"), ("cba", "a, b, c"), ("abcde", "a, b, c and 2 more")]
 )
 def test_origins_are_described(names, text):
-    assert describe(frozenset(names)) == f"something computed from {text}"
+    assert describe_origins(frozenset(names)) == f"something computed from {text}"
 
 
 def test_a_shape_prints_and_copies():
