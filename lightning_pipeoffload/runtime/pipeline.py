@@ -43,7 +43,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
     find_segments,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
 from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
 from lightning_pipeoffload.runtime.cut.use_check import UseCheck

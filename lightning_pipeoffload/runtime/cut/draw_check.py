@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.users_code.random_sources import Source
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets

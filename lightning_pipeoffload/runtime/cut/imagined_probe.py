@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing, Flow
-from lightning_pipeoffload.runtime.cut.probe import ImaginedError, Probe
+from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.imagined_values import (
     EVERYTHING,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.users_code.random_sources import Source, take_snapshot
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.imagined_probe import look_both_ways
-from lightning_pipeoffload.runtime.cut.probe import Probe, find_sizes, probe_step, repeat_step
+from lightning_pipeoffload.runtime.cut.probe import find_sizes, probe_step, repeat_step
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_difference
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all

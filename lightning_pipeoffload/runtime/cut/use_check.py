@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.draw_check import comes_to
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.probe import Probe
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.users_code.attribute_uses import Use, Uses
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets

@@ -1,0 +1,239 @@
+"""One run of the user's step without values, and what is seen meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_iter  # private: see runtime/leaves
+
+from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
+from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
+from lightning_pipeoffload.runtime.cut.flops import count_flops
+from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
+from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
+from lightning_pipeoffload.runtime.cut.value_log import ValueLog
+from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
+from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
+from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    dropping_writes,
+    imagining_values,
+    observing,
+)
+from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
+from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+from lightning_pipeoffload.runtime.users_code.source_watch import Draw, SourceWatch
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+_MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
+
+
+class ProbePass:
+    """Watches the calls of blocks and the operations in between.
+
+    Attributes:
+        looks: at what the step does, not only at the values that it has.
+    """
+
+    looks = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        device: torch.device,
+        log: ValueLog | None,
+        way: Imagined,
+    ) -> None:
+        count = len(chain) + 1
+        self.chain = chain
+        self.watch = SourceWatch(module)
+        self.uses: AttributeUses | None = None
+        self.sizes = BatchSizes(self._find_place)
+        self._trace = ValueTrace(chain, log)
+        self._calls = BlockCalls(chain)
+        self._weights = WeightWatch(lambda: self.segment)
+        self._stripped = StrippedModule(module, device, self._weights)
+        self.result = Probe(
+            self._trace.flow,
+            defaultdict(set),
+            [0] * count,
+            [0] * count,
+            weight_writes=self._weights.writes,
+            aliases=self._trace.aliases,
+        )
+        self._training = torch.is_grad_enabled()
+        self._is_in_block = False
+        self._way = way
+        self._num_in_block = 0
+        self.num_imagined = 0
+        self.saved_attributes: set[Attribute] = set()
+
+    @property
+    def segment(self) -> int:
+        """The one that the step is in."""
+        return self._trace.segment
+
+    def _find_place(self) -> int | None:
+        return None if self._is_in_block or self.segment == len(self.chain) else self.segment
+
+    @contextmanager
+    def on(self, module: nn.Module) -> Iterator[None]:
+        """Strip a module, and watch what runs meanwhile."""
+        self._stripped.strip()
+        mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
+        watched = (
+            self.chain.running(self),
+            self._weights.seeing_new(module),
+            saved_tensors_hooks(self._stripped.note_saved, _itself),
+            observing(self._observe),
+            dropping_writes(self._drop),
+            imagining_values(self._imagine),
+            self._trace,
+        )
+        try:
+            with ExitStack() as stack:
+                for context in watched:
+                    stack.enter_context(context)
+                yield
+        finally:
+            self._stripped.find_written(self.result)
+
+    def _drop(self, written: Tensor) -> bool:
+        """Leave out a write into a buffer, and what blocks write."""
+        name = self._stripped.buffer_name(written)
+        if name is not None:
+            self.result.segments[name].add(self.segment)
+        return name is not None or self._is_in_block
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run a block on shapes, and look around before and after."""
+        self._calls.see(index, self.segment)
+        args, kwargs = self._trace.enter_block(index, arguments)
+        self._look(Draw(index, is_in_block=False))
+        self._is_in_block, self._num_in_block = True, 0
+        output = self.chain.run_block(index, *args, **kwargs)
+        self._is_in_block = False
+        self._look(Draw(index, is_in_block=True))
+        return self._trace.leave_block(index, arguments, output)
+
+    def _look(self, place: Draw) -> None:
+        # Private: what is copied here is no call of the step's, which its log would have.
+        with torch._C.DisableTorchFunction():
+            self.watch.look(place)
+            if self.uses is not None:
+                self.uses.look(place)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            name = self._weights.name_of(tensor)
+            if name is not None:
+                self.result.segments[name].add(self.segment)
+        self._trace.observe(func, args, result)
+        self._weights.see(func, args)
+        weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
+        for leaf in tree_iter(result):
+            if isinstance(leaf, ShapeOnly):
+                leaf.is_weight = all(weights)  # type: ignore[attr-defined]
+        flops = count_flops(func, args, result)
+        self.result.forward_flops[self.segment] += flops
+        trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
+        if trains and not all(weights):
+            self.result.weight_flops[self.segment] += flops
+
+    def _imagine(self) -> Imagined | None:
+        """Go on inside a block and behind them, where all values will be; not for ever."""
+        if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
+            self._num_in_block += 1
+            self.result.imagined.setdefault(self.segment, calling_line())
+            return self._way
+        if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
+            return None
+        self.num_imagined += 1
+        return NO_ALARM
+
+    @contextmanager
+    def telling_of_imagination(self) -> Iterator[None]:
+        """Say of what goes wrong that it may be due to what is made up."""
+        try:
+            yield
+        except Exception as error:
+            if not self.result.imagined:
+                raise
+            raise ImaginedError(error, self.result, self._is_in_block) from error
+
+    def lead_back(self, result: Any) -> None:
+        """Find what gets a gradient from what the step returned."""
+        if not self._training:
+            return
+        loss = loss_in(result)
+        if self.segment == len(self.chain):
+            leaves = self._trace.lead_back(loss)
+            self.result.trained = set(filter(None, map(self._weights.name_of, leaves)))
+
+    def check_complete(self) -> None:
+        """Check that the step has called all blocks."""
+        self._calls.check_complete(self.segment)
+
+    def finish(self) -> None:
+        """Look once more when the step is over, before all is set back."""
+        self.result.briefly_hooked.update(self._calls.find_briefly_hooked())
+        self.saved_attributes = set(self._stripped.find_saved_attributes())
+        self._look(Draw(self.segment, is_in_block=False))
+        self.result.made = self.watch.made()
+        self.result.sized_in = self.sizes.last
+
+
+def _itself(saved: Any) -> Any:
+    return saved
+
+
+class BlockReached(BaseException):
+    """Leaves the user's step."""
+
+
+class RepeatedPass(ProbePass):
+    """Runs the step for its log alone."""
+
+    looks = False
+
+    def _look(self, place: Draw) -> None:
+        pass
+
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        pass
+
+
+class BeginningPass(ProbePass):
+    """Runs the step up to a block.
+
+    Attributes:
+        arguments: of that block, as far as shapes go.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: BlockChain, device: torch.device, block: int
+    ) -> None:
+        super().__init__(module, chain, device, None, EVERYTHING)
+        self._last = block
+        self.arguments: Any = None
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run a block, or leave the step at the one that it runs up to."""
+        if index < self._last:
+            return super().call_block(index, call, arguments)
+        self.arguments = shape_signature(arguments)
+        raise BlockReached

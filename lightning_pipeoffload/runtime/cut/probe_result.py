@@ -1,0 +1,83 @@
+"""What a probe shows of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.value_log import LoggedValue
+from lightning_pipeoffload.runtime.cut.value_trace import Alias
+from lightning_pipeoffload.runtime.cut.weight_writes import WeightWrite
+from lightning_pipeoffload.runtime.users_code.attribute_uses import Uses
+from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
+from lightning_pipeoffload.runtime.users_code.source_watch import Draw
+from lightning_pipeoffload.runtime.users_code.written_state import Variable
+
+
+@dataclass
+class Probe:
+    """What one run of the step without values has shown.
+
+    Attributes:
+        flow: what goes from block to block.
+        segments: name of a parameter, or of a buffer that the step writes, to the segments using
+            it.
+        forward_flops: of each segment, for one microbatch.
+        weight_flops: the part of it that has a weight gradient of as many operations.
+        written: names of buffers that the step writes from values that every stage has.
+        written_in_place: what else of the modules' attributes is, and these buffers.
+        saved_and_written: the part of it that a backward reads.
+        weight_writes: into parameters.
+        aliases: between whose segments the step cannot be cut.
+        assigned: what else of the module's, its classes' and their Python modules' it writes.
+        briefly_hooked: blocks with a hook that the step takes away again.
+        draws: where the step draws from what the user has made, and changes what classes and
+            Python modules have.
+        made: what it has made to draw from, with its place.
+        lines: of the user's code that draw from sources drawn from in several places.
+        changes_batch: the step changes its microbatch in place.
+        unrepeatable: the first value that a second run did not have; None if it had all.
+        uses: of what some step writes to keep, by the id of what holds it and its name.
+        trained: names of the parameters that the loss leads back to; None: it is not known.
+        imagined: blocks that ask for values, which are made up, and the line that does so first.
+        sized_in: the last segment in which sizes beside the blocks depend on the batch's values;
+            None: there is none.
+    """
+
+    flow: Flow
+    segments: dict[str, set[int]]
+    forward_flops: list[int]
+    weight_flops: list[int]
+    written: set[str] = field(default_factory=set)
+    written_in_place: set[Attribute] = field(default_factory=set)
+    saved_and_written: set[Attribute] = field(default_factory=set)
+    weight_writes: list[WeightWrite] = field(default_factory=list)
+    aliases: list[Alias] = field(default_factory=list)
+    assigned: list[Variable] = field(default_factory=list)
+    briefly_hooked: set[int] = field(default_factory=set)
+    draws: dict[Source, set[Draw]] = field(default_factory=dict)
+    made: list[tuple[Place, Any]] = field(default_factory=list)
+    lines: dict[Source, list[str]] = field(default_factory=dict)
+    changes_batch: bool = False
+    unrepeatable: LoggedValue | None = None
+    uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
+    trained: set[str] | None = None
+    imagined: dict[int, str] = field(default_factory=dict)
+    sized_in: int | None = None
+
+
+class ImaginedError(Exception):
+    """A step whose blocks asked for values went wrong, maybe because these are made up.
+
+    Attributes:
+        cause: what went wrong.
+        found: what was seen until then.
+        is_in_block: a block went wrong.
+    """
+
+    def __init__(self, cause: Exception, found: Probe, is_in_block: bool) -> None:
+        self.cause = cause
+        self.found = found
+        self.is_in_block = is_in_block

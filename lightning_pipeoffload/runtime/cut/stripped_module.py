@@ -1,0 +1,94 @@
+"""The user's module while it is probed: shapes for parameters, copies for buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, is_written
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.written_state import REGISTRIES
+
+
+class StrippedModule:
+    """What stands in a module's places, and what of it the step writes and autograd saves.
+
+    Who strips a module sets its places back.
+
+    Args:
+        module: the user's.
+        device: on which it seems to be.
+        weights: gets to know its parameters.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, weights: WeightWatch) -> None:
+        self._module = module
+        self._device = device
+        self._weights = weights
+        self._buffers: list[tuple[Slot, Tensor, Tensor]] = []
+        self._names: dict[int, str] = {}
+        self._saved: set[int] = set()
+
+    def strip(self) -> None:
+        """Put shape-only tensors in the place of parameters, copies in that of buffers."""
+        for slot in find_slots(self._module):
+            if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
+                self._copy_buffer(slot, slot.tensor)
+                continue
+            trains = slot.tensor.requires_grad
+            stand_in = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
+            slot.module.__dict__[slot.kind][slot.attribute] = stand_in
+            if slot.kind == "_parameters":
+                self._weights.add(stand_in, slot.name)
+
+    def _copy_buffer(self, slot: Slot, value: Tensor) -> None:
+        device = torch.device("meta") if value.is_meta else self._device
+        copied = value.detach().to(device, copy=True)
+        slot.module.__dict__[slot.kind][slot.attribute] = copied
+        self._buffers.append((slot, copied, value))
+        self._names[memory_of(copied)] = slot.name
+
+    def buffer_name(self, tensor: Tensor) -> str | None:
+        """Return the name of the buffer whose memory a tensor has; None of what has none."""
+        return self._names.get(memory_of(tensor))
+
+    def note_saved(self, tensor: Tensor) -> Tensor:
+        """Know that a backward reads ``tensor``, which is returned."""
+        if not isinstance(tensor, ShapeOnly):
+            self._saved.add(memory_of(tensor))
+        return tensor
+
+    def find_saved_attributes(self) -> Iterator[Attribute]:
+        """Yield the attributes with tensors that a backward reads, beside buffers."""
+        for part in self._module.modules():
+            for name, value in vars(part).items():
+                if name not in REGISTRIES and any(
+                    memory_of(tensor) in self._saved for tensor in tensors_in(value)
+                ):
+                    yield part, name
+
+    def find_written(self, result: Probe) -> None:
+        """Put down which buffers the step has written, and from what."""
+        written = [
+            slot
+            for slot, tensor, value in self._buffers
+            if slot.tensor is not tensor or is_written(tensor, value)
+        ]
+        for slot in written:
+            if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "birth"):
+                result.segments[slot.name].add(slot.tensor.birth.segment)
+        common = [slot for slot in written if not result.segments.get(slot.name)]
+        result.written = {slot.name for slot in common}
+        result.written_in_place = {(slot.module, slot.attribute) for slot in common}
+        result.saved_and_written = {
+            (slot.module, slot.attribute)
+            for slot, tensor, value in self._buffers
+            if memory_of(tensor) in self._saved
+            and (result.segments.get(slot.name) or is_written(tensor, value))
+        }
