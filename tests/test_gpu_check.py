@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from examples.benchmarks import gpu_check, gpu_parts
+from examples.benchmarks import gpu_check, gpu_fits, gpu_hops, gpu_pair, gpu_part, gpu_parts
 from examples.benchmarks.gpu_check import PARTS, Part
+from tests.support.forks import fork
 
 CPU = torch.device("cpu")
+ALONE = [
+    gpu_parts.exactness, gpu_parts.late_copies, gpu_parts.host_waits, gpu_parts.casts,
+    gpu_parts.live_bytes, gpu_parts.split, gpu_parts.offload, gpu_hops.held_multiprocessors,
+    gpu_hops.hops_of_threads, gpu_fits.host_waits_of_a_trainer, gpu_fits.fits,
+]  # fmt: skip
+IN_PAIRS = [gpu_hops.hops_of_processes, gpu_fits.two_processes, gpu_fits.blame]
 
 
 def test_without_an_accelerator_it_says_so(monkeypatch, capsys):
@@ -20,14 +29,42 @@ def test_without_an_accelerator_it_says_so(monkeypatch, capsys):
     assert "no accelerator" in capsys.readouterr().out
 
 
-def test_every_part_is_there_and_they_end_in_time():
-    assert all(callable(getattr(gpu_parts, part.name)) for part in PARTS)
+def test_every_part_is_tried_here_and_they_end_in_time():
+    assert {part.function for part in PARTS} == {*ALONE, *IN_PAIRS}
     assert gpu_check._ALL_SECONDS <= 480
+    assert all(part.seconds <= 90 for part in PARTS)
 
 
-@pytest.mark.parametrize("name", ["exactness", "late_copies", "host_waits", "held_multiprocessors"])
-def test_a_part_runs(name):
-    assert list(getattr(gpu_parts, name)(CPU))
+@pytest.mark.parametrize("part", ALONE, ids=lambda part: part.__name__)
+def test_a_part_runs(part):
+    assert list(part(CPU))
+
+
+def run_quickly(file, arguments, environment):
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    gpu_part.main(arguments)
+
+
+@pytest.mark.parametrize("part", IN_PAIRS, ids=lambda part: part.__name__)
+def test_a_part_of_two_processes_runs(part, monkeypatch, tmp_path):
+    def start(command, env, **options):
+        file = tmp_path / f"{env['NODE_RANK']}_{len([*tmp_path.iterdir()])}"
+        process = fork(run_quickly, str(file), command[3:], env)
+
+        def communicate():
+            process.join()
+            return file.read_text(), None
+
+        return SimpleNamespace(communicate=communicate)
+
+    monkeypatch.setattr(gpu_pair.subprocess, "Popen", start)
+    assert list(part(CPU))
+
+
+def a_part(device):
+    yield from ()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +85,7 @@ def test_rows_come_and_are_kept_whatever_becomes_of_a_part(
         lambda command, **options: popen([*command[:3], sys.executable, "-c", code], **options),
     )
     file = tmp_path / "rows.md"
-    assert gpu_check.check([Part("a_part", 1)], file) is is_well
+    assert gpu_check.check([Part(a_part, 1)], file) is is_well
     found = [line.split("|")[2].strip() for line in file.read_text().splitlines()]
     assert [row.split(" after")[0].split(" in ")[0] for row in found] == [
         row.split(" after")[0].split(" in ")[0] for row in rows

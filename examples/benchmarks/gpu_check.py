@@ -2,10 +2,10 @@
 
     make gpu PYTHON=python3        (or: python -m examples.benchmarks.gpu_check)
 
-Each part (``gpu_parts.py``) is a process of its own with a limit of its own, so that one that hangs
-or kills the device's context takes nothing from the others. A row is printed and appended to the
-file as it comes. Without an accelerator this says so and ends with status 2; if a part has failed,
-or did not come to its end, with status 1.
+Each part (``gpu_parts.py``, ``gpu_fits.py``, ``gpu_hops.py``) is a process of its own with a limit
+of its own, so that one that hangs or kills the device's context takes nothing from the others. A
+row is printed and appended to the file as it comes. Without an accelerator this says so and ends
+with status 2; if a part has failed, or did not come to its end, with status 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from examples.benchmarks import gpu_parts
+from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts
+from examples.benchmarks.gpu_part import ROW, Function, command_of
 
 _ALL_SECONDS = 480.0
 
@@ -32,29 +33,37 @@ class Part:
     """One part of the check.
 
     Attributes:
-        name: of a function in ``gpu_parts.py``.
+        function: of a device; yields what it has found.
         seconds: it may take.
         environment: beside this process's own.
     """
 
-    name: str
+    function: Function
     seconds: float
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """For the rows."""
+        return self.function.__name__
+
 
 PARTS = [
-    Part("exactness", 45),
-    Part("late_copies", 40),
-    Part("late_copies", 50, {"TORCH_CUDA_SANITIZER": "1"}),
-    Part("host_waits", 25),
-    Part("host_waits_of_a_trainer", 30),
-    Part("live_bytes", 50),
-    Part("held_multiprocessors", 30),
-    Part("split", 30),
-    Part("fits", 50),
-    Part("two_processes", 50),
-    Part("blame", 40),
-    Part("offload", 90),
+    Part(gpu_parts.exactness, 45),
+    Part(gpu_parts.late_copies, 40),
+    Part(gpu_parts.late_copies, 50, {"TORCH_CUDA_SANITIZER": "1"}),
+    Part(gpu_parts.host_waits, 25),
+    Part(gpu_fits.host_waits_of_a_trainer, 30),
+    Part(gpu_parts.casts, 30),
+    Part(gpu_parts.live_bytes, 40),
+    Part(gpu_hops.hops_of_threads, 25),
+    Part(gpu_hops.held_multiprocessors, 30),
+    Part(gpu_parts.split, 30),
+    Part(gpu_fits.fits, 50),
+    Part(gpu_fits.two_processes, 50),
+    Part(gpu_hops.hops_of_processes, 30),
+    Part(gpu_fits.blame, 50),
+    Part(gpu_parts.offload, 90),
 ]
 
 
@@ -65,11 +74,10 @@ def run_part(part: Part, seconds: float) -> Iterator[str]:
         part: to run.
         seconds: after which it is killed.
     """
-    command = [sys.executable, "-m", gpu_parts.__name__, part.name]
     environment = {**os.environ, **part.environment}
     started = time.monotonic()
     with subprocess.Popen(
-        ["timeout", "--signal=KILL", f"{seconds:.0f}", *command],
+        ["timeout", "--signal=KILL", f"{seconds:.0f}", *command_of(part.function)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,8 +86,8 @@ def run_part(part: Part, seconds: float) -> Iterator[str]:
         assert process.stdout is not None
         said: list[str] = []
         for line in process.stdout:
-            if line.startswith(gpu_parts.ROW):
-                yield _row(part, line.removeprefix(gpu_parts.ROW).strip())
+            if line.startswith(ROW):
+                yield _row(part, line.removeprefix(ROW).strip())
             else:
                 said = [*said[-19:], line]
     took = time.monotonic() - started

@@ -152,10 +152,16 @@ HEADER = (
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of one size, in Markdown."""
+    for line in cells(lines):
+        yield f"| {' | '.join(line)} |"
+
+
+def cells(lines: Sequence[Line]) -> Iterator[list[str]]:
+    """Yield what stands below each word of the header, for each line of one size."""
     plain = [line.step_seconds for line in lines if line.variant == Variant("uniform")]
     usual = [line.planned_peak for line in lines if line.variant == VARIANTS[-1]]
     for line in lines:
-        cells = [
+        yield [
             str(line.size.hidden),
             str(line.size.sequence),
             line.variant.name,
@@ -172,7 +178,6 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             f"{line.allocated / 2**30:.2f}",
             f"{line.host_peak / 2**30:.3f}",
         ]
-        yield f"| {' | '.join(cells)} |"
 
 
 def _ratio(value: float | None, of: Sequence[float | None]) -> str:
