@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class BatchBackward:
         group: the pipeline's processes.
 
     Attributes:
-        zero_grad: Lightning's for the next batch; None where gradients add up to what there is.
+        adds_up: whether the next batch's gradients add up to what there is.
     """
 
     def __init__(
@@ -42,13 +42,26 @@ class BatchBackward:
         self._group = group
         self._scaler = scaler_of(precision)
         self._is_summed = False
-        self.zero_grad: Callable[[], None] | None = None
+        self._zero_grad: Callable[[], None] | None = None
+        self.adds_up = True
 
-    def start(self) -> None:
-        """Do what Lightning does between a training step and its backward."""
-        if self.zero_grad is not None:
-            self.zero_grad()
-        results = self._run.executor.results
+    def expect(self, zero_grad: Callable[[], None] | None) -> None:
+        """Before a batch.
+
+        Args:
+            zero_grad: how Lightning sets gradients to zero; None where it does not.
+        """
+        self._zero_grad = zero_grad
+        self.adds_up = zero_grad is None
+
+    def start(self, results: Sequence[Any]) -> None:
+        """Do what Lightning does between a training step and its backward.
+
+        Args:
+            results: of the microbatches' steps, as far as there are any on this rank.
+        """
+        if self._zero_grad is not None:
+            self._zero_grad()
         self._precision.pre_backward(self._loss_of(results[-1] if results else None), self._module)
         if self._is_summed:
             self._group.part_shared_gradients()

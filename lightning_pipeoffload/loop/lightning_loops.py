@@ -50,7 +50,7 @@ class PipelineOptimization(_AutomaticOptimization):
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
         zero_grad = super()._make_zero_grad_fn(batch_idx, optimizer)
-        self.trainer.strategy.backward_of_batch.zero_grad = zero_grad  # type: ignore[attr-defined]
+        self.trainer.strategy.backward_of_batch.expect(zero_grad)  # type: ignore[attr-defined]
         return None
 
     @override

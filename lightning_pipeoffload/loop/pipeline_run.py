@@ -25,7 +25,7 @@ from lightning_pipeoffload.planning.report_text import (
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
@@ -171,7 +171,7 @@ class PipelineRun:
         inputs: StepInputs,
         microbatches: list[Microbatch],
         accumulation: Accumulation,
-        before_backward: Callable[[], None],
+        before_backward: BeforeBackward,
     ) -> StepOutput:
         """Run all forwards of a batch, and its backwards now or with the batches that follow.
 
@@ -179,7 +179,8 @@ class PipelineRun:
             inputs: the batch.
             microbatches: of it.
             accumulation: whose gradients its own are added to.
-            before_backward: called before the first backward, or at the end.
+            before_backward: called before the first backward, or at the end, with what steps have
+                returned by then.
         """
         if not self._training.goes_on(accumulation):
             if self._training.costs is None and self.measurements.suffice:

@@ -73,7 +73,7 @@ class StepHooks(RunSetup):
         num_batches = self._trainer.accumulate_grad_batches
         return Accumulation(
             num_batches,
-            is_first=self.backward_of_batch.zero_grad is not None,
+            is_first=not self.backward_of_batch.adds_up,
             is_last=not self._steps_later,
             watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -98,14 +98,13 @@ class JoinedRun:
         """Whether the plan has no more batches."""
         return self._num_batches == len(self._ends)
 
-    def run(
-        self, microbatches: Sequence[Microbatch], before_backward: Callable[[], None]
-    ) -> list[Any]:
+    def run(self, microbatches: Sequence[Microbatch], before_backward: BeforeBackward) -> list[Any]:
         """Run all forwards of the next batch, and what else the plan has until then.
 
         Args:
             microbatches: of the batch; those that it lacks drop out of the plan.
-            before_backward: called once, before the first backward if there is one.
+            before_backward: called once, before the first backward if there is one, with what
+                steps have returned by then.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
@@ -117,12 +116,12 @@ class JoinedRun:
         self._num_batches += 1
         pending = [before_backward]
 
-        def once() -> None:
-            pending.pop()()
+        def once(results: list[Any]) -> None:
+            pending.pop()(results)
 
         results = self._executor.go_on(self._take(end), microbatches, once)
         if pending:
-            once()
+            once(results)
         return results
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from lightning_pipeoffload.planning.memory_plan import (
     plan_by_costs,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -128,13 +128,14 @@ class TrainingPlan:
             self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self._executor)
 
     def execution(
-        self, microbatches: list[Microbatch], before_backward: Callable[[], None]
+        self, microbatches: list[Microbatch], before_backward: BeforeBackward
     ) -> Callable[[], list[Any]]:
         """Return what runs a batch by the plan under way, or by one of its own.
 
         Args:
             microbatches: of the batch.
-            before_backward: called before the first backward, or at the end.
+            before_backward: called before the first backward, or at the end, with what steps have
+                returned by then.
         """
         if self._open is not None:
             return partial(self._open.run, microbatches, before_backward)

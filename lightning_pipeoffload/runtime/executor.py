@@ -30,6 +30,9 @@ from lightning_pipeoffload.schedule.messages import (
 _BACKWARD = {Kind.B, Kind.BW}
 
 
+BeforeBackward = Callable[[list[Any]], None]
+
+
 class Executor:
     """One rank of a pipeline.
 
@@ -86,14 +89,14 @@ class Executor:
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        before_backward: Callable[[], None] | None = None,
+        before_backward: BeforeBackward | None = None,
     ) -> list[Any]:
         """Execute the rank's actions.
 
         Args:
             plan: lowered; one without backwards evaluates.
             microbatches: of the batch.
-            before_backward: called once, before the first backward.
+            before_backward: called once, before the first backward, with what steps have returned.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
@@ -107,7 +110,7 @@ class Executor:
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        before_backward: Callable[[], None] | None = None,
+        before_backward: BeforeBackward | None = None,
     ) -> Iterator[Action]:
         """Execute action by action; yields each before it runs, so that ranks can take turns."""
         self.begin(plan)
@@ -134,14 +137,14 @@ class Executor:
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        before_backward: Callable[[], None] | None = None,
+        before_backward: BeforeBackward | None = None,
     ) -> list[Any]:
         """Execute the next of the rank's actions.
 
         Args:
             actions: to execute.
             microbatches: which they need for the first time.
-            before_backward: called once, before the first backward.
+            before_backward: called once, before the first backward, with what steps have returned.
 
         Returns:
             What the user's step returned for each of these microbatches; empty without the last
@@ -169,7 +172,7 @@ class Executor:
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        before_backward: Callable[[], None] | None,
+        before_backward: BeforeBackward | None,
     ) -> Iterator[Action]:
         self._results.clear()
         self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
@@ -179,7 +182,7 @@ class Executor:
             yield action
             self.current = action
             if before_backward is not None and action.kind in _BACKWARD:
-                before_backward()
+                before_backward(self.results)
                 before_backward = None
             self._handlers[action.kind](action)
         self.current = None

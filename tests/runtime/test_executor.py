@@ -192,8 +192,9 @@ def test_before_backward_is_called_once_and_before_the_first_backward():
     pipeline.run(torch.randn(2, 4), 1)
     executor, rank, seen = pipeline.executors[0], pipeline.ranks[0], []
     microbatches = rank.make_microbatches(torch.randn(2, 4), 1, rank.module.step, "train", 0)
-    executor.run(pipeline.plan, microbatches, lambda: seen.append(executor.current))
-    assert seen == [Action(Kind.BW, 0, 0)]
+    look = lambda results: seen.append((executor.current, len(results)))  # noqa: E731
+    executor.run(pipeline.plan, microbatches, look)
+    assert seen == [(Action(Kind.BW, 0, 0), 1)]
 
 
 def test_times_of_every_compute_action_are_kept():
