@@ -22,8 +22,9 @@ from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Ima
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
 from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
-from lightning_pipeoffload.runtime.users_code.written_state import REGISTRIES, Space, Variable
+from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
 
 _MOST_PROBES = 64
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, private_copy
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.random_sources import (
     Source,
     forget_readings,
@@ -30,7 +31,6 @@ from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
 
 _Values = dict[str, Any]
 
-_REGISTRIES = frozenset(nn.Module().__dict__)
 _GONE = object()
 _COUNTS = (int, float, complex, Tensor)
 
@@ -62,7 +62,7 @@ class StepWrites:
     def expect(self, attributes: Iterable[Attribute]) -> None:
         """Learn whose values the step changes in place, which are copied for each stage."""
         # A copy of a registry would come in its place, for good, with copies of all its buffers.
-        self._in_place.update(place for place in attributes if place[1] not in _REGISTRIES)
+        self._in_place.update(place for place in attributes if place[1] not in REGISTRIES)
 
     def expect_sources(self, sources: Iterable[Source]) -> None:
         """Learn what goes on in a step, and so has a state for each stage."""
@@ -131,7 +131,7 @@ class StepWrites:
         attributes, buffers = [], []
         for child in self._modules:
             space = child.__dict__
-            attributes.append({n: value for n, value in space.items() if n not in _REGISTRIES})
+            attributes.append({n: value for n, value in space.items() if n not in REGISTRIES})
             found = space["_buffers"].items()
             buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
         return attributes + buffers

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pipeoffload.runtime.users_code.source_kinds import Parts, SourceKind
 
 _OURS = Path(__file__).parents[2]
-_REGISTRIES = frozenset(nn.Module().__dict__)
+REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
 class Namespace(NamedTuple):
@@ -40,7 +40,7 @@ class Namespace(NamedTuple):
 
     def variables(self) -> dict[str, Any]:
         """Return what the user has put there, by name."""
-        ignored = frozenset() if self.is_shared else _REGISTRIES
+        ignored = frozenset() if self.is_shared else REGISTRIES
         return {
             name: value
             for name, value in vars(self.owner).items()

@@ -24,9 +24,8 @@ from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     parts_of,
     refill,
 )
-from lightning_pipeoffload.runtime.users_code.namespaces import is_users
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, is_users
 
-REGISTRIES = frozenset(nn.Module().__dict__)
 _LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
 _NO_OBJECTS = (*_DEFINITIONS, nn.Module, Tensor, Enum)
