@@ -61,7 +61,7 @@ PARTS = [
     Part(gpu_parts.split, 30),
     Part(gpu_fits.fits, 50),
     Part(gpu_fits.two_processes, 50),
-    Part(gpu_hops.hops_of_processes, 30),
+    Part(gpu_hops.hops_of_processes, 45),
     Part(gpu_fits.blame, 50),
     Part(gpu_parts.offload, 90),
 ]
