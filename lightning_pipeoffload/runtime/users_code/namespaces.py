@@ -62,7 +62,7 @@ def namespaces(module: nn.Module) -> Iterator[Namespace]:
     classes = {cls for child in module.modules() for cls in type(child).__mro__}
     own = [cls for cls in classes if is_users(cls.__module__)]
     yield from (Namespace(cls, cls.__qualname__) for cls in own)
-    for python_module in _reachable({cls.__module__ for cls in own}):
+    for python_module in reachable({cls.__module__ for cls in own}):
         yield Namespace(python_module, python_module.__name__)
 
 
@@ -80,8 +80,8 @@ def is_users(name: str) -> bool:
                 or _OURS in path.parents)  # fmt: skip
 
 
-def _reachable(names: set[str]) -> list[ModuleType]:
-    """Return Python modules, and those of the user's from which they have something."""
+def reachable(names: set[str]) -> list[ModuleType]:
+    """Return the user's of these Python modules, and those from which they have something."""
     found: dict[str, ModuleType] = {}
     left = sorted(names)
     while left:

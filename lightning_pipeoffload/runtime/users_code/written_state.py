@@ -24,7 +24,7 @@ from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     parts_of,
     refill,
 )
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, is_users
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, is_users, reachable
 
 _LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
@@ -90,9 +90,10 @@ def spaces_of(module: nn.Module) -> list[Space]:
     spaces = []
     for path, child in module.named_modules():
         spaces += [Space(child, path), Space(child, path, is_buffers=True)]
-    for kind in {kind for child in module.modules() for kind in type(child).__mro__}:
-        if not _is_library(kind.__module__):
-            spaces += [Space(kind, kind.__qualname__), *_globals_around(kind)]
+    classes = {kind for child in module.modules() for kind in type(child).__mro__}
+    own = [kind for kind in classes if not _is_library(kind.__module__)]
+    spaces += [Space(kind, kind.__qualname__) for kind in own]
+    spaces += [Space(place, place.__name__) for place in _python_modules_of(own)]
     found = {space.key: space for space in spaces}
     left = deque(found.values())
     while left:  # objects in objects
@@ -127,16 +128,14 @@ def _is_library(name: str) -> bool:
     return name.partition(".")[0] in _LIBRARIES
 
 
-def _globals_around(kind: type[Any]) -> Iterator[Space]:
-    """Yield the Python module of a class, and what that one has imported of the user's."""
-    home = sys.modules.get(kind.__module__)
-    if home is None:
-        return
-    imported = [value for value in vars(home).values() if isinstance(value, ModuleType)]
-    users = (place for place in imported if is_users(place.__name__))
-    for place in (home, *users):
-        if not _is_library(place.__name__):
-            yield Space(place, place.__name__)
+def _python_modules_of(kinds: Iterable[type[Any]]) -> list[ModuleType]:
+    """List the Python modules of classes, and those of the user's that their code may write."""
+    homes = [sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules]
+    names = {home.__name__ for home in homes}
+    for home in homes:
+        names |= {value.__name__ for value in vars(home).values() if isinstance(value, ModuleType)}
+    found = dict.fromkeys((*homes, *reachable(names)))
+    return [place for place in found if not _is_library(place.__name__)]
 
 
 @dataclass(frozen=True, eq=False)

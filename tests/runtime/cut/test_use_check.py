@@ -1,5 +1,7 @@
 """What a step keeps for the next one: on every stage that reads it, or refused by name."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -265,3 +267,32 @@ def counts_in_an_object(m, x):
 def test_what_every_stage_counts_in_an_object_is_exact():
     module = sharing(lambda block, x: x, counts_in_an_object)
     assert_exact(module, torch.randn(6, 4).double())
+
+
+KEEPS_A_COUNT = """
+count = 0
+def bump():
+    global count
+    count += 1
+def scale():
+    return 1.0 + count
+"""
+IMPORTS_BY_NAME = """
+from keeps_a_count import bump, scale
+from tests.runtime.cut.test_step_refusals import Step, loss_of, through
+class Counts(Step):
+    pass
+def count_up(m, x):
+    loss = loss_of(m, through(m.blocks, m.embed(x) * scale()))
+    bump()
+    return loss
+"""
+
+
+def test_a_python_module_is_watched_of_which_only_functions_are_imported(tmp_path, monkeypatch):
+    (tmp_path / "keeps_a_count.py").write_text(KEEPS_A_COUNT)
+    (tmp_path / "imports_by_name.py").write_text(IMPORTS_BY_NAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("imports_by_name")
+    message = refusal(own.Counts(own.count_up).double())
+    assert message.startswith("keeps_a_count.count is written")
