@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import lightning as L
 import pytest
@@ -179,3 +181,12 @@ def test_metrics_are_on_the_device_from_the_start():
     strategy.model_to_device()
     module = strategy.lightning_module
     assert (module.mean.mean_value.device.type, module.layer.weight.device.type) == ("meta", "cpu")
+
+
+def test_nothing_of_a_fit_is_left_when_nobody_has_it():
+    trainer = L.Trainer(**fits.SILENT, max_steps=2, strategy=PipeOffloadStrategy())
+    trainer.fit(fits.Net(), fits.loader())
+    group = weakref.ref(trainer.strategy.group)  # whose connections have threads
+    del trainer
+    gc.collect()
+    assert group() is None

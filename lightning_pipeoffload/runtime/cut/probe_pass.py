@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
@@ -97,7 +96,7 @@ class ProbePass:
         watched = (
             self.chain.running(self),
             self._weights.seeing_new(module),
-            saved_tensors_hooks(self._stripped.note_saved, _itself),
+            self._stripped.noting_saved(),
             observing(self._observe),
             dropping_writes(self._drop),
             imagining_values(self._imagine),
@@ -195,10 +194,6 @@ class ProbePass:
         self._look(Draw(self.segment, is_in_block=False))
         self.result.made = self.watch.made()
         self.result.sized_in = self.sizes.last
-
-
-def _itself(saved: Any) -> Any:
-    return saved
 
 
 class BlockReached(BaseException):

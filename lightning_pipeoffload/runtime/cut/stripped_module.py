@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
@@ -58,11 +60,21 @@ class StrippedModule:
         """Return the name of the buffer whose memory a tensor has; None of what has none."""
         return self._names.get(memory_of(tensor))
 
-    def note_saved(self, tensor: Tensor) -> Tensor:
-        """Know that a backward reads ``tensor``, which is returned."""
-        if not isinstance(tensor, ShapeOnly):
-            self._saved.add(memory_of(tensor))
-        return tensor
+    def noting_saved(self) -> AbstractContextManager[None]:
+        """Know what backwards read, from now on.
+
+        Autograd holds the hooks and what they return for as long as it holds a graph, where Python
+        finds no circle: so they know the addresses alone, and nothing has a graph by them.
+        """
+        saved = self._saved
+
+        def note(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, ShapeOnly):
+                return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
+            saved.add(memory_of(tensor))
+            return tensor.detach()
+
+        return saved_tensors_hooks(note, _itself)
 
     def find_saved_attributes(self) -> Iterator[Attribute]:
         """Yield the attributes with tensors that a backward reads, beside buffers."""
@@ -92,3 +104,7 @@ class StrippedModule:
             if memory_of(tensor) in self._saved
             and (result.segments.get(slot.name) or is_written(tensor, value))
         }
+
+
+def _itself(saved: Tensor) -> Tensor:
+    return saved
