@@ -183,10 +183,14 @@ def test_metrics_are_on_the_device_from_the_start():
     assert (module.mean.mean_value.device.type, module.layer.weight.device.type) == ("meta", "cpu")
 
 
-def test_nothing_of_a_fit_is_left_when_nobody_has_it():
+def _group_of_a_fit():
     trainer = L.Trainer(**fits.SILENT, max_steps=2, strategy=PipeOffloadStrategy())
     trainer.fit(fits.Net(), fits.loader())
-    group = weakref.ref(trainer.strategy.group)  # whose connections have threads
-    del trainer
+    return weakref.ref(trainer.strategy.group)  # whose connections have threads
+
+
+def test_nothing_of_a_fit_is_left_when_nobody_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    group = _group_of_a_fit()
     gc.collect()
     assert group() is None
