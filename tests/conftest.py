@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,3 +23,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _an_environment_of_its_own() -> Iterator[None]:
+    """Take back what a fit leaves: whoever inherits LOCAL_RANK believes that others start ranks."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -3,7 +3,6 @@
 The commands in the headers of the examples are tried in ``test_examples``.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -45,16 +44,11 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         assert (tmp_path / picture).stat().st_size > 0
 
 
-# What a fit in this process leaves: whoever inherits it believes that others start processes.
-OF_A_FIT = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-
-
 @pytest.mark.parametrize("line", commands("pipeoffload-train"))
 def test_a_training_runs(line, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "lightning_pipeoffload.train", *shlex.split(line), *SMALL],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name not in OF_A_FIT},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

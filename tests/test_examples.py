@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_pipeoffload.processes.free_port import free_port
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
     "own_gpt": "--steps 2 --width 16 --context 8 --batch-size 8",
@@ -63,7 +65,8 @@ def test_the_commands_in_the_header_are_accepted(name):
     assert [vars(example.read_arguments(shlex.split(line))) for line in commands]
 
 
-def test_strategies_are_compared_on_the_same_batches(tmp_path, capfd):
+def test_strategies_are_compared_on_the_same_batches(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning's own may be taken meanwhile
     example = load("compare_strategies")
     sizes = "--accelerator cpu --steps 4 --width 16 --depth 4 --context 8 --batch-size 8"
     line = [*sizes.split(), "--picture", str(tmp_path / "compared.png"), "--rows", *COMPARED]

@@ -5,6 +5,7 @@ That is either when each is done, or when one has failed.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from typing_extensions import override
 
+from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.processes.siblings import signing_as_launcher
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import explain_foreign
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
@@ -107,6 +109,7 @@ class JointLauncher(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         if self.num_processes > 1:
             _refuse_without_script(self.num_processes)
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
         super()._call_children_scripts()
         self.started.extend(self.procs)
 

@@ -23,7 +23,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
+    HashStore,
+    Store,
+)
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -145,7 +148,10 @@ class PipelineProcesses(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if self.world_size == 1:
+            options["store"] = HashStore()  # a rank alone meets nobody, and needs no port for that
+        _init_dist_connection(self.cluster_environment, backend, **options)
         if self._group is not None and self._has_broken_off:
             self._group.renew()
         self._has_broken_off = False

@@ -138,8 +138,9 @@ def describe_optimizers(
     for i, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
         described[f"optimizer {i}"] = type(optimizer).__qualname__
         for j, (group, members) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            for name in group.keys() - {"params", "param_names"}:
-                described[f"{name} in group {j} of optimizer {i}"] = _described(group[name])
+            for name, value in group.items():
+                if name not in ("params", "param_names"):
+                    described[f"{name} in group {j} of optimizer {i}"] = _described(value)
             described |= {f"the group of {name}": f"{j} of optimizer {i}" for name in members}
     for i, config in enumerate(schedulers):
         kind = type(config.scheduler).__qualname__

@@ -27,7 +27,6 @@ def make_trainer():
 
 @pytest.mark.parametrize("missing", NODE)
 def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, missing):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # which a fit before it leaves
     for name, value in NODE.items():
         monkeypatch.setenv(name, value)
     make_trainer()
@@ -72,7 +71,6 @@ def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "-", "-c"])
 def test_a_script_that_is_no_file_starts_no_processes(monkeypatch, name):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}

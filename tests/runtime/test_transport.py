@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.runtime import transport as transport_module
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure import hop_speed
@@ -33,7 +34,6 @@ from lightning_pipeoffload.runtime.transport import (
 )
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
-from tests.support.free_port import free_port
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import Outcome, Regression, assert_same, run_plain
 

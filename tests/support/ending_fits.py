@@ -14,9 +14,9 @@ from typing import Any
 import lightning as L
 
 from lightning_pipeoffload.processes import failure_board
+from lightning_pipeoffload.processes.free_port import free_port
 from tests.support import fits
 from tests.support.forks import fork
-from tests.support.free_port import free_port
 
 # A machine that runs tests may stand still for minutes.
 _PATIENCE_SECONDS = 500.0

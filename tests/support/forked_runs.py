@@ -17,8 +17,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightning_pipeoffload.processes.free_port import free_port
 from tests.support.forks import FORKS, fork
-from tests.support.free_port import free_port
 
 # A machine that runs tests may stand still for minutes.
 _PATIENCE_SECONDS = 1000.0

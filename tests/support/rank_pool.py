@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_pipeoffload.processes.free_port import free_port
 from tests.support.forks import FORKS, fork
-from tests.support.free_port import free_port
 
 # A machine that runs tests may stand still for minutes; who never answers is a defect all the same.
 _PATIENCE_SECONDS = 1000.0

@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning as L
 
+from lightning_pipeoffload.processes.free_port import free_port
 from tests.support import fits
 from tests.support.ending_fits import run_both
-from tests.support.free_port import free_port
 
 NUM_STEPS = 10
 _PATIENCE_SECONDS = 500
