@@ -26,7 +26,6 @@ from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
-from lightning_pipeoffload.planning.settings import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -40,6 +39,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     with_copy_ratio,
 )
+from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -1,5 +1,6 @@
 import json
 import runpy
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -9,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from lightning_pipeoffload.cli import configuration
 from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
-from lightning_pipeoffload.planning.settings import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 
 def plan_config(*overrides):
@@ -274,6 +275,23 @@ def test_it_runs_as_a_module(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "lightning_pipeoffload.plan")
     runpy.run_module("lightning_pipeoffload.plan", run_name="__main__", alter_sys=True)
     assert json.loads(capsys.readouterr().out)["makespan"] == 27
+
+
+WITHOUT_TORCH = """
+import sys
+import pipeoffload_plan
+pipeoffload_plan.main()
+print({"torch", "lightning"} & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_the_script_waits_for_no_torch(tmp_path):
+    arguments = ["schedule=zb_v", "num_ranks=4", "num_microbatches=8", f"picture={tmp_path}/p.svg"]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments, "format=json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.strip() == "set()"
+    assert json.loads(done.stdout)["schedule"] == "zb_v"
+    assert (tmp_path / "p.svg").is_file()
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])

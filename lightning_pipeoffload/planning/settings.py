@@ -29,10 +29,10 @@ from lightning_pipeoffload.schedule import (
     accept,
     build,
 )
+from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
-DEFAULT_SCHEDULE = "zb_h1"
 _NOT_BUILT = {
     "data_parallel_size": 1,
     "optimizer_sync": "auto",

@@ -28,6 +28,10 @@ from .validate import validate
 __all__ = ["SCHEDULES", "Recipe", "accept", "build"]
 
 log = logging.getLogger(__name__)
+
+DEFAULT_SCHEDULE = "zb_h1"
+"""What ``schedule="auto"`` stands for: as much memory as 1F1B, and a third of its bubble."""
+
 _MANY_PASSES = 100_000
 
 
