@@ -11,8 +11,9 @@ Its bases answer Lightning, each for one subject::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class PipeOffloadStrategy(StepHooks):
     Args:
         pipeline_parallel_size: ranks of one pipeline; "auto": all devices.
         data_parallel_size: replicas of the pipeline. Not built yet.
+        rank_order: which ranks are neighbours: of one pipeline, or of one stage. Not built yet.
+        sharding: what replicas share out among them. Not built yet.
         num_microbatches: slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
@@ -66,6 +69,9 @@ class PipeOffloadStrategy(StepHooks):
         microbatch_weight: weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
         optimizer_sync: when ranks agree on the gradient's norm. Not built yet.
+        compile: compiles each class of block. Not built yet.
+        solver_seconds: for a plan by a solver. Not built yet.
+        plan_cache: folder of the plans that were found. Not built yet.
         save_distributed_checkpoint: write a checkpoint as a folder, each rank what it owns, instead
             of as one file from global rank 0. Either is read whatever this is.
         process_group_backend: of ``torch.distributed``; None: gloo on CPU, nccl on CUDA.
@@ -86,6 +92,8 @@ class PipeOffloadStrategy(StepHooks):
         self,
         pipeline_parallel_size: int | str = "auto",
         data_parallel_size: int = 1,
+        rank_order: str = "pipeline_inner",
+        sharding: str = "none",
         num_microbatches: int | str = "auto",
         num_chunks: int | str = "auto",
         schedule: ScheduleLike = "auto",
@@ -97,6 +105,9 @@ class PipeOffloadStrategy(StepHooks):
         split: str | Sequence[int] = "auto",
         microbatch_weight: str | Callable[[Any], float] = "samples",
         optimizer_sync: str = "auto",
+        compile: bool | Mapping[str, Any] = False,
+        solver_seconds: float = 60.0,
+        plan_cache: str | PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -111,7 +122,12 @@ class PipeOffloadStrategy(StepHooks):
         )
         refuse_unbuilt(
             data_parallel_size=data_parallel_size,
+            rank_order=rank_order,
+            sharding=sharding,
             optimizer_sync=optimizer_sync,
+            compile=compile,
+            solver_seconds=solver_seconds,
+            plan_cache=plan_cache,
         )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
         check_backend(process_group_backend)

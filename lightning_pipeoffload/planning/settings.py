@@ -35,7 +35,12 @@ ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 _NOT_BUILT = {
     "data_parallel_size": 1,
+    "rank_order": "pipeline_inner",
+    "sharding": "none",
     "optimizer_sync": "auto",
+    "compile": False,
+    "solver_seconds": 60.0,
+    "plan_cache": None,
 }
 
 

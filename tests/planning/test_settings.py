@@ -198,7 +198,12 @@ def test_an_unknown_recompute_is_refused():
 
 DEFAULTS = {
     "data_parallel_size": 1,
+    "rank_order": "pipeline_inner",
+    "sharding": "none",
     "optimizer_sync": "auto",
+    "compile": False,
+    "solver_seconds": 60,
+    "plan_cache": None,
 }
 
 
@@ -210,7 +215,12 @@ def test_defaults_of_what_is_not_built_are_accepted():
     ("name", "value"),
     [
         ("data_parallel_size", 2),
+        ("rank_order", "data_inner"),
+        ("sharding", "optimizer"),
         ("optimizer_sync", "barrier"),
+        ("compile", True),
+        ("solver_seconds", 5.0),
+        ("plan_cache", "plans"),
     ],
 )
 def test_what_is_not_built_is_refused(name, value):
