@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.users_code.instance_class import subclass_like
+from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
 from lightning_pipeoffload.runtime.users_code.namespaces import is_users
 from lightning_pipeoffload.runtime.users_code.shared_uses import watching_classes
 from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
-
-_Look = list[tuple[object, int]]
 
 _DEPTH = 2
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
@@ -52,7 +51,7 @@ class WrittenAttributes:
         """Note the attributes that are written inside."""
         return _Watch(self)
 
-    def look(self) -> dict[str, _Look]:
+    def look(self) -> dict[str, Look]:
         """Look at all attributes that may be written for the first time."""
         attributes = vars(self._owner)
         of_classes = {name: vars(cls).get(name) for name, cls in self._of_classes.items()}
@@ -86,16 +85,16 @@ class _Watch:
 
     def __exit__(self, *error: object) -> None:
         for name, after in self._written.look().items():
-            if not _is_same(self._before.get(name, []), after):
+            if not is_same_look(self._before.get(name, []), after):
                 self._written.names.add(name)
 
 
-def _look(value: Any, depth: int = _DEPTH) -> _Look:
-    """Return what tells whether a value is still the same; holds on to it, so that ids stay."""
+def _look(value: Any, depth: int = _DEPTH) -> Look:
+    """Look at a value, its parts and theirs."""
     if isinstance(value, Tensor):
-        return [(value, -1 if value.is_inference() else value._version)]  # private: counts writes
+        return [(value, version_of(value))]
     parts = _parts(value)
-    found: _Look = [(value, len(parts))]
+    found: Look = [(value, len(parts))]
     if depth and len(parts) <= _MOST_PARTS:
         for part in parts:
             found += _look(part, depth - 1)
@@ -112,13 +111,6 @@ def _parts(value: Any) -> Sequence[Any]:
     if isinstance(value, Metric) or not (isinstance(value, _FOREIGN) or callable(value)):
         return list(getattr(value, "__dict__", {}).values())
     return []
-
-
-def _is_same(before: _Look, after: _Look) -> bool:
-    return len(before) == len(after) and all(
-        old is new and old_size == new_size
-        for (old, old_size), (new, new_size) in zip(before, after, strict=True)
-    )
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class ValueTrace(CallCounter):
         for tensor in tensors:
             self._use(tensor)
             if not is_view:
-                self._checkmemory_of(tensor)
+                self._check_memory(tensor)
         for leaf in shape_only_leaves(result):
             if not hasattr(leaf, "birth"):
                 birth = _Birth(self.segment)
@@ -226,7 +226,7 @@ class ValueTrace(CallCounter):
         crossing.used_in = self.segment
         crossing.trains_from = birth.trains_from
 
-    def _checkmemory_of(self, tensor: Any) -> None:
+    def _check_memory(self, tensor: Any) -> None:
         for written, written_in in self._written.get(memory_of(tensor), ()):
             apart_from = _apart_from(tensor, written)
             if apart_from is not None and apart_from < written_in:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
-from lightning_pipeoffload.runtime.users_code.module_snapshot import containers_in, parts_of
+from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
+from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into
 from lightning_pipeoffload.runtime.users_code.shared_uses import (
     instructions,
     watch_again,
@@ -104,7 +105,7 @@ class AttributeUses:
         self._blocks = set(blocks)
         self._variables = list(variables)
         self._place = Draw(0, is_in_block=False)
-        self._seen: list[Any] = []
+        self._seen: list[Look] = []
         self._names = {variable.name for variable in self._variables}
         self._of_holder = {(id(v.space.holder), v.name): Uses(_name(v)) for v in self._variables}
         self._lines: dict[str, str] = {}  # that have written to a name last
@@ -118,7 +119,7 @@ class AttributeUses:
     def watching(self) -> Iterator[None]:
         """Watch what is done with the variables."""
         with torch._C.DisableTorchFunction():  # private: see probe
-            self._seen = [_state(variable.value) for variable in self._variables]
+            self._seen = [_look(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)
         watched = [v.space.holder for v in self._variables if _is_watched_by_class(v.space.holder)]
@@ -199,8 +200,8 @@ class AttributeUses:
     def look(self, place: Draw) -> None:
         """Note what was changed since the last look, which was at the border of another place."""
         for index, variable in enumerate(self._variables):
-            before, now = self._seen[index], _state(watched_value(variable))
-            if not _is_same(before, now):
+            before, now = self._seen[index], _look(watched_value(variable))
+            if not is_same_look(before, now):
                 uses = self._of_holder[id(variable.space.holder), variable.name]
                 uses.is_assigned |= before[0][0] is not now[0][0]
                 uses.write(Use(place, self._lines.get(variable.name, "")))
@@ -255,30 +256,9 @@ def _attribute_taken(frame: FrameType) -> str:
     return str(following.argval)
 
 
-def _state(value: Any) -> list[tuple[Any, Any]]:
-    """Return what tells whether a value is another one, or has other contents."""
-    inside = [(place, parts_of(place)) for place in containers_in(value)]
+def _look(value: Any) -> Look:
+    """Look at a value, at containers in it, and at their tensors."""
+    inside = look_into(value)
     tensors = [part for _, parts in inside for part in parts if isinstance(part, Tensor)]
-    return [(value, _version(value)), *inside, *((tensor, _version(tensor)) for tensor in tensors)]
-
-
-def _version(value: Any) -> int:
-    # Private: the version counts the writes, but not those to what an inference mode has made.
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _is_same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
-    return len(before) == len(now) and all(
-        old is new and _has_same_parts(then, parts)
-        for (old, then), (new, parts) in zip(before, now, strict=True)
-    )
-
-
-def _has_same_parts(before: Any, now: Any) -> bool:
-    if isinstance(before, int):
-        return bool(before == now)
-    return len(before) == len(now) and all(map(_is, before, now))
-
-
-def _is(left: Any, right: Any) -> bool:
-    return left is right
+    own = version_of(value) if isinstance(value, Tensor) else 0
+    return [(value, own), *inside, *((tensor, version_of(tensor)) for tensor in tensors)]

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
 
 _LIBRARIES = {"builtins", "torch", "numpy"}
-
-Look = list[tuple[Any, Any]]
-"""The objects that a microbatch consists of, and what changes when they are written."""
 
 
 def copy_part(value: Any, known: dict[int, Any] | None = None) -> Any:
@@ -40,18 +38,11 @@ def copy_part(value: Any, known: dict[int, Any] | None = None) -> Any:
 
 
 def look_at(value: Any) -> Look:
-    """Look at a microbatch, to see by another look whether it was changed."""
+    """Look at all that a microbatch consists of."""
     if isinstance(value, Tensor):
-        return [(value, (_version(value), value.requires_grad))]
+        return [(value, (version_of(value), value.requires_grad))]
     parts = list(_parts(value))
     return [(value, len(parts)), *(seen for part in parts for seen in look_at(part))]
-
-
-def is_same_look(before: Look, after: Look) -> bool:
-    """Whether nothing was changed in between."""
-    return len(before) == len(after) and all(
-        old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True)
-    )
 
 
 class Trial:
@@ -108,13 +99,8 @@ class CallOnCopies:
     def _write_back(self, copies: dict[int, Any]) -> None:
         for value, _ in look_at(self._part):
             copied = copies.get(id(value))
-            if isinstance(copied, Tensor) and _version(copied):
+            if isinstance(copied, Tensor) and version_of(copied):
                 value.copy_(copied)
-
-
-def _version(tensor: Tensor) -> int:
-    # Private: counts the writes; in inference mode nothing does.
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def without_shared(part: Any, batch: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.users_code.look import Look, Parts
 from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
 
 _DEPTH = 3
@@ -47,10 +48,10 @@ class _Place:
         names = [name for name, copied, value in pairs if is_written(copied, value)]
         if self.attribute is None:
             yield from ((self.owner, name) for name in names)
-        elif names or not self._has_sameparts_of():
+        elif names or not self._has_same_parts():
             yield self.owner, self.attribute
 
-    def _has_sameparts_of(self) -> bool:
+    def _has_same_parts(self) -> bool:
         before, now = parts_of(self.contents), parts_of(self.container)
         copies = {id(copied) for copied in self.copies.values()}
         return len(before) == len(now) and all(
@@ -108,9 +109,9 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(child, name, container, container.copy())
 
 
-def parts_of(container: Any) -> list[Any]:
+def parts_of(container: Any) -> Parts:
     """List the values in a container."""
-    return list(container.values() if isinstance(container, dict) else container)
+    return Parts(container.values() if isinstance(container, dict) else container)
 
 
 def private_copy(value: Any, depth: int = _DEPTH) -> Any:
@@ -131,6 +132,11 @@ def private_copy(value: Any, depth: int = _DEPTH) -> Any:
 def containers_in(value: Any) -> list[Any]:
     """List what can be changed in place in a value, as deep as :func:`unchanged` looks."""
     return list(_containers(value, set(), _DEPTH))
+
+
+def look_into(value: Any) -> Look:
+    """Look at what can be changed in place in a value."""
+    return [(container, parts_of(container)) for container in containers_in(value)]
 
 
 def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:

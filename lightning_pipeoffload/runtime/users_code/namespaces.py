@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.source_kinds import Parts, SourceKind
+from lightning_pipeoffload.runtime.users_code.look import Parts
+from lightning_pipeoffload.runtime.users_code.source_kinds import SourceKind
 
 _OURS = Path(__file__).parents[2]
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes

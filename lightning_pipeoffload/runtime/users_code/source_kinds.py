@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from lightning_pipeoffload.runtime.users_code.look import Parts
 from lightning_pipeoffload.runtime.users_code.rewindable import Rewindable
 
 _LARGEST = 1 << 24  # bytes of an array or tensor; a larger one is a data set, which no step writes
@@ -32,15 +33,6 @@ class SourceKind(NamedTuple):
     write: Callable[[Any, Any], None]
     draws: bool = True
     goes_on: bool = True
-
-
-class Parts(tuple[Any, ...]):
-    """What a container holds; the same if the objects are."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Parts) and [*map(id, self)] == [*map(id, other)]
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def generator_kind(value: Any) -> SourceKind | None:

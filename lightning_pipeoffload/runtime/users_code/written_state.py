@@ -18,9 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.users_code.look import is_same_look
 from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     Attribute,
     containers_in,
+    look_into,
     parts_of,
     refill,
 )
@@ -161,7 +163,7 @@ def noting_writes(module: nn.Module) -> Iterator[list[Variable]]:
     """Note what is written inside; the list is filled at the end."""
     spaces = spaces_of(module)
     before = {space: {name: space.contents[name] for name in space.names()} for space in spaces}
-    inside = {(s, name): _look_into(v) for s, found in before.items() for name, v in found.items()}
+    inside = {(s, name): look_into(v) for s, found in before.items() for name, v in found.items()}
     written: list[Variable] = []
     with _noting_assignments() as assigned:
         yield written
@@ -169,7 +171,7 @@ def noting_writes(module: nn.Module) -> Iterator[list[Variable]]:
         for name in dict.fromkeys((*old, *space.names())):
             value = space.contents.get(name, _GONE)
             is_new = value is not old.get(name, _GONE) or (id(space.holder), name) in assigned
-            if is_new or not _is_same(inside.get((space, name), []), _look_into(value)):
+            if is_new or not is_same_look(inside.get((space, name), []), look_into(value)):
                 written.append(Variable(space, name))
 
 
@@ -188,21 +190,6 @@ def _noting_assignments() -> Iterator[set[tuple[int, str]]]:
         yield assigned
     finally:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
-
-
-def _look_into(value: Any) -> list[tuple[Any, list[Any]]]:
-    return [(container, parts_of(container)) for container in containers_in(value)]
-
-
-def _is_same(before: list[tuple[Any, list[Any]]], after: list[tuple[Any, list[Any]]]) -> bool:
-    return len(before) == len(after) and all(
-        old is new and len(olds) == len(news) and all(map(_is, olds, news))
-        for (old, olds), (new, news) in zip(before, after, strict=True)
-    )
-
-
-def _is(left: Any, right: Any) -> bool:
-    return left is right
 
 
 class WrittenState:
@@ -261,7 +248,7 @@ class Kept:
             variable.label
             for (variable, value), inside in pairs
             if value is not variable.value
-            or not _is_same([(c, parts_of(then)) for c, then in inside], _look_into(value))
+            or not is_same_look([(c, parts_of(then)) for c, then in inside], look_into(value))
         ]
 
     @contextmanager
