@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_foundations
+
 # They name gradients, but do not ask what one is.
 _HARMLESS = frozenset((
     "no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad",
@@ -14,7 +16,6 @@ _HARMLESS = frozenset((
     "configure_gradient_clipping", "gradient_clip_val", "gradient_clip_algorithm",
     "accumulate_grad_batches",
 ))  # fmt: skip
-_LIBRARIES = {"torch", "lightning", "builtins", "torchmetrics"}
 
 
 def may_read_gradients(owner: object, hook: str, module: object) -> bool:
@@ -65,16 +66,15 @@ def _functions_of(found: Any) -> Iterator[Any]:
         found = found.__func__
     if isinstance(found, property):
         found = found.fget
-    if found is None or _is_librarys(found):
+    if found is None or is_foundations(_home_of(found)):
         return
     if inspect.isfunction(found):
         yield found
     elif not inspect.ismodule(found):
         kind = found if isinstance(found, type) else type(found)
-        if not _is_librarys(kind):
+        if not is_foundations(kind.__module__):
             yield from (part for part in vars(kind).values() if inspect.isfunction(part))
 
 
-def _is_librarys(found: Any) -> bool:
-    name = getattr(found, "__module__", None) or type(found).__module__
-    return name.split(".")[0] in _LIBRARIES
+def _home_of(found: Any) -> str:
+    return getattr(found, "__module__", None) or type(found).__module__

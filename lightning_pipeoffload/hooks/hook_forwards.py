@@ -7,7 +7,6 @@ where one comes alone it does not wait for long, and says what to do.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_pipeoffload.processes.meeting import Meeting
 from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
 class HookForwards:
@@ -129,7 +128,7 @@ class HookForwards:
             f"global rank {rank} calls {what}" for rank, what in found.items() if what != name
         ]
         if missing or others:
-            line = in_brackets(deepest_users_line(traceback.extract_stack()[:-2]))
+            line = in_brackets(calling_line())
             reason = self._explain_missing(missing) if missing else f"where {others[0]}"
             raise RuntimeError(
                 f"{name} is called outside of a step{line}, {reason}; each rank has a part of the "

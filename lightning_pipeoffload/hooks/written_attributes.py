@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.users_code.instance_class import subclass_like
+from lightning_pipeoffload.runtime.users_code.libraries import is_users
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
-from lightning_pipeoffload.runtime.users_code.namespaces import is_users
 from lightning_pipeoffload.runtime.users_code.shared_uses import watching_classes
 from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
 

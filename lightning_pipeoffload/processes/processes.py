@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +46,7 @@ from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.transport import says_peer_lost
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.schedule import Schedule
 
 # Where a hook needs all ranks, and one is not on its way, nobody waits longer.
@@ -243,7 +242,7 @@ class PipelineProcesses(ParallelStrategy):
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
-                f"or are not there yet{_line_of_caller()}; call it in a hook such as "
+                f"or are not there yet{in_brackets(calling_line())}; call it in a hook such as "
                 f"on_train_batch_end"
             )
         if self.left_hook:
@@ -317,8 +316,3 @@ class PipelineProcesses(ParallelStrategy):
             self._board.stop()
             self._board = None
             self._rest()
-
-
-def _line_of_caller() -> str:
-    """Name the user's line that called a method of the strategy, which asks a third for this."""
-    return in_brackets(deepest_users_line(traceback.extract_stack()[:-3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
 class BlockCalls:
@@ -46,15 +45,16 @@ class BlockCalls:
             return
         what = f"before {self._chain.block_name(expected)}" if index > expected else "again"
         raise ValueError(
-            f"the step calls {self._chain.block_name(index)} {what}{_calling_line()}; a pipeline "
-            f"needs each entry of {self._chain.name} called once and in order"
+            f"the step calls {self._chain.block_name(index)} {what}"
+            f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
+            f"called once and in order"
         )
 
     def _check_gradients(self, index: int) -> None:
         if self._training and not torch.is_grad_enabled():
             raise ValueError(
                 f"the step calls {self._chain.block_name(index)} without gradients"
-                f"{_calling_line()}: leave out torch.no_grad(), and write "
+                f"{in_brackets(calling_line())}: leave out torch.no_grad(), and write "
                 f"checkpoint(..., use_reentrant=False)"
             )
 
@@ -63,8 +63,9 @@ class BlockCalls:
         if outer is not None and outer is self._checkpoint:
             raise ValueError(
                 f"the step checkpoints {self._chain.block_name(index - 1)} and "
-                f"{self._chain.block_name(index)} together{_calling_line()}; a stage can only "
-                f"compute its own blocks again, so checkpoint each by itself, or leave it to "
+                f"{self._chain.block_name(index)} together"
+                f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
+                f"checkpoint each by itself, or leave it to "
                 f'recompute="full"'
             )
 
@@ -104,7 +105,3 @@ def _checkpoint_around() -> Any:
     if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
         return None
     return hooks[0]
-
-
-def _calling_line() -> str:
-    return in_brackets(deepest_users_line(traceback.extract_stack()))

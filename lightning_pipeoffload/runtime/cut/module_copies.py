@@ -6,7 +6,6 @@ the module, and has shapes for the rest: each rank averages its own part.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 _MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in there is copied
 
@@ -110,7 +109,7 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
     if any(isinstance(tensor, ForeignTensor) for tensor in tensors):
         raise RuntimeError(
             f"a copy of the module that averages its weights has on each rank that rank's part, "
-            f"and cannot run{in_brackets(deepest_users_line(traceback.extract_stack()))}: exchange "
+            f"and cannot run{in_brackets(calling_line())}: exchange "
             f"its weights with the module's in on_validation_start and on_validation_end, as "
             f"WeightAveraging does, and call the module; or load its checkpoint after training"
         )

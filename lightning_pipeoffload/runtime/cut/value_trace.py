@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
     written_arguments,
 )
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class ValueTrace(CallCounter):
         if crossing is None:
             crossing = self._crossings[birth.port or birth] = Crossing(
                 birth.port, birth.segment, 0, tensor.shape, tensor.dtype,
-                birth.trains_from, tensor.origins, deepest_users_line(traceback.extract_stack()),
+                birth.trains_from, tensor.origins, calling_line(),
                 birth.digest,
             )  # fmt: skip
             self.flow.crossings.append(crossing)
@@ -230,8 +229,8 @@ class ValueTrace(CallCounter):
         for written, written_in in self._written.get(memory_of(tensor), ()):
             apart_from = _apart_from(tensor, written)
             if apart_from is not None and apart_from < written_in:
-                line = deepest_users_line(traceback.extract_stack())
-                self.aliases.append(Alias(apart_from, written_in, tensor.origins, line))
+                alias = Alias(apart_from, written_in, tensor.origins, calling_line())
+                self.aliases.append(alias)
 
 
 class _Alias(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import deepest_users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 class WeightWrite(NamedTuple):
@@ -67,8 +66,7 @@ class WeightWatch:
                 self._note(self._memories[memory_of(written)])
 
     def _note(self, name: str) -> None:
-        line = deepest_users_line(traceback.extract_stack())
-        self.writes.append(WeightWrite(name, self._find_segment(), line))
+        self.writes.append(WeightWrite(name, self._find_segment(), calling_line()))
 
     @contextmanager
     def seeing_new(self, module: nn.Module) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.libraries import is_librarys_file, is_users_file
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
 from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into
 from lightning_pipeoffload.runtime.users_code.shared_uses import (
@@ -27,7 +28,7 @@ from lightning_pipeoffload.runtime.users_code.shared_uses import (
     watching_names,
 )
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw
-from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
+from lightning_pipeoffload.runtime.users_code.users_lines import line_of
 from lightning_pipeoffload.runtime.users_code.written_state import Variable, is_plain_object
 
 _Key = tuple[int, str]
@@ -181,7 +182,7 @@ class AttributeUses:
             uses.write(Use(self._place, line))
 
     def _note_read(self, uses: Uses, name: str, frame: FrameType, value: Any) -> None:
-        if not is_users_file(frame.f_code.co_filename):
+        if is_librarys_file(frame.f_code.co_filename):
             return
         method = _attribute_taken(frame)
         if method in _RESETS:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.users_code.libraries import is_opaque
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
-
-_LIBRARIES = {"builtins", "torch", "numpy"}
 
 
 def copy_part(value: Any, known: dict[int, Any] | None = None) -> Any:
@@ -155,6 +154,6 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         return None
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if type(value).__module__.split(".")[0] in _LIBRARIES or callable(value):
+    if is_opaque(value) or callable(value):
         return None
     return getattr(value, "__dict__", None)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_users_file
 from lightning_pipeoffload.runtime.users_code.random_sources import Source, take_snapshot
 from lightning_pipeoffload.runtime.users_code.source_kinds import is_same_state
-from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
+from lightning_pipeoffload.runtime.users_code.users_lines import line_of
 
 
 class _LineTrace:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_opaque
 from lightning_pipeoffload.runtime.users_code.look import Look, Parts
 from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
 
 _DEPTH = 3
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, dict, set, deque)
-_LIBRARIES = {"builtins", "torch", "lightning", "lightning_pipeoffload", "functools"}
 
 
 Attribute = tuple[nn.Module, str]
@@ -152,7 +152,7 @@ def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, _NOT_COLLECTIONS) or type(value).__module__.split(".")[0] in _LIBRARIES:
+    if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value):
         return None
     if generator_kind(value) is not None:  # see random_sources
         return None

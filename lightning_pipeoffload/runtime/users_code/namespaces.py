@@ -7,19 +7,16 @@ the Python modules that define these, with those that they import of the user's.
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_users
 from lightning_pipeoffload.runtime.users_code.look import Parts
 from lightning_pipeoffload.runtime.users_code.source_kinds import SourceKind
 
-_OURS = Path(__file__).parents[2]
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
@@ -65,20 +62,6 @@ def namespaces(module: nn.Module) -> Iterator[Namespace]:
     yield from (Namespace(cls, cls.__qualname__) for cls in own)
     for python_module in reachable({cls.__module__ for cls in own}):
         yield Namespace(python_module, python_module.__name__)
-
-
-@cache
-def is_users(name: str) -> bool:
-    """Whether a Python module is neither ours, a library's nor Python's own."""
-    if name == "__main__":
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return False
-    path = Path(file)
-    standard = Path(sysconfig.get_path("stdlib"))
-    return not ({"site-packages", "dist-packages"} & {*path.parts} or standard in path.parents
-                or _OURS in path.parents)  # fmt: skip
 
 
 def reachable(names: set[str]) -> list[ModuleType]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_opaque, is_users
 from lightning_pipeoffload.runtime.users_code.namespaces import (
     NAMES,
     Namespace,
-    is_users,
     namespaces,
 )
 from lightning_pipeoffload.runtime.users_code.rewindable import Rewindable
@@ -32,7 +32,6 @@ from lightning_pipeoffload.runtime.users_code.source_kinds import (
 
 _DEPTH = 3
 _MOST_PARTS = 1000  # a longer container is data
-_LIBRARIES = {"builtins", "lightning", "lightning_pipeoffload", "logging", "threading"}
 _OPEN = (Namespace, list, deque, dict, CellType)
 _WITHOUT_PARTS = frozenset((int, float, bool, str, bytes, type(None)))
 
@@ -240,8 +239,8 @@ def _parts_of_call(call: Any) -> list[tuple[str, Any]]:
 
 def _attributes(value: Any, is_shared: bool) -> dict[str, Any]:
     """Return the attributes of an object, which in a shared namespace has to be the user's."""
-    name = type(value).__module__
-    is_known = is_users(name) if is_shared else name.split(".")[0] not in _LIBRARIES
+    is_users_own = is_users(type(value).__module__)
+    is_known = is_users_own if is_shared else not is_opaque(value, may_draw=True)
     if not is_known or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
         return {}
     return getattr(value, "__dict__", {})

@@ -14,7 +14,8 @@ from functools import cache
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from lightning_pipeoffload.runtime.users_code.users_lines import is_users_file, line_of
+from lightning_pipeoffload.runtime.users_code.libraries import is_users_file
+from lightning_pipeoffload.runtime.users_code.users_lines import line_of
 from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 NoteRead = Callable[[Variable, FrameType], None]

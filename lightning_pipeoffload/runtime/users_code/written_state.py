@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.users_code.libraries import is_foundations, is_users
 from lightning_pipeoffload.runtime.users_code.look import is_same_look
 from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     Attribute,
@@ -26,9 +27,8 @@ from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     parts_of,
     refill,
 )
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, is_users, reachable
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, reachable
 
-_LIBRARIES = {"torch", "lightning", "lightning_pipeoffload", *sys.stdlib_module_names}
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
 _NO_OBJECTS = (*_DEFINITIONS, nn.Module, Tensor, Enum)
 _LONGEST = 10_000  # of a container that a step may write; a longer one is data
@@ -93,7 +93,7 @@ def spaces_of(module: nn.Module) -> list[Space]:
     for path, child in module.named_modules():
         spaces += [Space(child, path), Space(child, path, is_buffers=True)]
     classes = {kind for child in module.modules() for kind in type(child).__mro__}
-    own = [kind for kind in classes if not _is_library(kind.__module__)]
+    own = [kind for kind in classes if not is_foundations(kind.__module__)]
     spaces += [Space(kind, kind.__qualname__) for kind in own]
     spaces += [Space(place, place.__name__) for place in _python_modules_of(own)]
     found = {space.key: space for space in spaces}
@@ -120,14 +120,9 @@ def is_plain_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
         return False
-    is_known = _is_library(kind.__module__) or not is_users(kind.__module__)
     # A class that looks at its subclasses would see one that stands in for it.
     looks_on = any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
-    return not is_known and not looks_on and kind.__weakrefoffset__ != 0
-
-
-def _is_library(name: str) -> bool:
-    return name.partition(".")[0] in _LIBRARIES
+    return is_users(kind.__module__) and not looks_on and kind.__weakrefoffset__ != 0
 
 
 def _python_modules_of(kinds: Iterable[type[Any]]) -> list[ModuleType]:
@@ -137,7 +132,7 @@ def _python_modules_of(kinds: Iterable[type[Any]]) -> list[ModuleType]:
     for home in homes:
         names |= {value.__name__ for value in vars(home).values() if isinstance(value, ModuleType)}
     found = dict.fromkeys((*homes, *reachable(names)))
-    return [place for place in found if not _is_library(place.__name__)]
+    return [place for place in found if not is_foundations(place.__name__)]
 
 
 @dataclass(frozen=True, eq=False)
