@@ -133,17 +133,17 @@ class PipeOffloadStrategy(StepHooks):
         check_backend(process_group_backend)
         check_timeout(timeout)
         self.settings = PipelineSettings(
-            pipeline_parallel_size,
-            num_microbatches,
-            num_chunks,
-            schedule,
-            blocks,
-            split,
-            microbatch_weight,
-            offload,
-            recompute,
-            memory_limit,
-            host_memory_limit,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            schedule=schedule,
+            blocks=blocks,
+            split=split,
+            microbatch_weight=microbatch_weight,
+            offload=offload,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            host_memory_limit=host_memory_limit,
         )
         self._process_group_backend = process_group_backend
         self._timeout = timeout
