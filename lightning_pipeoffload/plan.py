@@ -55,7 +55,7 @@ def plan(config: DictConfig) -> None:
     """Build and time the schedule that ``config`` names, or those to compare; print the figures.
 
     Args:
-        config: conf/plan.yaml with the command line's overrides.
+        config: Conf/plan.yaml with the command line's overrides.
 
     Raises:
         ScheduleError: The schedule cannot be, or there is no such format or picture.

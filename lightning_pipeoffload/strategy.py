@@ -38,52 +38,54 @@ class PipeOffloadStrategy(StepHooks):
     and ``self.log``, is on global rank 0.
 
     Args:
-        pipeline_parallel_size: ranks of one pipeline; "auto": all devices.
-        data_parallel_size: replicas of the pipeline. Not built yet.
-        rank_order: which ranks are neighbours: of one pipeline, or of one stage. Not built yet.
-        sharding: what replicas share out among them. Not built yet.
-        num_microbatches: slices of one batch along dimension 0; "auto": the smallest divisor of the
+        pipeline_parallel_size: Ranks of one pipeline; "auto": all devices.
+        data_parallel_size: Replicas of the pipeline. Not built yet.
+        rank_order: Which ranks are neighbours: of one pipeline, or of one stage. Not built yet.
+        sharding: What replicas share out among them. Not built yet.
+        num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
-        num_chunks: stages of each rank; "auto": the schedule's own.
-        schedule: a name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
+        num_chunks: Stages of each rank; "auto": the schedule's own.
+        schedule: A name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
             zb_h1.
-        offload: which activations go to the host between F and B, or between B and W: "none",
+        offload: Which activations go to the host between F and B, or between B and W: "none",
             "half" or "full" of each rank's, or a share from 0 to 1, stages that live longest
             first; "auto": as few as ``memory_limit`` asks for. Planned anew after the first three
             steps, with what they measured.
-        recompute: what the backward computes again instead of keeping it: "none"; "cheap": norms,
+        recompute: What the backward computes again instead of keeping it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
-        memory_limit: bytes, or "40GiB", of each device for activations and what waits for W; what
+        memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W; what
             does not fit by any order and offload is refused with the least that does. None: what
             parameters, gradients and optimizer leave of the device; no limit on CPU. Under a limit
             the first three steps, which measure, run one microbatch at a time.
-        host_memory_limit: bytes, or "64GiB", of host memory that each rank may take for what it
+        host_memory_limit: Bytes, or "64GiB", of host memory that each rank may take for what it
             offloads; None: its share of what the machine, or the container, has left when training
             is set up, but for a reserve. Where it does not suffice, training stops before the
             machine swaps.
-        blocks: name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
+        blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
-        microbatch_weight: weight of a microbatch's loss in the batch's: "samples", or a callable of
+        microbatch_weight: Weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
-        optimizer_sync: when ranks agree on the gradient's norm. Not built yet.
-        compile: compiles each class of block. Not built yet.
-        solver_seconds: for a plan by a solver. Not built yet.
-        plan_cache: folder of the plans that were found. Not built yet.
-        save_distributed_checkpoint: write a checkpoint as a folder, each rank what it owns, instead
+        optimizer_sync: When ranks agree on the gradient's norm. Not built yet.
+        compile: Compiles each class of block. Not built yet.
+        solver_seconds: For a plan by a solver. Not built yet.
+        plan_cache: Folder of the plans that were found. Not built yet.
+        save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
             of as one file from global rank 0. Either is read whatever this is.
-        process_group_backend: of ``torch.distributed``; None: gloo on CPU, nccl on CUDA.
-        timeout: of the process groups: a rank that waits longer than this for another one fails.
-        accelerator: given by the Trainer, as the rest.
-        parallel_devices: the devices of this machine.
-        cluster_environment: who started the processes.
-        checkpoint_io: writes and reads checkpoints.
-        precision_plugin: the arithmetic.
+        process_group_backend: The backend of ``torch.distributed``; None: gloo on
+            CPU, nccl on CUDA.
+        timeout: Limit of the process groups: a rank that waits longer than this for another
+            one fails.
+        accelerator: Given by the Trainer, as the rest.
+        parallel_devices: The devices of this machine.
+        cluster_environment: Who started the processes.
+        checkpoint_io: Writes and reads checkpoints.
+        precision_plugin: The arithmetic.
 
     Raises:
-        ValueError: an argument that cannot be, or is not built yet.
+        ValueError: An argument that cannot be, or is not built yet.
     """
 
     strategy_name = "pipeoffload"
@@ -164,11 +166,11 @@ class PipeOffloadStrategy(StepHooks):
         has ended. All of it can be written as JSON.
 
         Args:
-            live_bytes: with ``measured["live_bytes"]``, what each rank kept over the last step:
+            live_bytes: With ``measured["live_bytes"]``, what each rank kept over the last step:
                 seconds, and bytes on the device, on the host and between them, after each action.
 
         Raises:
-            RuntimeError: before the first batch, which decides how the module is cut.
+            RuntimeError: Before the first batch, which decides how the module is cut.
         """
         return self.run.report(live_bytes)
 
@@ -178,14 +180,14 @@ class PipeOffloadStrategy(StepHooks):
         All ranks call it, in the same order, in hooks.
 
         Args:
-            tensor: of the module, or the gradient of one.
+            tensor: The tensor of the module, or the gradient of one.
 
         Returns:
             A copy.
 
         Raises:
-            ValueError: it is neither, or not the one that the other ranks ask for.
-            RuntimeError: inside a step, or in a hook that the other ranks have left.
+            ValueError: It is neither, or not the one that the other ranks ask for.
+            RuntimeError: Inside a step, or in a hook that the other ranks have left.
         """
         self._refuse_alone("trainer.strategy.gather")
         return gather_tensor(self.run.pipeline, self.group, tensor)

@@ -36,7 +36,7 @@ def train(config: DictConfig) -> None:
     """Build the module, the data and the trainer that ``config`` describes; fit, and maybe test.
 
     Args:
-        config: conf/train.yaml with the command line's overrides.
+        config: The configuration of conf/train.yaml with the command line's overrides.
 
     Raises:
         ValueError: Something cannot be built, or refuses to train, from this configuration.

@@ -28,10 +28,10 @@ class MemoryPicture(Callback):
     them. Times are the host's; an accelerator may be behind.
 
     Args:
-        path: where to; ``.svg``, or ``.png``, which needs matplotlib.
+        path: Where to; ``.svg``, or ``.png``, which needs matplotlib.
 
     Raises:
-        ValueError: the path ends otherwise.
+        ValueError: The path ends otherwise.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:

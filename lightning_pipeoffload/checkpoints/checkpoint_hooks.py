@@ -36,8 +36,8 @@ class CheckpointHooks(PipelineProcesses):
     """Saves and loads a module and its optimizers, split over the processes or not yet.
 
     Attributes:
-        _saves_folder: whether each rank writes what it owns, into a folder.
-        _seed: of the fit's data and dropout, which goes on after a resume.
+        _saves_folder: Whether each rank writes what it owns, into a folder.
+        _seed: The seed of the fit's data and dropout, which goes on after a resume.
     """
 
     _saves_folder: bool

@@ -72,7 +72,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     have left in the same folder is deleted first: it may be what fills the disk.
 
     Raises:
-        OSError: there is no room, say; the message names the checkpoint.
+        OSError: There is no room, say; the message names the checkpoint.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def refuse_file_io(io: CheckpointIO) -> NoReturn:
     """Refuse a plugin that writes files.
 
     Raises:
-        ValueError: always.
+        ValueError: Always.
     """
     raise ValueError(
         f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each rank "
@@ -60,7 +60,7 @@ def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
     """Refuse a place that is no local folder.
 
     Raises:
-        ValueError: says what was given.
+        ValueError: Says what was given.
     """
     if storage_options is not None or is_remote(path):
         raise ValueError(
@@ -73,13 +73,13 @@ def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: Pipel
     """Write a Lightning checkpoint; every rank calls this.
 
     Args:
-        checkpoint: of ``state_dict`` each rank writes what is not shape-only, of
-            ``optimizer_states`` all that it has; the rest is that of global rank 0.
-        path: of the folder, the same on every rank; what is there is replaced.
-        group: the pipeline's processes.
+        checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes what is not
+            shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank 0.
+        path: The path of the folder, the same on every rank; what is there is replaced.
+        group: The pipeline's processes.
 
     Raises:
-        RuntimeError: a rank could not write; all of them raise it, and what was there stays.
+        RuntimeError: A rank could not write; all of them raise it, and what was there stays.
     """
     with replacing(path, folder=True) if group.is_root else nullcontext() as own:
         part: Path = group.broadcast(own, group.root)
@@ -125,16 +125,17 @@ def read_checkpoint_folder(
     """Read a checkpoint as Lightning's loops take it; every rank calls this.
 
     Args:
-        path: of the folder.
-        rest: what is in its ``meta.pt``.
-        group: the pipeline's processes.
-        weights_only: whether to refuse what is not plain data; None: as torch does by default.
-        wanted: says of an entry's place, as ("model", "head.weight") or ("optimizer_0", "state",
-            "head.weight", "exp_avg"), whether to read it. Of the model the others are shape-only.
+        path: The path of the folder.
+        rest: What is in its ``meta.pt``.
+        group: The pipeline's processes.
+        weights_only: Whether to refuse what is not plain data; None: as torch does by default.
+        wanted: A function that says of an entry's place, as ("model", "head.weight") or
+            ("optimizer_0", "state", "head.weight", "exp_avg"), whether to read it. Of the model the
+            others are shape-only.
 
     Raises:
-        RuntimeError: a rank could not read; all of them raise it.
-        ValueError: its ``.metadata`` is none.
+        RuntimeError: A rank could not read; all of them raise it.
+        ValueError: Its ``.metadata`` is none.
     """
     reader = MetadataReader(path)
     metadata = reader.read_metadata()

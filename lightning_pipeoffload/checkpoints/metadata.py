@@ -43,7 +43,7 @@ class MetadataReader(FileSystemReader):
         """Read what is in the folder.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: The file holds something else.
         """
         metadata = _read(Path(self.path) / METADATA_FILE)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()

@@ -25,12 +25,12 @@ def bring_values(checkpoint: dict[str, Any], ready: Collection[str], group: Pipe
     All ranks call it. What a callback has given is left as it is: it may be in use.
 
     Args:
-        checkpoint: this rank's.
-        ready: keys of it that are as they are to be.
-        group: the pipeline's processes.
+        checkpoint: This rank's checkpoint.
+        ready: Keys of it that are as they are to be.
+        group: The pipeline's processes.
 
     Raises:
-        RuntimeError: no rank has a value; all of them raise it.
+        RuntimeError: No rank has a value; all of them raise it.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ready}
     mine = dict(_leaves(rest))

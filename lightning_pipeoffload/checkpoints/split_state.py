@@ -23,9 +23,9 @@ class SplitState:
     """What a checkpoint has of a module that is split.
 
     Args:
-        pipeline: this rank's part.
-        group: the pipeline's processes.
-        parameters: of the optimizers.
+        pipeline: This rank's part.
+        group: The pipeline's processes.
+        parameters: The parameters of the optimizers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SplitState:
         """Return the state dict under the plain module's keys; other ranks' entries are shapes.
 
         Args:
-            whole: whether global rank 0 is to have all of it.
+            whole: Whether global rank 0 is to have all of it.
         """
         return self._collector.module_state(whole)
 
@@ -52,8 +52,8 @@ class SplitState:
         """Return the plain optimizer's state.
 
         Args:
-            optimizer: one of the trainer's.
-            whole: whether global rank 0 is to have all of it; else each rank has its part.
+            optimizer: One of the trainer's optimizers.
+            whole: Whether global rank 0 is to have all of it; else each rank has its part.
         """
         collect = self._collector.optimizer_state if whole else self._collector.optimizer_part
         return collect(optimizer, self._parameters.names_in(optimizer))
@@ -62,7 +62,7 @@ class SplitState:
         """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.
 
         Raises:
-            RuntimeError: as ``Module.load_state_dict``.
+            RuntimeError: Keys or shapes do not fit, as in ``Module.load_state_dict``.
         """
         module, names = self._pipeline.module, self._pipeline.tensors.names
         missing, unexpected = set(names) - set(state), set(state) - set(names)
@@ -82,7 +82,7 @@ class SplitState:
         """Load what this rank owns of the plain optimizers' states.
 
         Raises:
-            ValueError: the states are of other groups.
+            ValueError: The states are of other groups.
         """
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
@@ -92,7 +92,7 @@ class SplitState:
         """Return a function that says which entries of a checkpoint folder this rank uses.
 
         Args:
-            fits: whether the optimizers' states are used too.
+            fits: Whether the optimizers' states are used too.
         """
         keys = self._own_keys()
         stateful = self._pipeline.tensors.canonical_parameters().keys()

@@ -22,8 +22,8 @@ class StateCollector:
     """Gathers states over the ranks of one pipeline.
 
     Args:
-        pipeline: this rank's part.
-        group: the pipeline's processes.
+        pipeline: This rank's part.
+        group: The pipeline's processes.
     """
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
@@ -38,7 +38,7 @@ class StateCollector:
         What this rank is not the one to write is shape-only.
 
         Args:
-            whole: whether global rank 0 is to have all of it.
+            whole: Whether global rank 0 is to have all of it.
         """
         mine = self._part()
         with blaming_peers("lost a rank while collecting the module's state"):
@@ -74,8 +74,8 @@ class StateCollector:
         """Return the plain optimizer's state dict; elsewhere than on global rank 0 only the groups.
 
         Args:
-            optimizer: of this rank's parameters.
-            names: of the whole module's parameters in each of its groups.
+            optimizer: The optimizer of this rank's parameters.
+            names: The names of the whole module's parameters in each of its groups.
         """
         local = self._named_state(optimizer)
         parts: list[Any] | None = None
@@ -90,8 +90,8 @@ class StateCollector:
         """Return what is this rank's to write of the plain optimizer's state, by parameter name.
 
         Args:
-            optimizer: of this rank's parameters.
-            names: of the whole module's parameters in each of its groups.
+            optimizer: The optimizer of this rank's parameters.
+            names: The names of the whole module's parameters in each of its groups.
         """
         state = self._named_state(optimizer)
         part: dict[str, Any] = {}

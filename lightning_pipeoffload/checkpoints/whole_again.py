@@ -20,11 +20,11 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
     """Give every rank what others have of a module; all ranks call it.
 
     Args:
-        module: the user's.
-        group: the pipeline's processes.
+        module: The user's module.
+        group: The pipeline's processes.
 
     Raises:
-        RuntimeError: no rank has it.
+        RuntimeError: No rank has it.
     """
     absent = {slot.name: slot for slot in absent_in(module)}
     absent_on = group.gather(list(absent))

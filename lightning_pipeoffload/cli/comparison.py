@@ -30,7 +30,7 @@ class Compared(NamedTuple):
     """One of several schedules side by side.
 
     Attributes:
-        figures: Of the schedule; or under ``refused`` why it cannot be.
+        figures: The figures of the schedule; or under ``refused`` why it cannot be.
         drawn: Its timeline; None where it cannot be.
     """
 
@@ -55,7 +55,7 @@ def compare(
     Args:
         names: Schedules by name, ``uniform+half`` or ``uniform+0.3`` with offload; the
             result has their order.
-        costs: Of a rank's whole part of the model; see :func:`costs_of_stage`.
+        costs: The costs of a rank's whole part of the model; see :func:`costs_of_stage`.
         memory_limit: The most memory of a rank, in the unit of ``costs.activation``.
         num_chunks: Stages per rank of the schedules that take any number; None: their own.
         **sizes: ``num_ranks`` and ``num_microbatches``.
@@ -116,8 +116,8 @@ def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
     unit for all of them, and for the limit: the ``activation`` of a rank.
 
     Args:
-        costs: Of a rank's whole part of the model; a sequence has one number for each stage, and
-            stays as it is.
+        costs: The costs of a rank's whole part of the model; a sequence has one number for each
+            stage, and stays as it is.
         num_chunks: Stages of a rank.
     """
     values = {field.name: getattr(costs, field.name) for field in fields(costs)}

@@ -34,11 +34,11 @@ class EndHooks:
     """The hooks of a module and of a trainer's callbacks that may use what steps collected.
 
     Args:
-        trainer: whose module and callbacks.
-        connector: tells the other ranks what was written on global rank 0.
+        trainer: The trainer whose module and callbacks have the hooks.
+        connector: What tells the other ranks what was written on global rank 0.
 
     Attributes:
-        left: on global rank 0, where the other ranks have left the hook that it is running; empty
+        left: On global rank 0, where the other ranks have left the hook that it is running; empty
             if they have not.
     """
 
@@ -168,7 +168,7 @@ def refuse_other_callbacks(trainer: Trainer) -> None:
     """Refuse callbacks that are not those of global rank 0; all ranks call it.
 
     Raises:
-        ValueError: on the rank that has others.
+        ValueError: This rank has others; it raises there alone.
     """
     mine = [type(owner).__qualname__ for owner in _owners_of_end_hooks(trainer)]
     root: list[str] = trainer.strategy.broadcast(mine)

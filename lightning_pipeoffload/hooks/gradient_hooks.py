@@ -27,11 +27,11 @@ class GradientHooks:
     """The hooks of a module and of a trainer's callbacks that may look at gradients.
 
     Args:
-        trainer: whose module and callbacks.
-        share: tells all ranks of all gradients; they call it together.
+        trainer: The trainer whose module and callbacks have the hooks.
+        share: What tells all ranks of all gradients; they call it together.
 
     Raises:
-        ValueError: this rank has other such hooks than global rank 0.
+        ValueError: This rank has other such hooks than global rank 0.
     """
 
     def __init__(self, trainer: Trainer, share: Callable[[], None]) -> None:

@@ -22,9 +22,9 @@ def may_read_gradients(owner: object, hook: str, module: object) -> bool:
     """Whether a hook, or a function that it calls, names a gradient; yes where it cannot be seen.
 
     Args:
-        owner: of the hook.
-        hook: its name.
-        module: the user's, whose methods a callback may call.
+        owner: The owner of the hook.
+        hook: The name of the hook.
+        module: The user's module, whose methods a callback may call.
     """
     left = [inspect.unwrap(getattr(owner, hook))]
     seen: set[CodeType] = set()

@@ -23,8 +23,8 @@ def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
     One message, of three numbers for each parameter of the model. All ranks call it.
 
     Args:
-        pipeline: this rank's part of the module.
-        group: the pipeline's processes.
+        pipeline: This rank's part of the module.
+        group: The pipeline's processes.
     """
     parameters = list(pipeline.module.parameters())
     table = _measure([_counted_gradient(parameter, group) for parameter in parameters])

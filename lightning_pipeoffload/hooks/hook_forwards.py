@@ -32,10 +32,11 @@ class HookForwards:
     """The calls of a module that is cut, and of its parts, outside of its steps.
 
     Args:
-        pipeline: the module on this rank.
-        group: the pipeline's processes.
-        meeting: of all ranks.
-        left: says where the other ranks have left the hook that is running, if they have.
+        pipeline: The module on this rank.
+        group: The pipeline's processes.
+        meeting: Where all ranks meet.
+        left: A function that says where the other ranks have left the hook that is running, if they
+            have.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class HookForwards:
         """Wait for all ranks to call the same module.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: They do not.
         """
         found = self._meeting.come(name)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in found]

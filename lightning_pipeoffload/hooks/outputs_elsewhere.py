@@ -27,7 +27,7 @@ class OutputsElsewhere(dict[str, Any]):
     """Stands for a step's outputs: numbers come from global rank 0, all else is not here.
 
     Args:
-        fetch: waits for the outputs' numbers.
+        fetch: A function that waits for the outputs' numbers and returns them.
     """
 
     def __init__(self, fetch: Callable[[], dict[str, Any]]) -> None:

@@ -11,9 +11,9 @@ class WrappedHook:
     """Stands for a hook among its owner's attributes; copies and pickles have the plain one.
 
     Args:
-        owner: a module or callback.
-        hook: the name.
-        run: is called with the plain hook and the arguments.
+        owner: A module or callback.
+        hook: The name.
+        run: A function that is called with the plain hook and the arguments.
     """
 
     def __init__(self, owner: Any, hook: str, run: Callable[..., Any]) -> None:

@@ -34,11 +34,11 @@ class WrittenAttributes:
     """Watches an object's attributes; buffers of a module are among them, and what classes have.
 
     Args:
-        owner: the object.
-        ignored: names that are not the user's.
+        owner: The object.
+        ignored: Names that are not the user's.
 
     Attributes:
-        names: of attributes that were written so far.
+        names: The names of attributes that were written so far.
     """
 
     def __init__(self, owner: object, ignored: Set[str]) -> None:

@@ -39,7 +39,7 @@ class LogCapture:
     """Takes the calls of ``self.log`` in a step aside.
 
     Args:
-        module: whose ``log`` to take.
+        module: The module whose ``log`` is taken.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -58,8 +58,8 @@ class LogCapture:
         """Take the calls of one microbatch.
 
         Args:
-            keep: the step comes to its end, with all that it logs.
-            probing: it has no values; shows only what is logged where.
+            keep: The step comes to its end, with all that it logs.
+            probing: Whether the step has no values, and shows only what is logged where.
         """
         if keep or probing:
             return self._capturing(keep, probing)
@@ -95,7 +95,7 @@ class LogCapture:
         """Log each name once, with its values combined.
 
         Args:
-            sizes: samples of each microbatch.
+            sizes: Samples of each microbatch.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         for (name, _), entries in calls.items():

@@ -25,9 +25,9 @@ class CallValue:
     """A number that a call of a metric has returned.
 
     Attributes:
-        copy: the metric of the batch.
-        place: which number of what the call returned, counted over all of its tensors.
-        number: as it was then.
+        copy: The metric of the batch.
+        place: Which number of what the call returned, counted over all of its tensors.
+        number: The number as it was then.
     """
 
     copy: Metric
@@ -44,7 +44,7 @@ class WholeBatchValues:
     """Copies of a module's metrics that know of one batch only.
 
     Args:
-        module: whose metrics.
+        module: The module whose metrics are meant.
     """
 
     def __init__(self, module: nn.Module) -> None:

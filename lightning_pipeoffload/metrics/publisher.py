@@ -27,8 +27,9 @@ class Publisher:
     """Writes entries into a store in order; of old ones only the last few stay.
 
     Args:
-        store: that all ranks can read.
-        fail: called in its thread with an error there: what nobody writes others wait for.
+        store: A store that all ranks can read.
+        fail: Called with an error of the thread that publishes; for what it does not write, other
+            ranks would wait.
     """
 
     def __init__(self, store: Store, fail: Callable[[Exception], None]) -> None:
@@ -43,9 +44,9 @@ class Publisher:
         """Set ``key`` to a JSON object with both, as they are now.
 
         Args:
-            key: new in the store.
-            metrics: numbers, or tensors of one element, by kind and name.
-            news: anything that JSON can hold.
+            key: New in the store.
+            metrics: Numbers, or tensors of one element, by kind and name.
+            news: Anything that JSON can hold.
         """
         fetch = start_fetching(metrics)
 

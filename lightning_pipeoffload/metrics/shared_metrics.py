@@ -40,10 +40,10 @@ class SharedMetricsConnector(_LoggerConnector):
     each.
 
     Attributes:
-        is_root: whether this rank has the last stage, whose steps log.
-        describe: on global rank 0, returns what else to publish.
-        at_batch_end: called when the hooks of a batch's end have run.
-        at_data_end: called when the last batch of an epoch or a validation is done.
+        is_root: Whether this rank has the last stage, whose steps log.
+        describe: A function that returns, on global rank 0, what else to publish.
+        at_batch_end: Called when the hooks of a batch's end have run.
+        at_data_end: Called when the last batch of an epoch or a validation is done.
     """
 
     describe: Callable[[], Any] = staticmethod(lambda: None)
@@ -69,10 +69,10 @@ class SharedMetricsConnector(_LoggerConnector):
         """Make one with the state of ``plain``; without a store it is a plain one.
 
         Args:
-            plain: the trainer's.
-            is_root: whether this rank has the last stage, whose steps log.
-            store: that all ranks can read.
-            fail: ends the run by an error of another thread.
+            plain: The trainer's own connector, which this one takes the place of.
+            is_root: Whether this rank has the last stage, whose steps log.
+            store: A store that all ranks can read.
+            fail: Ends the run by an error of another thread.
         """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
@@ -109,8 +109,8 @@ class SharedMetricsConnector(_LoggerConnector):
         """Mark a moment, and publish what was logged up to it.
 
         Args:
-            returned: what an evaluation returns of a loader.
-            outputs: numbers that a step has returned, by name.
+            returned: What an evaluation returns of a loader.
+            outputs: Numbers that a step has returned, by name.
         """
         self._tick += 1
         if self._publisher is None:
@@ -263,7 +263,7 @@ class LocalMetrics:
     Each value is logged by the one rank that has it: there is nothing to synchronize.
 
     Args:
-        module: whose metrics.
+        module: The module whose metrics are meant.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -26,8 +26,8 @@ class OptimizedValues(NamedTuple):
     """What a step has left of one of the tensors, in each group.
 
     Attributes:
-        values: of the tensors, of two halves as one.
-        others: what the optimizer keeps for them, and how often it has asked for gradients.
+        values: The values of the tensors, of two halves as one.
+        others: What the optimizer keeps for them, and how often it has asked for gradients.
     """
 
     values: list[Tensor]
@@ -38,11 +38,11 @@ class OptimizerCandidate:
     """An optimizer like the user's, of two small tensors in each group.
 
     Args:
-        optimizer: the user's.
-        device: where the tensors are.
-        is_sparse: whether their gradients are.
-        in_halves: whether each is two parameters.
-        own: the places that it keeps, as a rank keeps its own parameters.
+        optimizer: The user's optimizer.
+        device: Where the tensors are.
+        is_sparse: Whether their gradients are.
+        in_halves: Whether each is two parameters.
+        own: The places that it keeps, as a rank keeps its own parameters.
     """
 
     def __init__(

@@ -31,12 +31,13 @@ def optimizer_like(optimizer: Any, make_members: MakeMembers) -> Any:
     """Make an optimizer of the same class and options; those inside another one likewise.
 
     Args:
-        optimizer: the user's; another one may be inside. Small learning rates become larger.
-        make_members: makes the parameters of a group, of a type. Groups whose options only differ
-            in numbers are one.
+        optimizer: The user's optimizer; another one may be inside. Small learning rates become
+            larger.
+        make_members: A function that makes the parameters of a group, of a type. Groups whose
+            options only differ in numbers are one.
 
     Raises:
-        NotRebuiltError: the constructor takes what the optimizer does not keep, or keeps with the
+        NotRebuiltError: The constructor takes what the optimizer does not keep, or keeps with the
             tensors that it is for.
     """
     _refuse_changed_step(optimizer)
@@ -55,7 +56,7 @@ def described(optimizer: Any) -> str:
     """Describe what an optimizer goes by; "" where that is more than its class and its groups.
 
     Raises:
-        NotRebuiltError: its step is not that of its class.
+        NotRebuiltError: The optimizer's step is not that of its class.
     """
     _refuse_changed_step(optimizer)
     options = repr(_kinds_of_groups(optimizer))

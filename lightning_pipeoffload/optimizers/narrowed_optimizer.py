@@ -21,8 +21,8 @@ def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
     """Let an optimizer step with what this rank owns, from its first step on; again is harmless.
 
     Args:
-        optimizer: of the whole module's parameters.
-        age: of the gradients of those that other ranks own.
+        optimizer: The optimizer of the whole module's parameters.
+        age: The age of the gradients of those that other ranks own.
     """
     # Private: a user may give every fit the same optimizer.
     for hook in optimizer._optimizer_step_pre_hooks.values():
@@ -43,11 +43,11 @@ class NarrowedOptimizer:
     """Narrows an optimizer's groups around its step.
 
     Args:
-        optimizer: of the whole module's parameters, those of other ranks as shapes.
-        age: of those parameters' gradients.
+        optimizer: The optimizer of the whole module's parameters, those of other ranks as shapes.
+        age: The age of those parameters' gradients.
 
     Attributes:
-        age: the same.
+        age: The same.
     """
 
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:

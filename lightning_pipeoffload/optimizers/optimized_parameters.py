@@ -27,9 +27,9 @@ class OptimizedParameters:
     """Which parameters of the whole module each optimizer has, and which of them this rank trains.
 
     Args:
-        pipeline: this rank's part of the module.
-        group: the pipeline's processes.
-        optimizers: returns the trainer's, which every fit makes anew.
+        pipeline: This rank's part of the module.
+        group: The pipeline's processes.
+        optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OptimizedParameters:
         """Of an optimizer that the user keeps: its states stay on the rank that stepped with them.
 
         Raises:
-            RuntimeError: this rank trains now what another trained in an earlier fit.
+            RuntimeError: This rank trains now what another trained in an earlier fit.
         """
         own = self._pipeline.tensors.canonical_parameters()
         names = {id(parameter): name for name, parameter in own.items()}

@@ -17,9 +17,9 @@ def plain_layout(
     """Return the state dict that the optimizer of the plain module would have.
 
     Args:
-        optimizer: of one rank's parameters; its groups tell the options.
-        names: of the whole module's parameters in each group.
-        states: of parameters, by name.
+        optimizer: The optimizer of one rank's parameters; its groups tell the options.
+        names: The names of the whole module's parameters in each group.
+        states: The states of parameters, by name.
     """
     order = [name for group in names for name in group]
     index = {name: place for place, name in enumerate(order)}
@@ -41,8 +41,8 @@ def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[st
     """Return a plain optimizer's state dict with names in place of the parameters' numbers.
 
     Args:
-        state: of an optimizer that has all parameters.
-        names: of the parameters in each group.
+        state: The state of an optimizer that has all parameters.
+        names: The names of the parameters in each group.
     """
     order = [name for group in names for name in group]
     return {
@@ -60,13 +60,13 @@ def load_optimizer_state(
     """Load what this rank owns of a plain optimizer's state dict.
 
     Args:
-        optimizer: of this rank's parameters.
-        state: of the whole.
-        names: of the whole module's parameters in each group.
-        parameters: this rank's, by name.
+        optimizer: The optimizer of this rank's parameters.
+        state: The state of an optimizer of the whole module.
+        names: The names of the whole module's parameters in each group.
+        parameters: This rank's parameters, by name.
 
     Raises:
-        ValueError: the state is of other groups.
+        ValueError: The state is of other groups.
     """
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != [len(group) for group in names]:

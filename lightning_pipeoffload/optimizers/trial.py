@@ -41,8 +41,8 @@ class OptimizerTrial:
     """What steps on small tensors have shown of an optimizer.
 
     Attributes:
-        needs_all_parameters: two of them together take other steps than each by itself.
-        needs_whole_tensors: the halves of a tensor take other steps than the tensor.
+        needs_all_parameters: Two of them together take other steps than each by itself.
+        needs_whole_tensors: The halves of a tensor take other steps than the tensor.
     """
 
     needs_all_parameters: bool
@@ -56,12 +56,12 @@ def refuse_optimizer(optimizer: Any, device: torch.device, num_ranks: int) -> No
     """Refuse an optimizer whose step for a parameter depends on which others it has.
 
     Args:
-        optimizer: the user's.
-        device: where its parameters will be.
-        num_ranks: over which they are spread, more than one.
+        optimizer: The user's optimizer.
+        device: Where its parameters will be.
+        num_ranks: Over which they are spread, more than one.
 
     Raises:
-        ValueError: names its class, why, and what to do.
+        ValueError: Names its class, why, and what to do.
     """
     if not optimizer.param_groups:  # Lightning's, where the user has none
         return
@@ -87,11 +87,11 @@ def try_optimizer(optimizer: Any, device: torch.device) -> OptimizerTrial:
     """Take steps with two small tensors together, apart, and in halves; leave no trace.
 
     Args:
-        optimizer: the user's, like which others are made.
-        device: where to try.
+        optimizer: The user's optimizer, like which others are made.
+        device: The device to try it on.
 
     Raises:
-        NotTriedError: there is no making another one, or it takes neither dense gradients nor
+        NotTriedError: There is no making another one, or it takes neither dense gradients nor
             sparse ones.
     """
     try:

@@ -34,10 +34,10 @@ class MemoryPanel:
 
     Attributes:
         name: "plan" or "measured".
-        device: seconds, and the bytes on the device from then on.
-        host: the same on the host.
-        moving: the same of copies that nobody has waited for; empty where it is not known.
-        end: seconds of the step.
+        device: Seconds, and the bytes on the device from then on.
+        host: The same on the host.
+        moving: The same of copies that nobody has waited for; empty where it is not known.
+        end: Seconds of the step.
     """
 
     name: str
@@ -56,8 +56,8 @@ def planned_panels(timeline: Timeline, costs: Costs) -> list[MemoryPanel]:
     """Return what a plan promises for each rank.
 
     Args:
-        timeline: what ``simulate`` gave for these costs.
-        costs: in seconds and bytes.
+        timeline: What ``simulate`` gave for these costs.
+        costs: Costs in seconds and bytes.
     """
     on_device, on_host = memory_curves(timeline, costs), host_memory_curves(timeline, costs)
     return [
@@ -70,8 +70,8 @@ def draw_memory(ranks: Sequence[Sequence[MemoryPanel]], title: str) -> Drawing:
     """Draw the panels of each rank, one below the other.
 
     Args:
-        ranks: the panels of each rank.
-        title: the line above.
+        ranks: The panels of each rank.
+        title: The line above.
     """
     count, panels = len(ranks), [panel for rank in ranks for panel in rank]
     height = _TOP + len(panels) * (_PANEL + _GAP) + count * _RANK_GAP + 30

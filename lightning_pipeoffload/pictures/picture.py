@@ -70,7 +70,7 @@ def pictures_on_one_axis(
 
     Args:
         timelines: What ``simulate`` gave for the costs.
-        costs: Of each.
+        costs: The costs of each schedule.
         titles: The line above each.
         look: The part to show, and the scale of time.
     """

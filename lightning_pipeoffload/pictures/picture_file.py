@@ -41,7 +41,7 @@ class PictureFile:
     """A file to draw to: ``.svg``, ``.png``, or ``.json``: a trace for Perfetto.
 
     Attributes:
-        path: Where to; the ending says what.
+        path: The file to write; its ending says what kind.
         microbatches: "0-7": only these; None: all.
         time: Start and end of what to show; None: all.
         unit: What the axis of time is counted in.

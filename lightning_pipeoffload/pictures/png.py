@@ -24,11 +24,11 @@ def write_png(drawing: Drawing, path: str | PathLike[str], sharpness: float = 1.
 
     Args:
         drawing: What to write.
-        path: Where to.
+        path: The file to write.
         sharpness: Dots of the image for a pixel of the drawing.
 
     Raises:
-        ScheduleError: matplotlib is not installed.
+        ScheduleError: Matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ScheduleError(

@@ -35,10 +35,10 @@ class Accumulation:
     """Where a batch is among those whose gradients add up.
 
     Attributes:
-        num_batches: that add up to one optimizer step.
-        is_first: whether gradients are set to zero before its backward.
-        is_last: whether the optimizer steps after it.
-        watched_by: hooks of the user that may look at gradients in between.
+        num_batches: Batches that add up to one optimizer step.
+        is_first: Whether gradients are set to zero before its backward.
+        is_last: Whether the optimizer steps after it.
+        watched_by: Hooks of the user that may look at gradients in between.
     """
 
     num_batches: int = 1
@@ -53,10 +53,10 @@ def join_batches(
     """Make one plan over several batches, if it takes less time and no more memory.
 
     Args:
-        make_schedule: builds the schedule for a number of microbatches.
-        single: the schedule of one batch.
-        num_batches: that are wanted in one plan.
-        costs: of the stages.
+        make_schedule: Builds the schedule for a number of microbatches.
+        single: The schedule of one batch.
+        num_batches: Batches that are wanted in one plan.
+        costs: The costs of the stages.
 
     Returns:
         The plan; None if batches with a plan each do as well, or the schedule is of a fixed size.
@@ -79,9 +79,9 @@ class JoinedRun:
     """One rank's run of a joined plan, batch by batch.
 
     Args:
-        joined: the plan.
-        size: microbatches of a full batch.
-        executor: of the rank.
+        joined: The plan.
+        size: Microbatches of a full batch.
+        executor: The executor of the rank.
     """
 
     def __init__(self, joined: JoinedPlan, size: int, executor: Executor) -> None:
@@ -102,8 +102,8 @@ class JoinedRun:
         """Run all forwards of the next batch, and what else the plan has until then.
 
         Args:
-            microbatches: of the batch; those that it lacks drop out of the plan.
-            before_backward: called once, before the first backward if there is one, with what
+            microbatches: The microbatches of the batch; those that it lacks drop out of the plan.
+            before_backward: Called once, before the first backward if there is one, with what
                 steps have returned by then.
 
         Returns:

@@ -17,7 +17,7 @@ def check_count(name: str, value: Any) -> None:
     """Check a number of things that may be left to the strategy.
 
     Raises:
-        ValueError: it is neither "auto" nor a positive int.
+        ValueError: It is neither "auto" nor a positive int.
     """
     if value != "auto" and not (_is_int(value) and value >= 1):
         raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
@@ -27,7 +27,7 @@ def check_num_microbatches(value: Any) -> None:
     """Check the argument, or the number that a batch's size leads to.
 
     Raises:
-        ValueError: it is neither "auto" nor a number of microbatches that ranks can tell apart.
+        ValueError: It is neither "auto" nor a number of microbatches that ranks can tell apart.
     """
     check_count("num_microbatches", value)
     if value != "auto" and value > MOST_MICROBATCHES:
@@ -42,8 +42,8 @@ def check_schedule(schedule: Any) -> None:
     """Check the kind of the argument, and that a name is known.
 
     Raises:
-        ValueError: it is none of the kinds that a schedule can be given as.
-        ScheduleError: there is no schedule of that name.
+        ValueError: It is none of the kinds that a schedule can be given as.
+        ScheduleError: There is no schedule of that name.
     """
     if not (isinstance(schedule, (str, PathLike, Schedule)) or callable(schedule)):
         raise ValueError(
@@ -66,7 +66,7 @@ def check_blocks(blocks: Any) -> None:
     """Check the kind of the argument.
 
     Raises:
-        ValueError: it is neither a name nor several.
+        ValueError: It is neither a name nor several.
     """
     names = [blocks] if isinstance(blocks, str) else blocks
     if blocks is not None and not _is_filled(names, lambda name: isinstance(name, str) and name):
@@ -80,7 +80,7 @@ def check_split(split: Any) -> None:
     """Check the kind of the argument.
 
     Raises:
-        ValueError: it is neither a known word nor a list of numbers.
+        ValueError: It is neither a known word nor a list of numbers.
     """
     if split not in ("auto", "even") and not _is_filled(split, _is_int):
         raise ValueError(f'split must be "auto", "even" or a list of block counts, not {split!r}')
@@ -90,7 +90,7 @@ def check_offload(offload: Any) -> None:
     """Check the argument.
 
     Raises:
-        ValueError: it is neither a known word nor a share.
+        ValueError: It is neither a known word nor a share.
     """
     named = offload in ("auto", "none", "half", "full")
     share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
@@ -105,7 +105,7 @@ def check_microbatch_weight(weight: Any) -> None:
     """Check the kind of the argument.
 
     Raises:
-        ValueError: it is neither "samples" nor a callable.
+        ValueError: It is neither "samples" nor a callable.
     """
     if weight != "samples" and not callable(weight):
         raise ValueError(
@@ -117,7 +117,7 @@ def check_timeout(timeout: Any) -> None:
     """Check the argument.
 
     Raises:
-        ValueError: it is no positive timedelta.
+        ValueError: It is no positive timedelta.
     """
     is_time = isinstance(timeout, timedelta) and timeout > timedelta()
     if timeout is not None and not is_time:
@@ -131,7 +131,7 @@ def check_backend(backend: Any) -> None:
     """Check that torch has the argument, or each of "cpu:gloo,cuda:nccl".
 
     Raises:
-        ValueError: it does not.
+        ValueError: This torch does not have it.
     """
     names = [part.split(":")[-1] for part in str(backend).split(",")]
     if backend is not None and not all(map(dist.is_backend_available, names)):
@@ -145,7 +145,7 @@ def check_flag(name: str, value: Any) -> None:
     """Check that an argument is True or False.
 
     Raises:
-        ValueError: it is not.
+        ValueError: It is neither True nor False.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")

@@ -18,8 +18,8 @@ class MachineLimits:
     """How much memory the ranks have for what a plan keeps.
 
     Attributes:
-        device: bytes that each device has left for a plan; None: no limit.
-        hosts: what each rank may take of its host's memory; None, or no entry: anything.
+        device: Bytes that each device has left for a plan; None: no limit.
+        hosts: What each rank may take of its host's memory; None, or no entry: anything.
     """
 
     device: float | None = None
@@ -29,8 +29,8 @@ class MachineLimits:
         """Say which rank would take more of its host than it may; empty where none does.
 
         Args:
-            schedule: with its copies.
-            costs: in seconds and bytes.
+            schedule: With its copies.
+            costs: Costs in seconds and bytes.
         """
         peaks = peak_host_memory(schedule, _in_pieces(costs, schedule.num_stages))
         for rank, (peak, budget) in enumerate(zip(peaks, self.hosts, strict=False)):

@@ -31,12 +31,12 @@ class Measurements:
     """Of one rank, and with the other ranks'.
 
     Args:
-        executor: of this rank.
-        pipeline: this rank's part of the module.
-        group: the pipeline's processes.
+        executor: The executor of this rank.
+        pipeline: This rank's part of the module.
+        group: The pipeline's processes.
 
     Attributes:
-        costs_at_end: what the stages of all ranks cost, once training has ended; None before.
+        costs_at_end: What the stages of all ranks cost, once training has ended; None before.
     """
 
     def __init__(self, executor: Executor, pipeline: Pipeline, group: PipelineGroup) -> None:
@@ -58,7 +58,7 @@ class Measurements:
         All ranks call it, between two steps.
 
         Args:
-            schedule: which rank has which stage.
+            schedule: Which rank has which stage.
         """
         self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
         return join_costs(self._group.gather(self._costs(may_copy=True)))
@@ -67,7 +67,7 @@ class Measurements:
         """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.
 
         Args:
-            keeps_device_limit: whether it is to heed what the devices have.
+            keeps_device_limit: Whether it is to heed what the devices have.
         """
         memory = self._executor.memory
         left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
@@ -80,7 +80,7 @@ class Measurements:
         """Measure another plan from now on.
 
         Args:
-            num_copy_lanes: that its copies run on.
+            num_copy_lanes: Lanes that its copies run on.
         """
         device = self._pipeline.device
         self._executor.timer = ActionTimer(device)
@@ -91,7 +91,7 @@ class Measurements:
         """Bring the measurements of all ranks together; all ranks call it.
 
         Args:
-            may_copy: whether to measure copies too.
+            may_copy: Whether to measure copies too.
 
         Returns:
             Whether there are any.

@@ -18,11 +18,11 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     """Read an amount of memory.
 
     Args:
-        value: bytes, or a number with a unit: "40GiB", "500 MB".
-        name: of the argument, for the error.
+        value: Bytes, or a number with a unit: "40GiB", "500 MB".
+        name: The name of the argument, for the error.
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: The value is neither, or not positive.
     """
     match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
     if match is None or match[2] not in _UNITS or not _number(match[1]) > 0:
@@ -43,8 +43,8 @@ def device_limit(device: torch.device, activation_bytes: int) -> int | None:
     is there for a moment) needs its place again.
 
     Args:
-        device: of a rank.
-        activation_bytes: the most that activations took of it so far.
+        device: The device of this rank.
+        activation_bytes: The most that activations took of it so far.
     """
     if device.type == "cpu":
         return None

@@ -38,13 +38,13 @@ def plan_before_measuring(
     """Build the schedule of the first steps; under a limit they run one microbatch at a time.
 
     Args:
-        settings: the strategy's.
-        num_ranks: of the pipeline.
-        num_microbatches: of a batch.
-        on_accelerator: the ranks' devices have a memory of their own.
+        settings: The strategy's settings.
+        num_ranks: The number of ranks of the pipeline.
+        num_microbatches: The number of microbatches of a batch.
+        on_accelerator: The ranks' devices have a memory of their own.
 
     Raises:
-        ScheduleError: there is none for these numbers, or it offloads of its own accord.
+        ScheduleError: There is none for these numbers, or it offloads of its own accord.
     """
     schedule = settings.make_schedule(num_ranks, num_microbatches)
     if settings.offload not in ("auto", "none") and schedule.has_copies:
@@ -73,14 +73,14 @@ def plan_by_costs(
     nothing. Where the limit is the devices' own and nothing keeps it, what needs least is tried.
 
     Args:
-        settings: the strategy's.
-        num_ranks: of the pipeline.
-        num_microbatches: of a batch.
-        costs: in seconds and bytes.
-        limits: of the machines.
+        settings: The strategy's settings.
+        num_ranks: The number of ranks of the pipeline.
+        num_microbatches: The number of microbatches of a batch.
+        costs: Costs in seconds and bytes.
+        limits: The limits of the machines.
 
     Raises:
-        ScheduleError: no plan keeps within the limit that was given; the message has the smallest
+        ScheduleError: No plan keeps within the limit that was given; the message has the smallest
             that one does. Or a rank would take more of its host than it may.
     """
     try:

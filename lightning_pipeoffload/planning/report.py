@@ -14,9 +14,9 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
     """Say what the plan promises.
 
     Args:
-        plan: lowered.
-        pipeline: what runs it.
-        measured: costs in seconds and bytes; None: the pipeline's estimate, in units of an average
+        plan: Lowered.
+        pipeline: What runs it.
+        measured: Costs in seconds and bytes; None: the pipeline's estimate, in units of an average
             block's work and activation.
     """
     costs = measured or pipeline.costs

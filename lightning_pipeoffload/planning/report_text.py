@@ -97,9 +97,9 @@ def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumul
     """Say whether batches that accumulate share a plan, and why not.
 
     Args:
-        single: the plan of one batch.
-        in_use: the plan that training begins with.
-        accumulation: of the first batch.
+        single: The plan of one batch.
+        in_use: The plan that training begins with.
+        accumulation: The accumulation of the first batch.
     """
     count = in_use.num_microbatches // single.num_microbatches
     if accumulation.num_batches == 1:
@@ -118,8 +118,8 @@ def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
     """Say what is offloaded from now on, and what is not and why.
 
     Args:
-        report: of the plan, with measured costs.
-        limit: bytes of a device that activations may take, given or what every one has left; None:
+        report: The report of the plan, with measured costs.
+        limit: Bytes of a device that activations may take, given or what every one has left; None:
             any.
     """
     peak = max(report["peak_memory"])
@@ -166,8 +166,8 @@ def print_measurement(report: dict[str, Any], planned: Timeline) -> None:
     """Print the table of what was measured on each rank, and why that is not what was predicted.
 
     Args:
-        report: of the plan.
-        planned: the plan with the costs that were measured.
+        report: The report of the plan.
+        planned: The plan with the costs that were measured.
     """
     measured = report["measured"]
     table = Table(title=f"Measured: {_headline(report)}", title_justify="left")

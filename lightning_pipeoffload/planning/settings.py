@@ -49,7 +49,7 @@ class PipelineSettings:
     """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
 
     Raises:
-        ValueError: a value that cannot be, or is not built yet.
+        ValueError: A value that cannot be, or is not built yet.
     """
 
     pipeline_parallel_size: int | str = "auto"
@@ -83,7 +83,7 @@ class PipelineSettings:
         """Return the ranks of one pipeline.
 
         Raises:
-            ValueError: the devices do not divide into pipelines, or make more than one.
+            ValueError: The devices do not divide into pipelines, or make more than one.
         """
         num_ranks = self.pipeline_parallel_size
         if not isinstance(num_ranks, int):
@@ -109,7 +109,7 @@ class PipelineSettings:
         """Return the most host memory of a rank, before any has taken some; None: any.
 
         Args:
-            num_local_ranks: ranks on this machine.
+            num_local_ranks: Ranks on this machine.
         """
         if self.host_memory_limit is None:
             return HostBudget.share_of_machine(num_local_ranks)
@@ -119,7 +119,7 @@ class PipelineSettings:
         """Whether a plan has a memory limit to keep, given or the devices' own.
 
         Args:
-            on_accelerator: the devices have a memory of their own.
+            on_accelerator: The devices have a memory of their own.
         """
         return self.memory_limit is not None or self.keeps_device_limit(on_accelerator)
 
@@ -127,7 +127,7 @@ class PipelineSettings:
         """Whether a plan is to fit what the devices have left, for want of a limit.
 
         Args:
-            on_accelerator: the devices have a memory of their own.
+            on_accelerator: The devices have a memory of their own.
         """
         return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
@@ -145,13 +145,13 @@ class PipelineSettings:
         """Build the schedule for that many microbatches.
 
         Args:
-            num_ranks: of the pipeline.
-            num_microbatches: of a batch.
-            costs: of the stages; None: the schedule's own idea of them.
-            memory_limit: the most memory of a rank, in the unit of the costs; None: any.
+            num_ranks: The number of ranks of the pipeline.
+            num_microbatches: The number of microbatches of a batch.
+            costs: The costs of the stages; None: the schedule's own idea of them.
+            memory_limit: The most memory of a rank, in the unit of the costs; None: any.
 
         Raises:
-            ScheduleError: there is none, a given one is of another size, or it needs more memory
+            ScheduleError: There is none, a given one is of another size, or it needs more memory
                 than it may.
         """
         schedule = self._make(num_ranks, num_microbatches, costs, memory_limit)
@@ -174,7 +174,7 @@ class PipelineSettings:
         """Choose how many microbatches the first batch is cut into.
 
         Raises:
-            ValueError: the batch cannot be cut so.
+            ValueError: The batch cannot be cut so.
         """
         if isinstance(self.num_microbatches, int):
             wanted = self.num_microbatches
@@ -256,7 +256,7 @@ def refuse_unbuilt(**arguments: Any) -> None:
     """Refuse arguments that have a name but no code yet.
 
     Raises:
-        ValueError: one of them is not at its default.
+        ValueError: One of them is not at its default.
     """
     for name, value in arguments.items():
         default = _NOT_BUILT[name]

@@ -31,16 +31,16 @@ class TrainingPlan:
     """The schedule in use, and the run of it that is under way.
 
     Args:
-        settings: the strategy's.
-        num_ranks: of the pipeline.
-        executor: of this rank.
-        on_accelerator: the ranks' devices have a memory of their own.
+        settings: The strategy's settings.
+        num_ranks: The number of ranks of the pipeline.
+        executor: The executor of this rank.
+        on_accelerator: The ranks' devices have a memory of their own.
 
     Attributes:
-        schedule: of a full training batch; until there is one, with a provisional number of
-            microbatches.
-        offloaded: what it offloads and why, where that was planned.
-        costs: measured, by which it was planned; None before.
+        schedule: The schedule of a full training batch; until there is one, with a provisional
+            number of microbatches.
+        offloaded: What it offloads and why, where that was planned.
+        costs: Measured, by which it was planned; None before.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class TrainingPlan:
         """Make the schedule anew.
 
         Args:
-            costs: in seconds and bytes.
-            limits: of the machines.
+            costs: Costs in seconds and bytes.
+            limits: The limits of the machines.
         """
         self.costs, self._limits = costs, limits
         self.make(self.schedule.num_microbatches)
@@ -109,8 +109,8 @@ class TrainingPlan:
         """Decide whether batches that accumulate share a plan.
 
         Args:
-            accumulation: of the next batch.
-            estimate: of the costs, until they are measured.
+            accumulation: The accumulation of the next batch.
+            estimate: The estimate of the costs, until they are measured.
         """
         num_batches = accumulation.num_batches
         if num_batches not in self._joined and not accumulation.watched_by:
@@ -133,8 +133,8 @@ class TrainingPlan:
         """Return what runs a batch by the plan under way, or by one of its own.
 
         Args:
-            microbatches: of the batch.
-            before_backward: called before the first backward, or at the end, with what steps have
+            microbatches: The microbatches of the batch.
+            before_backward: Called before the first backward, or at the end, with what steps have
                 returned by then.
         """
         if self._open is not None:

@@ -16,8 +16,8 @@ class BetweenRuns:
     As Lightning's own launcher does: the next call would wait for ever.
 
     Args:
-        global_rank: of this process.
-        launched: the other processes of this machine.
+        global_rank: The global rank of this process.
+        launched: The other processes of this machine.
     """
 
     _current: ClassVar[BetweenRuns | None] = None

@@ -57,13 +57,13 @@ class FailureBoard:
     Until :meth:`connect`, when the ranks cannot talk yet, it sees the machine's processes alone.
 
     Args:
-        global_rank: of this process.
-        world_size: of the run.
-        launched: the other processes of this machine.
-        timeout: how long global rank 0, which hosts the store, may leave this rank without answer.
+        global_rank: The global rank of this process.
+        world_size: The world size of the run.
+        launched: The other processes of this machine.
+        timeout: How long global rank 0, which hosts the store, may leave this rank without answer.
 
     Attributes:
-        also_look: called with the store whenever this rank looks at it and nothing has failed; they
+        also_look: Called with the store whenever this rank looks at it and nothing has failed; they
             return why the run is to end, if it is.
     """
 
@@ -92,7 +92,7 @@ class FailureBoard:
         """From now on see what the other ranks write.
 
         Args:
-            store: a connection to the run's TCPStore that nothing else uses.
+            store: A connection to the run's TCPStore that nothing else uses.
         """
         self._notes = FailureNotes(store, self._global_rank, self._world_size)
         if self._global_rank != 0:
@@ -104,9 +104,9 @@ class FailureBoard:
         What another rank has said already, in the same words, is not said again: this process ends.
 
         Args:
-            exception: what happened.
-            place: where in the plan; empty between steps.
-            status: with which this process ends; the others take it over.
+            exception: What happened.
+            place: The place in the plan, such as "stage 3, B of microbatch 5"; empty between steps.
+            status: With which this process ends; the others take it over.
 
         Returns:
             Whether every rank has raised the same, and goes on; else this process ends soon.
@@ -140,8 +140,8 @@ class FailureBoard:
         """End the run because of what another thread of this rank has met.
 
         Args:
-            exception: what happened.
-            where: what the thread does.
+            exception: What happened.
+            where: What the thread does.
         """
         traceback.print_exception(exception)
         failure = Failure(f"{self._name}: {describe(exception)} ({where})")
@@ -155,7 +155,7 @@ class FailureBoard:
         """End this process because of another rank.
 
         Args:
-            suspicion: what this rank saw, for when nobody says what happened.
+            suspicion: What this rank saw, for when nobody says what happened.
         """
         with self._lock:
             self._stopped.set()

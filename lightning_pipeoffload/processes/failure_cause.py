@@ -22,9 +22,9 @@ class Failure:
     """Why the run ends, as all ranks are told.
 
     Attributes:
-        cause: one line that names the rank at fault.
-        status: with which every rank ends.
-        is_deaf: the rank at fault is gone, so it will not hear of it.
+        cause: One line that names the rank at fault.
+        status: With which every rank ends.
+        is_deaf: The rank at fault is gone, so it will not hear of it.
     """
 
     cause: str
@@ -82,8 +82,8 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
     """Return the exit status of a rank at fault, which is never 0.
 
     Args:
-        exception: what ended it.
-        has_trained: whether a step was done; a ValueError before one is a refusal, and a plan that
+        exception: What ended it.
+        has_trained: Whether a step was done; a ValueError before one is a refusal, and a plan that
             cannot be is one at any time.
     """
     if isinstance(exception, SIGTERMException):

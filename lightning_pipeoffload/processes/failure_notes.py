@@ -20,12 +20,12 @@ class FailureNotes:
     """One rank's view of them.
 
     Args:
-        store: a connection to the run's TCPStore that nothing else uses.
-        global_rank: of this process.
-        world_size: of the run.
+        store: A connection to the run's TCPStore that nothing else uses.
+        global_rank: The global rank of this process.
+        world_size: The world size of the run.
 
     Raises:
-        DistError: any method, when the store is gone.
+        DistError: Any method, when the store is gone.
     """
 
     def __init__(self, store: Store, global_rank: int, world_size: int) -> None:
@@ -53,8 +53,8 @@ class FailureNotes:
         """Return whether every rank has raised the same; None: not known yet.
 
         Args:
-            cause: what this one has raised.
-            ended: ranks that are gone.
+            cause: What this one has raised.
+            ended: Ranks that are gone.
         """
         is_open = False
         for rank in self._others:

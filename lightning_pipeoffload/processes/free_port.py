@@ -17,7 +17,7 @@ def free_port() -> int:
     say, may be given the same before the ranks listen there, and the run ends with ``EADDRINUSE``.
 
     Raises:
-        RuntimeError: none is found.
+        RuntimeError: No free port is found.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:

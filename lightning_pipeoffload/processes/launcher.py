@@ -37,14 +37,14 @@ class JointLauncher(_SubprocessScriptLauncher):
     which may wait for the other ranks: those that save a checkpoint then.
 
     Args:
-        environment: who starts processes; if it is not this launcher, it starts none.
-        num_processes: of this machine.
-        num_nodes: machines.
-        leave: waits for the other ranks.
-        fail: tells them of an exception.
+        environment: Who starts processes; if it is not this launcher, it starts none.
+        num_processes: The number of processes of this machine.
+        num_nodes: Machines.
+        leave: A function that waits for the other ranks.
+        fail: A function that tells them of an exception.
 
     Attributes:
-        started: what this process has started, by whichever launcher; later trainers use it too.
+        started: What this process has started, by whichever launcher; later trainers use it too.
     """
 
     started: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -84,7 +84,7 @@ class JointLauncher(_SubprocessScriptLauncher):
         """Whether a notebook can run this, which is the only place where Lightning asks.
 
         Raises:
-            ValueError: it cannot start the ranks; Lightning's own message would be of ddp_notebook.
+            ValueError: It cannot start the ranks; Lightning's own message would be of ddp_notebook.
         """
         # Of one rank before it, Lightning's own environment says that others start processes.
         is_local = isinstance(self.cluster_environment, LightningEnvironment)

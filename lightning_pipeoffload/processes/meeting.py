@@ -12,10 +12,10 @@ class Meeting:
     """Places that all ranks come to in the same order.
 
     Args:
-        store: a connection to the run's TCPStore that waits for nothing else.
-        global_rank: of this process.
-        world_size: of the run.
-        patience: how long one rank waits for the others.
+        store: A connection to the run's TCPStore that waits for nothing else.
+        global_rank: The global rank of this process.
+        world_size: The world size of the run.
+        patience: How long one rank waits for the others.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Meeting:
         """Wait for all ranks.
 
         Args:
-            what: this one is about to do.
+            what: This one is about to do.
 
         Returns:
             What each global rank is about to do; those that have not come are left out.

@@ -77,7 +77,7 @@ class PipelineProcesses(ParallelStrategy):
         """The pipeline's processes.
 
         Raises:
-            RuntimeError: before they are connected.
+            RuntimeError: Before they are connected.
         """
         if self._group is None:
             raise RuntimeError("the pipeline's processes are not connected yet")

@@ -45,11 +45,11 @@ def refuse_differences(described: Mapping[str, str], group: Any) -> None:
     """Compare with the other ranks; all call it, and all get the same error.
 
     Args:
-        described: what has to be the same, by its name.
-        group: of processes, on the host.
+        described: What has to be the same, by its name.
+        group: The group of processes, on the host.
 
     Raises:
-        ValueError: names the first thing that differs, and what it is on two ranks.
+        ValueError: Names the first thing that differs, and what it is on two ranks.
     """
     text = repr(sorted(described.items())).encode()
     digests = _gather(hashlib.blake2b(text, digest_size=16).digest(), group)
@@ -130,8 +130,8 @@ def describe_optimizers(
     """Describe optimizers and the schedulers of their learning rates.
 
     Args:
-        optimizers: the trainer's.
-        names: of the parameters in each group of each.
+        optimizers: The trainer's optimizers.
+        names: The names of the parameters in each group of each.
         schedulers: Lightning's description of each.
     """
     described = {}

@@ -17,8 +17,8 @@ def connect_store(run: str, timeout: timedelta | None) -> Store:
     """Open another connection to the store that the process group was made with.
 
     Args:
-        run: a name of this run; one process group may see several.
-        timeout: how long to wait for a key that another rank sets.
+        run: A name of this run; one process group may see several.
+        timeout: How long to wait for a key that another rank sets.
     """
     store = TCPStore(
         os.environ["MASTER_ADDR"],

@@ -43,9 +43,9 @@ class LaunchedProcesses:
     """The others of a machine, as one of its processes sees them.
 
     Args:
-        global_rank: of this process.
-        local_rank: of this process.
-        children: processes that this one launched, for the global ranks after its own.
+        global_rank: The global rank of this process.
+        local_rank: The local rank of this process.
+        children: Processes that this one launched, for the global ranks after its own.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LaunchedProcesses:
         """Return which child has ended and should not have.
 
         Args:
-            is_connecting: whether the ranks cannot talk yet, so that nobody may leave, not even
+            is_connecting: Whether the ranks cannot talk yet, so that nobody may leave, not even
                 with status 0; later one that is done may leave a moment before the others.
         """
         for global_rank, child in self._children.items():

@@ -19,12 +19,12 @@ def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> T
     """Return a copy of what one rank has, on all of them; all call it.
 
     Args:
-        pipeline: this rank's part of the module.
-        group: its processes.
-        tensor: a parameter, a buffer or a gradient of the module's.
+        pipeline: This rank's part of the module.
+        group: The processes of that pipeline.
+        tensor: A parameter, a buffer or a gradient of the module's.
 
     Raises:
-        ValueError: it is none of these, or not the one that the other ranks ask for.
+        ValueError: It is none of these, or not the one that the other ranks ask for.
     """
     name = next((name for name, found in _known(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)

@@ -38,9 +38,9 @@ class MemoryLimitError(ScheduleError):
     """No order of a schedule keeps within a memory limit.
 
     Args:
-        sentence: the message, with the places ``{limit}`` and ``{needed}``.
-        limit: what was asked for, in the unit of the costs.
-        needed: the least that would do.
+        sentence: The message, with the places ``{limit}`` and ``{needed}``.
+        limit: What was asked for, in the unit of the costs.
+        needed: The least that would do.
     """
 
     def __init__(self, sentence: str, limit: float, needed: float) -> None:
@@ -53,7 +53,7 @@ class MemoryLimitError(ScheduleError):
         """Return the message.
 
         Args:
-            write: writes an amount, with the unit if that is known.
+            write: Writes an amount, with the unit if that is known.
         """
         sentence, limit, needed = self.args
         return str(sentence).format(limit=f"memory_limit ({write(limit)})", needed=write(needed))

@@ -81,8 +81,8 @@ def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
     because ranks wait for each other, it is none.
 
     Args:
-        plan: lowered.
-        rank: whose messages.
+        plan: Lowered.
+        rank: The rank whose messages are numbered.
     """
     carried: dict[Action, int] = {}
     walks = [_walk(actions, carried, peer == rank) for peer, actions in enumerate(plan)]

@@ -26,9 +26,9 @@ class CopySpeed:
     """Speeds of copies.
 
     Attributes:
-        to_host: bytes per second, device to host.
-        to_device: bytes per second, host to device.
-        overlap: time of a copy each way at once, over that of one after the other.
+        to_host: Bytes per second, device to host.
+        to_device: Bytes per second, host to device.
+        overlap: Time of a copy each way at once, over that of one after the other.
     """
 
     to_host: float
@@ -50,8 +50,8 @@ def measure_copy_speed(device: torch.device, num_bytes: int = _BYTES) -> CopySpe
     """Measure the copies between ``device`` and this host, in some milliseconds.
 
     Args:
-        device: of the activations; on CPU the host copies within its own memory.
-        num_bytes: of each copy.
+        device: The device of the activations; on CPU the host copies within its own memory.
+        num_bytes: The number of bytes of each copy.
     """
     pinned = device.type != "cpu"
     on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -26,9 +26,9 @@ def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -
     All ranks call it, between two steps.
 
     Args:
-        executor: of this rank, after a step.
-        schedule: which rank has which stage.
-        device: of the messages.
+        executor: The executor of this rank, after a step.
+        schedule: Which rank has which stage.
+        device: The device of the messages.
     """
     seconds = {}
     for stage in filter(schedule.crosses_ranks, range(schedule.num_stages - 1)):
@@ -47,10 +47,10 @@ def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor])
     """Return the seconds of a hop from ``stage`` to the next one, whose rank must answer.
 
     Args:
-        transport: to the other ranks.
-        stage: of this rank.
-        peer: the rank of the next stage.
-        tensors: as the stage sends them on.
+        transport: The messages to the other ranks.
+        stage: The stage of this rank.
+        peer: The rank of the next stage.
+        tensors: Tensors as the stage sends them on.
     """
     specs = [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
     seconds = []
@@ -70,10 +70,10 @@ def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSp
     """Send back what comes from the stage before ``stage``, whose rank measures its hop.
 
     Args:
-        transport: to the other ranks.
-        stage: of this rank.
-        peer: the rank of the stage before.
-        specs: of what that stage sends on.
+        transport: The messages to the other ranks.
+        stage: The stage of this rank.
+        peer: The rank of the stage before.
+        specs: Shapes and dtypes of what that stage sends on.
     """
     for repetition in range(1 + _REPETITIONS):
         receive = Action(Kind.RECV_F, stage, repetition)

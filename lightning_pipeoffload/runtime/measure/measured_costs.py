@@ -34,9 +34,9 @@ class RankCosts:
     """What one rank measured.
 
     Attributes:
-        stages: by index.
-        copy_lanes: copies that its device makes at a time.
-        hops: seconds from a stage to the next one on another rank, by index; others are not known.
+        stages: The stages of this rank, by index.
+        copy_lanes: Copies that its device makes at a time.
+        hops: Seconds from a stage to the next one on another rank, by index; others are not known.
     """
 
     stages: Mapping[int, StageCosts]
@@ -50,9 +50,9 @@ def measure_costs(
     """Take the medians of the steps so far.
 
     Args:
-        executor: of this rank, after a step or more.
-        speed: of its copies.
-        hops: seconds from its stages to those on other ranks.
+        executor: The executor of this rank, after a step or more.
+        speed: The speed of its copies.
+        hops: Seconds from its stages to those on other ranks.
     """
     seconds = executor.timer.action_seconds()
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}

@@ -40,10 +40,10 @@ class _Known:
     """Where a live storage comes from, as long as its version is this one.
 
     Attributes:
-        storage: expires with the result.
-        source: of its value.
-        version: of the tensor when it was computed.
-        geometry: size, stride, offset and dtype of the value.
+        storage: Expires with the result.
+        source: The source of its value.
+        version: The version of the tensor when it was computed.
+        geometry: Size, stride, offset and dtype of the value.
     """
 
     storage: StorageWeakRef

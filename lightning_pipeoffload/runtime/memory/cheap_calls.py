@@ -34,9 +34,9 @@ class ValueSource:
     """Where a value comes from: a tensor, or a result of a call.
 
     Args:
-        tensor: the value, where it can only be kept.
-        call: what computes it, where it can be computed.
-        index: of the result among the call's.
+        tensor: The value, where it can only be kept.
+        call: What computes it, where it can be computed.
+        index: The index of the result among the call's.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class CheapCall:
     nothing stays in between.
 
     Args:
-        operation: an overload of aten.
-        arguments: its arguments, with a :class:`ValueSource` in each tensor's place.
-        options: its keyword arguments, without tensors.
-        generator: device and state of the generator that the call draws from.
+        operation: An overload of aten.
+        arguments: The arguments of the call, with a :class:`ValueSource` in each tensor's place.
+        options: The keyword arguments of the call, without tensors.
+        generator: Device and state of the generator that the call draws from.
     """
 
     def __init__(

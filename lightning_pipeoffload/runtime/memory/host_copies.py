@@ -36,8 +36,8 @@ class HostCopies:
     """What one stage and microbatch has on the host.
 
     Args:
-        lanes: for the copies.
-        host: for what is copied.
+        lanes: For the copies.
+        host: For what is copied.
     """
 
     def __init__(self, lanes: CopyLanes, host: HostMemory) -> None:
@@ -51,9 +51,9 @@ class HostCopies:
         """Start the copy of storages to the host.
 
         Raises:
-            WrittenInPlaceError: one was written to since it was saved.
-            HostMemoryError: there is no room.
-            CopyError: a copy cannot be started.
+            WrittenInPlaceError: A tensor was written to since it was saved.
+            HostMemoryError: There is no room.
+            CopyError: A copy cannot be started.
         """
         slab = self._host.take(_lay_out(storages))
         lane = self._lanes.d2h
@@ -68,8 +68,8 @@ class HostCopies:
         """Let the compute lane wait for the copies, and drop what they copied.
 
         Raises:
-            WrittenInPlaceError: something was written to while it was copied.
-            CopyError: a copy has failed.
+            WrittenInPlaceError: Something was written to while it was copied.
+            CopyError: A copy has failed.
         """
         for group in self._leaving:
             self._lanes.d2h.hold_compute(group.copied)
@@ -82,7 +82,7 @@ class HostCopies:
         """Allocate what is on the host of some parts, and start the copy back.
 
         Raises:
-            CopyError: a copy cannot be started.
+            CopyError: A copy cannot be started.
         """
         lane = self._lanes.h2d
         for group in [group for group in self._away if group.part in parts]:
@@ -99,7 +99,7 @@ class HostCopies:
         """Let the compute lane wait for what comes back, and give the host's room back.
 
         Raises:
-            CopyError: a copy has failed.
+            CopyError: A copy has failed.
         """
         for group in [group for group in self._returning if group.part in parts]:
             self._returning.remove(group)

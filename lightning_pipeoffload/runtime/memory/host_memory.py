@@ -32,8 +32,8 @@ class HostBudget:
     """The most that one rank may take of its host's memory.
 
     Attributes:
-        num_bytes: so much.
-        origin: who says so, for errors.
+        num_bytes: So much.
+        origin: Who says so, for errors.
     """
 
     num_bytes: int
@@ -51,7 +51,7 @@ class HostBudget:
         To be called when no rank has taken any yet.
 
         Args:
-            num_local_ranks: ranks on this machine.
+            num_local_ranks: Ranks on this machine.
         """
         total, available = machine_memory()
         if not total:
@@ -68,12 +68,12 @@ class HostMemory:
     """A pool of one rank.
 
     Args:
-        pinned: the device can copy from and to it while it computes.
-        budget: the most to allocate; None: as much as the machine has.
+        pinned: The device can copy from and to it while it computes.
+        budget: The most to allocate; None: as much as the machine has.
 
     Attributes:
-        allocated_bytes: of all pieces.
-        num_allocations: so far; does not grow after the first step.
+        allocated_bytes: The allocated bytes of all pieces.
+        num_allocations: So far; does not grow after the first step.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
@@ -87,7 +87,7 @@ class HostMemory:
         """Return room for ``num_bytes``.
 
         Raises:
-            HostMemoryError: the budget, or the machine's memory, does not allow it.
+            HostMemoryError: The budget, or the machine's memory, does not allow it.
         """
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
 

@@ -16,9 +16,9 @@ class Held(NamedTuple):
     """Saved bytes, of one stage and microbatch or of a rank.
 
     Attributes:
-        device: on the device, copies under way included.
-        host: on the host, copies under way included.
-        moving: in copies that nobody has waited for.
+        device: Bytes on the device, copies under way included.
+        host: Bytes on the host, copies under way included.
+        moving: Bytes in copies that nobody has waited for.
     """
 
     device: int = 0
@@ -30,9 +30,9 @@ class Entry(NamedTuple):
     """What a rank held after one action.
 
     Attributes:
-        seconds: since the start of the step, on the host's clock.
-        action: what had run.
-        held: by the rank.
+        seconds: Since the start of the step, on the host's clock.
+        action: What had run.
+        held: Bytes that the rank holds.
     """
 
     seconds: float

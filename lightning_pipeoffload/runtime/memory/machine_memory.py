@@ -18,8 +18,8 @@ class MachineMemory(NamedTuple):
     """Bytes of memory.
 
     Attributes:
-        total: all of it; 0 where the system does not tell.
-        available: what can be taken without swapping.
+        total: All of it; 0 where the system does not tell.
+        available: What can be taken without swapping.
     """
 
     total: int
@@ -45,7 +45,7 @@ def machine_memory(root: Path = _ROOT) -> MachineMemory:
     """Read what is there: the least of the machine and of each control group of this process.
 
     Args:
-        root: of the file system.
+        root: The root of the file system.
     """
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():

@@ -47,13 +47,13 @@ class _Recipe:
     """How to compute a tensor that is left out: it is a view of what ``source`` computes.
 
     Attributes:
-        source: of a value.
-        value_offset: first element of the value in its storage, when F ran.
-        size: of the tensor.
-        stride: of the tensor, in elements.
-        offset: first element of the tensor in that storage.
-        dtype: of the tensor.
-        device: of the tensor.
+        source: The source of a value.
+        value_offset: First element of the value in its storage, when F ran.
+        size: The size of the tensor.
+        stride: The stride of the tensor, in elements.
+        offset: First element of the tensor in that storage.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
         for_w: W alone needs it.
     """
 
@@ -88,7 +88,7 @@ class SurroundingHooks:
         """Return it.
 
         Raises:
-            RuntimeError: it was written in place meanwhile.
+            RuntimeError: The source was written in place meanwhile.
         """
         tensor = self._unpack(handle.handle)
         if tensor is handle.handle and tensor._version != handle.version:
@@ -191,7 +191,7 @@ def check_recompute(recompute: str) -> None:
     """Check the argument.
 
     Raises:
-        ValueError: it is none of :data:`RECOMPUTE`.
+        ValueError: The value is none of :data:`RECOMPUTE`.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(

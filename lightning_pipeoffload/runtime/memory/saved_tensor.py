@@ -45,7 +45,7 @@ class Resident:
         """Return it.
 
         Raises:
-            WrittenInPlaceError: it was written to.
+            WrittenInPlaceError: The tensor was written to since it was saved.
         """
         _check_unchanged(self._tensor, self._version)
         return self._tensor
@@ -63,7 +63,7 @@ class Cast:
         """Cast the parameter.
 
         Raises:
-            WrittenInPlaceError: the parameter was written to.
+            WrittenInPlaceError: The parameter was written to.
         """
         return self._parameter.unpack().to(self._dtype).as_strided(*self._layout)
 
@@ -72,11 +72,11 @@ class SavedStorage:
     """A storage with the tensors that autograd saved of it.
 
     Attributes:
-        num_bytes: its size.
+        num_bytes: The bytes of the tensor.
         part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
-        device_bytes: the storage as bytes; None while it is on the host.
-        start: its first byte in the slab that it is copied to.
-        description: for errors.
+        device_bytes: The storage as bytes; None while it is on the host.
+        start: The tensor's first byte in the slab that it is copied to.
+        description: For errors.
     """
 
     def __init__(self, tensor: Tensor, part: Part) -> None:
@@ -99,7 +99,7 @@ class SavedStorage:
         """Return a watched tensor, if the storage never left the device.
 
         Raises:
-            WrittenInPlaceError: it was written to.
+            WrittenInPlaceError: The tensor was written to since it was saved.
         """
         if not self._originals:
             return None
@@ -111,8 +111,8 @@ class SavedStorage:
         """Return the storage as bytes, as it was saved.
 
         Raises:
-            WrittenInPlaceError: it was written to.
-            RuntimeError: it is on the host.
+            WrittenInPlaceError: The tensor was written to since it was saved.
+            RuntimeError: The tensor is on the host.
         """
         self._check_unchanged()
         if self.device_bytes is None:
@@ -127,7 +127,7 @@ class SavedStorage:
         """Let go of the device's memory.
 
         Raises:
-            WrittenInPlaceError: it was written to.
+            WrittenInPlaceError: The tensor was written to since it was saved.
         """
         self._check_unchanged()
         self._originals.clear()
@@ -143,9 +143,9 @@ class SavedTensor:
     """A view of a :class:`SavedStorage`.
 
     Args:
-        storage: of the tensor.
-        tensor: what autograd saved.
-        is_weight_input: a weight gradient alone reads it.
+        storage: The storage of the tensor.
+        tensor: What autograd saved.
+        is_weight_input: A weight gradient alone reads it.
     """
 
     def __init__(self, storage: SavedStorage, tensor: Tensor, is_weight_input: bool) -> None:
@@ -159,8 +159,8 @@ class SavedTensor:
         """Return the tensor, a view of what came back if it had left.
 
         Raises:
-            WrittenInPlaceError: it was written to.
-            RuntimeError: it is on the host.
+            WrittenInPlaceError: The tensor was written to since it was saved.
+            RuntimeError: The tensor is on the host.
         """
         original = self._storage.original(self._place)
         if original is not None:

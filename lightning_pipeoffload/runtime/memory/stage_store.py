@@ -43,10 +43,10 @@ class OffloadSettings:
     """Where activations go.
 
     Attributes:
-        device: of the rank; what is elsewhere stays there.
-        lanes: for the copies.
-        host: for the copied.
-        largest_to_stay: elements of a tensor that is not worth a copy; as in the implementation
+        device: The device of the rank; what is elsewhere stays there.
+        lanes: For the copies.
+        host: For the copied.
+        largest_to_stay: Elements of a tensor that is not worth a copy; as in the implementation
             that came with PipeOffload.
     """
 
@@ -60,9 +60,9 @@ class ActivationStore:
     """One stage's saved tensors of one microbatch.
 
     Args:
-        name: of stage and microbatch, for errors.
-        resident: addresses of storages that stay on the device anyway.
-        settings: where activations go.
+        name: The name of stage and microbatch, for errors.
+        resident: Addresses of storages that stay on the device anyway.
+        settings: Where activations go.
     """
 
     def __init__(self, name: str, resident: Collection[int], settings: OffloadSettings) -> None:
@@ -100,7 +100,7 @@ class ActivationStore:
         """Return a kept tensor; to a backward that leaves it for W, a stand-in.
 
         Raises:
-            RuntimeError: it is not on the device, or has been written to.
+            RuntimeError: The tensor is not on the device, or has been written to.
         """
         if (
             isinstance(saved, SavedTensor)
@@ -125,7 +125,7 @@ class ActivationStore:
         """Start the copy of everything here to the host.
 
         Raises:
-            RuntimeError: something was written to since it was saved, or the host is full.
+            RuntimeError: Something was written to since it was saved, or the host is full.
         """
         with self._named():
             for part in Part:

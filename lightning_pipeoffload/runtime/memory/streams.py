@@ -33,12 +33,12 @@ class Lane(Protocol):
         """Start a copy; the caller keeps both tensors until the lane has passed it.
 
         Args:
-            target: is written.
-            source: is read.
-            what: is copied, for an error.
+            target: The tensor that is written.
+            source: The tensor that is read.
+            what: What is copied, in words, for an error.
 
         Raises:
-            CopyError: it cannot be started.
+            CopyError: The copy cannot be started.
         """
 
     def mark(self) -> Any:
@@ -48,7 +48,7 @@ class Lane(Protocol):
         """Let the compute lane wait for a moment of this lane.
 
         Raises:
-            CopyError: a copy before it has failed.
+            CopyError: A copy before it has failed.
         """
 
 
@@ -78,7 +78,8 @@ class LateLane:
     For tests, and to rehearse the timing of a machine that is not there.
 
     Args:
-        delay: called with the bytes of each copy before it; sleeps, or waits for something.
+        delay: A function that is called with the bytes of each copy before it, and sleeps, or waits
+            for something.
     """
 
     def __init__(self, delay: Callable[[int], Any]) -> None:
@@ -120,7 +121,7 @@ class StreamLane:
     """A stream of an accelerator.
 
     Args:
-        device: of the stream; its current stream is the compute lane.
+        device: The device of the stream; its current stream is the compute lane.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,8 +161,8 @@ class CopyLanes:
     """A rank's lanes for copies.
 
     Attributes:
-        d2h: to the host.
-        h2d: from the host; the same lane where the machine copies one way at a time.
+        d2h: The lane to the host.
+        h2d: The lane from the host; the same lane where the machine copies one way at a time.
     """
 
     d2h: Lane
@@ -172,7 +173,7 @@ def make_lanes(device: torch.device, count: int = 2) -> CopyLanes:
     """Make the lanes for a device.
 
     Args:
-        device: of the activations.
+        device: The device of the activations.
         count: 2, or 1 for both directions in turn.
     """
     if device.type == "cpu":

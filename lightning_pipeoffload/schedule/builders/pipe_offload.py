@@ -26,7 +26,7 @@ def po_h(
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
         num_chunks: Stages per rank, 2 or more.
-        costs: Of the stages, copies among them; None: k = 1.
+        costs: The costs of the stages, copies among them; None: k = 1.
     """
     return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "half")
 

@@ -25,8 +25,8 @@ class JoinedPlan(NamedTuple):
     """A lowered plan and its parts.
 
     Attributes:
-        plan: over all batches.
-        ends: for each rank, where the part of each batch ends among its actions.
+        plan: Over all batches.
+        ends: For each rank, where the part of each batch ends among its actions.
     """
 
     plan: Schedule
@@ -41,8 +41,8 @@ def cut_at_batches(schedule: Schedule, batch_size: int) -> JoinedPlan:
     other between parts, too.
 
     Args:
-        schedule: not lowered yet, over the microbatches of all batches.
-        batch_size: microbatches of one batch.
+        schedule: Not lowered yet, over the microbatches of all batches.
+        batch_size: Microbatches of one batch.
     """
     schedule = split_fused_backward(schedule)
     awaited_by = Dependencies(schedule)

@@ -72,7 +72,7 @@ def kept_activations(events: list[Event], costs: Costs, num_stages: int) -> Iter
     Args:
         events: When the rank computes what.
         costs: Seconds of copies, and the sizes of what they copy.
-        num_stages: Of all ranks.
+        num_stages: The number of stages of all ranks.
     """
     sizes = part_sizes(costs, num_stages)
     there = costs.per_stage("offload", num_stages)

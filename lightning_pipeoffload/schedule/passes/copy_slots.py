@@ -41,7 +41,7 @@ class Turns:
     Attributes:
         rank: Which of the ranks of the link it is, from 0 on.
         num_ranks: How many share the link.
-        seconds: Of one turn.
+        seconds: The seconds of one turn.
     """
 
     rank: int = 0
@@ -99,7 +99,7 @@ def place_copies(
 
     Args:
         ways: What is to be copied, with its routes, the first of which is tried first.
-        times: Of the rank's actions.
+        times: The times of the rank's actions.
         num_lanes: 1 where both directions take turns, 2 where each has a lane.
         turns: When it may copy.
     """

@@ -39,7 +39,7 @@ class OffloadReport:
         wanted: How many activations of each rank were to be offloaded in a step.
         offloaded: How many are: away between F and B, or at least between B and W.
         kept: How many of those that were to be offloaded stay on the device of each rank.
-        queued: Of how many what waits for W is away between B and W.
+        queued: How many have what waits for W on the host between B and W.
         slowdown: Makespan with offload over that without.
         peak_memory: Largest memory of each rank's device.
         reason: Why less is offloaded than was asked for; empty if it is not.

@@ -38,7 +38,7 @@ class RankPlan:
         chosen: How many of them were tried.
         num_moved: How many are on the host for a while.
         offloaded: How many are between F and B.
-        queued: Of how many what waits for W is, between B and W.
+        queued: How many of them have what waits for W offloaded, between B and W.
         too_short: How many stay because there is no time for a copy there and back.
     """
 
@@ -63,8 +63,8 @@ class RankOffload:
 
     Args:
         events: When the rank computes what.
-        costs: Of the stages.
-        num_stages: Of all ranks.
+        costs: The costs of the stages.
+        num_stages: The number of stages of all ranks.
         turns: When the rank may copy.
     """
 

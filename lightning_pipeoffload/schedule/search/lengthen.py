@@ -25,7 +25,8 @@ def lengthen(schedule: Schedule, num_microbatches: int) -> Schedule | None:
     ever. Takes time proportional to its number of actions.
 
     Args:
-        schedule: Of compute actions, without copies; each stage's run in the order of microbatches.
+        schedule: A schedule of compute actions, without copies; each stage takes its microbatches
+            in order.
         num_microbatches: At least those of ``schedule``.
 
     Returns:

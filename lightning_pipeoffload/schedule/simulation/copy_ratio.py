@@ -66,8 +66,8 @@ def with_copy_ratio(costs: Costs, ratio: float) -> Costs:
     """Return costs whose copies take ``ratio`` times as long as the compute of their stage.
 
     Args:
-        costs: Whose copies are not known.
-        ratio: k, half of it for each direction.
+        costs: Costs whose copies are not known.
+        ratio: The ratio k, half of it for each direction.
     """
     seconds = [getattr(costs, name) for name in _COMPUTE]
     num_stages = max((len(values) for values in seconds if isinstance(values, tuple)), default=1)
