@@ -20,8 +20,9 @@ from torchmetrics import Metric
 from lightning_pipeoffload.runtime.users_code.instance_class import subclass_like
 from lightning_pipeoffload.runtime.users_code.libraries import is_users
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
+from lightning_pipeoffload.runtime.users_code.namespaces import Namespace
 from lightning_pipeoffload.runtime.users_code.shared_uses import watching_classes
-from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
+from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 _DEPTH = 2
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
@@ -123,7 +124,7 @@ def attributes_watched(
     """
     plain = type(owner)
     of_classes = [
-        Variable(Space(cls, cls.__qualname__), name)
+        Variable(Namespace(cls, cls.__qualname__), name)
         for name, cls in _values_of_classes(owner).items()
         if name in names
     ]

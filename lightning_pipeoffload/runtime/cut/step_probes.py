@@ -22,9 +22,9 @@ from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Ima
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
 from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
+from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, Namespace
 from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
-from lightning_pipeoffload.runtime.users_code.written_state import Space, Variable
+from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 _MOST_PROBES = 64
 
@@ -147,11 +147,12 @@ class StepProbes:
         paths = {part: path for path, part in self._module.named_modules()}
         for part, name in probe.written_in_place:
             if name not in REGISTRIES:
-                yield Variable(Space(part, paths[part], name in part._buffers), name)
+                is_buffer = name in part._buffers
+                yield Variable(Namespace.of_part(paths[part], part, is_buffer), name)
 
     def _know_written(self, variables: Iterable[Variable]) -> bool:
         """Add what a step writes to what steps write; return whether that is anything."""
-        found = {(v.space.key, v.name): v for v in variables}
+        found = {(v.namespace.key, v.name): v for v in variables}
         if found.keys() - self._written.keys():
             self._written.update(found)
             self.known.clear()  # other steps may read it

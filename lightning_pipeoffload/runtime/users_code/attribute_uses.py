@@ -108,7 +108,7 @@ class AttributeUses:
         self._place = Draw(0, is_in_block=False)
         self._seen: list[Look] = []
         self._names = {variable.name for variable in self._variables}
-        self._of_holder = {(id(v.space.holder), v.name): Uses(_name(v)) for v in self._variables}
+        self._of_holder = {(id(v.namespace.owner), v.name): Uses(v.label) for v in self._variables}
         self._lines: dict[str, str] = {}  # that have written to a name last
 
     @property
@@ -123,7 +123,9 @@ class AttributeUses:
             self._seen = [_look(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)
-        watched = [v.space.holder for v in self._variables if _is_watched_by_class(v.space.holder)]
+        watched = [
+            v.namespace.owner for v in self._variables if _is_watched_by_class(v.namespace.owner)
+        ]
         holders = {id(holder): holder for holder in watched}
         with ExitStack() as stack:
             for part in (*self._module.modules(), *holders.values()):
@@ -138,7 +140,7 @@ class AttributeUses:
             yield
 
     def _held_by(self, kind: type[Any]) -> list[Variable]:
-        return [v for v in self._variables if isinstance(v.space.holder, kind)]
+        return [v for v in self._variables if isinstance(v.namespace.owner, kind)]
 
     @contextmanager
     def _watched(self, part: Any) -> Iterator[None]:
@@ -171,13 +173,13 @@ class AttributeUses:
             self._note_read(uses, name, sys._getframe(2), value)  # behind the watching method
 
     def _read_shared(self, variable: Variable, frame: FrameType) -> None:
-        uses = self._of_holder[id(variable.space.holder), variable.name]
+        uses = self._of_holder[id(variable.namespace.owner), variable.name]
         self._note_read(uses, variable.name, frame, watched_value(variable))
 
     def _store_shared(self, name: str, variable: Variable | None, line: str) -> None:
         self._lines[name] = line
         if variable is not None:
-            uses = self._of_holder[id(variable.space.holder), name]
+            uses = self._of_holder[id(variable.namespace.owner), name]
             uses.is_assigned = True
             uses.write(Use(self._place, line))
 
@@ -203,7 +205,7 @@ class AttributeUses:
         for index, variable in enumerate(self._variables):
             before, now = self._seen[index], _look(watched_value(variable))
             if not is_same_look(before, now):
-                uses = self._of_holder[id(variable.space.holder), variable.name]
+                uses = self._of_holder[id(variable.namespace.owner), variable.name]
                 uses.is_assigned |= before[0][0] is not now[0][0]
                 uses.write(Use(place, self._lines.get(variable.name, "")))
                 self._seen[index] = now
@@ -215,11 +217,6 @@ class AttributeUses:
 
 def _is_watched_by_class(holder: Any) -> bool:
     return isinstance(holder, ModuleType) or is_plain_object(holder)
-
-
-def _name(variable: Variable) -> str:
-    is_own = isinstance(variable.space.holder, nn.Module)
-    return f"self.{variable.label}" if is_own else variable.label
 
 
 def _holders(part: Any) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ the Python modules that define these, with those that they import of the user's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import starmap
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,46 +18,68 @@ from lightning_pipeoffload.runtime.users_code.libraries import is_users
 from lightning_pipeoffload.runtime.users_code.look import Parts
 from lightning_pipeoffload.runtime.users_code.source_kinds import SourceKind
 
+GONE = object()  # the value of a name that is not there
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
 class Namespace(NamedTuple):
-    """Named values of a module, a class or a Python module.
+    """Named values: the attributes or buffers of a module, a class, a Python module, an object.
 
     Attributes:
         owner: whose they are.
         name: of the owner.
+        is_buffers: they are the module's buffers.
     """
 
     owner: Any
     name: str
+    is_buffers: bool = False
+
+    @classmethod
+    def of_part(cls, path: str, part: nn.Module, is_buffers: bool = False) -> Namespace:
+        """Return that of a part of the user's module."""
+        return cls(part, f"self.{path}" if path else "self", is_buffers)
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        """What tells it from others; the owner may be equal to another one."""
+        return id(self.owner), self.is_buffers
 
     @property
     def is_shared(self) -> bool:
-        """Whether they are not those of one object."""
-        return isinstance(self.owner, (type, ModuleType))
+        """Whether they are not those of one module."""
+        return not isinstance(self.owner, nn.Module)
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """All values by name."""
+        found: Mapping[str, Any] = vars(self.owner)
+        return found["_buffers"] if self.is_buffers else found
 
     def variables(self) -> dict[str, Any]:
         """Return what the user has put there, by name."""
-        ignored = frozenset() if self.is_shared else REGISTRIES
         return {
             name: value
-            for name, value in vars(self.owner).items()
-            if name not in ignored and not name.startswith("__")
+            for name, value in self.contents.items()
+            if not (name.startswith("__") if self.is_shared else name in REGISTRIES)
         }
 
-    def assign(self, name: str, value: Any) -> None:
-        """Give one of them another value."""
-        if self.is_shared:
-            setattr(self.owner, name, value)
+    def put(self, name: str, value: Any) -> None:
+        """Give a name its value, or take it away where that is :data:`GONE`."""
+        if isinstance(self.owner, type):
+            if value is not GONE:
+                setattr(self.owner, name, value)
+            elif name in self.contents:
+                delattr(self.owner, name)
+        elif value is GONE:
+            self.contents.pop(name, None)  # type: ignore[attr-defined] # a dict, as all but a class
         else:
-            vars(self.owner)[name] = value
+            self.contents[name] = value  # type: ignore[index]
 
 
 def namespaces(module: nn.Module) -> Iterator[Namespace]:
     """Yield those of the module tree, its classes and their Python modules."""
-    for path, child in module.named_modules():
-        yield Namespace(child, f"self.{path}" if path else "self")
+    yield from starmap(Namespace.of_part, module.named_modules())
     classes = {cls for child in module.modules() for cls in type(child).__mro__}
     own = [cls for cls in classes if is_users(cls.__module__)]
     yield from (Namespace(cls, cls.__qualname__) for cls in own)
@@ -88,10 +111,10 @@ def _write(namespace: Namespace, state: Parts) -> None:
     before = dict(zip(state[::2], state[1::2], strict=True))
     now = namespace.variables()
     for name in now.keys() - before.keys():
-        delattr(namespace.owner, name)
+        namespace.put(name, GONE)
     for name, value in before.items():
         if name not in now or now[name] is not value:
-            setattr(namespace.owner, name, value)
+            namespace.put(name, value)
 
 
 NAMES = SourceKind(_read, _write, draws=False)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.libraries import is_opaque, is_users
 from lightning_pipeoffload.runtime.users_code.namespaces import (
+    GONE,
     NAMES,
     Namespace,
     namespaces,
@@ -60,18 +61,18 @@ class Place:
 
     def exists(self) -> bool:
         """Whether the namespace has the name that leads there."""
-        return self.keys[0] in vars(self.namespace.owner)
+        return self.keys[0] in self.namespace.contents
 
     def remove(self) -> None:
         """Take the name that leads there out of the namespace."""
-        delattr(self.namespace.owner, self.keys[0])
+        self.namespace.put(self.keys[0], GONE)
 
     def find(self) -> Any:
         """Return what is there; None if nothing is."""
         if not self.keys:
             return self.namespace
         first, *more = self.keys
-        value = vars(self.namespace.owner).get(first)
+        value = self.namespace.contents.get(first)
         for key in more:
             value = dict(_parts(value, self.namespace.is_shared)).get(key)
         return value
@@ -81,7 +82,7 @@ class Place:
         *_, key = self.keys
         holder = self._holder()
         if isinstance(holder, Namespace):
-            holder.assign(key, value)
+            holder.put(key, value)
         elif isinstance(holder, (list, deque, dict)):
             holder[key] = value
         elif isinstance(holder, CellType):

@@ -59,14 +59,14 @@ def watching_classes(variables: Iterable[Variable], note: NoteRead) -> Iterator[
         yield
     finally:
         for variable in watched:
-            variable.space.put(variable.name, watched_value(variable))
+            variable.namespace.put(variable.name, watched_value(variable))
 
 
 def watch_again(variable: Variable, note: NoteRead) -> None:
     """Tell of reads of what code has put into a class since."""
-    is_there = variable.name in variable.space.contents
-    if isinstance(variable.space.holder, type) and is_there and not is_watched(variable):
-        variable.space.put(variable.name, Watched(variable, note))
+    is_there = variable.name in variable.namespace.contents
+    if isinstance(variable.namespace.owner, type) and is_there and not is_watched(variable):
+        variable.namespace.put(variable.name, Watched(variable, note))
 
 
 def is_watched(variable: Variable) -> bool:
@@ -101,9 +101,9 @@ class _NameTrace:
         self, variables: Iterable[Variable], note: NoteRead, note_store: NoteStore
     ) -> None:
         found = list(variables)
-        shared = [v for v in found if isinstance(v.space.holder, ModuleType)]
+        shared = [v for v in found if isinstance(v.namespace.owner, ModuleType)]
         self._names = {variable.name for variable in found}
-        self._globals = {(id(v.space.contents), v.name): v for v in shared}
+        self._globals = {(id(v.namespace.contents), v.name): v for v in shared}
         self._note, self._note_store = note, note_store
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:

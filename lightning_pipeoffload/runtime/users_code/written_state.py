@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -27,92 +27,55 @@ from lightning_pipeoffload.runtime.users_code.module_snapshot import (
     parts_of,
     refill,
 )
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, reachable
+from lightning_pipeoffload.runtime.users_code.namespaces import (
+    GONE,
+    REGISTRIES,
+    Namespace,
+    reachable,
+)
 
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
 _NO_OBJECTS = (*_DEFINITIONS, nn.Module, Tensor, Enum)
 _LONGEST = 10_000  # of a container that a step may write; a longer one is data
-_GONE = object()
 
 
-@dataclass(frozen=True, eq=False)
-class Space:
-    """A namespace: the attributes or buffers of a module, a class, a Python module, an object.
-
-    Attributes:
-        holder: whose it is.
-        label: its name for messages.
-        is_buffers: it is the module's buffers.
-    """
-
-    holder: Any
-    label: str
-    is_buffers: bool = False
-
-    @property
-    def key(self) -> tuple[int, bool]:
-        """What tells it from others."""
-        return id(self.holder), self.is_buffers
-
-    @property
-    def contents(self) -> Mapping[str, Any]:
-        """Its values by name."""
-        found: Mapping[str, Any] = vars(self.holder)
-        return found["_buffers"] if self.is_buffers else found
-
-    def names(self) -> list[str]:
-        """List what a step may write."""
-        is_shared = not isinstance(self.holder, nn.Module)
-        return [
-            name
-            for name, value in self.contents.items()
-            if name not in REGISTRIES and not (is_shared and _is_definition(name, value))
-        ]
-
-    def put(self, name: str, value: Any) -> None:
-        """Give a name its value, or take it away."""
-        if isinstance(self.holder, type):
-            if value is not _GONE:
-                setattr(self.holder, name, value)
-            elif name in self.contents:
-                delattr(self.holder, name)
-        elif value is _GONE:
-            self.contents.pop(name, None)  # type: ignore[attr-defined] # a dict, as all but a class
-        else:
-            self.contents[name] = value  # type: ignore[index]
-
-
-def _is_definition(name: str, value: Any) -> bool:
-    is_table = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > _LONGEST
-    return name.startswith("__") or is_table or isinstance(value, _DEFINITIONS)
-
-
-def spaces_of(module: nn.Module) -> list[Space]:
+def written_namespaces(module: nn.Module) -> list[Namespace]:
     """List the namespaces that the steps of ``module`` may write."""
-    spaces = []
-    for path, child in module.named_modules():
-        spaces += [Space(child, path), Space(child, path, is_buffers=True)]
-    classes = {kind for child in module.modules() for kind in type(child).__mro__}
+    found = []
+    for path, part in module.named_modules():
+        found += [Namespace.of_part(path, part), Namespace.of_part(path, part, is_buffers=True)]
+    classes = {kind for part in module.modules() for kind in type(part).__mro__}
     own = [kind for kind in classes if not is_foundations(kind.__module__)]
-    spaces += [Space(kind, kind.__qualname__) for kind in own]
-    spaces += [Space(place, place.__name__) for place in _python_modules_of(own)]
-    found = {space.key: space for space in spaces}
-    left = deque(found.values())
+    found += [Namespace(kind, kind.__qualname__) for kind in own]
+    found += [Namespace(place, place.__name__) for place in _python_modules_of(own)]
+    known = {namespace.key: namespace for namespace in found}
+    left = deque(known.values())
     while left:  # objects in objects
-        for space in _objects_in(left.popleft()):
-            if space.key not in found:
-                found[space.key] = space
-                left.append(space)
-    return list(found.values())
+        for namespace in _objects_in(left.popleft()):
+            if namespace.key not in known:
+                known[namespace.key] = namespace
+                left.append(namespace)
+    return list(known.values())
 
 
-def _objects_in(space: Space) -> Iterator[Space]:
+def _objects_in(namespace: Namespace) -> Iterator[Namespace]:
     """Yield the namespaces of objects of the user's that have a name in this one."""
-    prefix = "self." if isinstance(space.holder, nn.Module) else ""
-    for name in space.names():
-        value = space.contents[name]
+    for name, value in _writable(namespace).items():
         if is_plain_object(value):
-            yield Space(value, prefix + Variable(space, name).label)
+            yield Namespace(value, Variable(namespace, name).label)
+
+
+def _writable(namespace: Namespace) -> dict[str, Any]:
+    """Return what a step may write, by name."""
+    found = namespace.variables()
+    if not namespace.is_shared:
+        return found
+    return {name: value for name, value in found.items() if not _is_definition(value)}
+
+
+def _is_definition(value: Any) -> bool:
+    is_table = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > _LONGEST
+    return is_table or isinstance(value, _DEFINITIONS)
 
 
 def is_plain_object(value: Any) -> bool:
@@ -139,35 +102,36 @@ def _python_modules_of(kinds: Iterable[type[Any]]) -> list[ModuleType]:
 class Variable:
     """One name in a namespace."""
 
-    space: Space
+    namespace: Namespace
     name: str
 
     @property
     def label(self) -> str:
         """Its name for messages."""
-        return f"{self.space.label}.{self.name}".lstrip(".")
+        return f"{self.namespace.name}.{self.name}"
 
     @property
     def value(self) -> Any:
         """What it is now."""
-        return self.space.contents.get(self.name, _GONE)
+        return self.namespace.contents.get(self.name, GONE)
 
 
 @contextmanager
 def noting_writes(module: nn.Module) -> Iterator[list[Variable]]:
     """Note what is written inside; the list is filled at the end."""
-    spaces = spaces_of(module)
-    before = {space: {name: space.contents[name] for name in space.names()} for space in spaces}
-    inside = {(s, name): look_into(v) for s, found in before.items() for name, v in found.items()}
+    before = [
+        (namespace, {n: (v, look_into(v)) for n, v in _writable(namespace).items()})
+        for namespace in written_namespaces(module)
+    ]
     written: list[Variable] = []
     with _noting_assignments() as assigned:
         yield written
-    for space, old in before.items():
-        for name in dict.fromkeys((*old, *space.names())):
-            value = space.contents.get(name, _GONE)
-            is_new = value is not old.get(name, _GONE) or (id(space.holder), name) in assigned
-            if is_new or not is_same_look(inside.get((space, name), []), look_into(value)):
-                written.append(Variable(space, name))
+    for namespace, old in before:
+        for name in dict.fromkeys((*old, *_writable(namespace))):
+            value, (was, inside) = namespace.contents.get(name, GONE), old.get(name, (GONE, []))
+            is_new = value is not was or (id(namespace.owner), name) in assigned
+            if is_new or not is_same_look(inside, look_into(value)):
+                written.append(Variable(namespace, name))
 
 
 @contextmanager
@@ -201,13 +165,13 @@ class WrittenState:
             variables: that it assigns, or changes the parts of.
             in_place: whose tensors it writes.
         """
-        self._variables.update(((v.space.key, v.name), v) for v in variables)
+        self._variables.update(((v.namespace.key, v.name), v) for v in variables)
         for module, name in in_place:
             if name in REGISTRIES:
                 continue
             self._in_place.add((id(module), name))
-            space = Space(module, type(module).__name__, name in module._buffers)
-            self._variables.setdefault((space.key, name), Variable(space, name))
+            namespace = Namespace(module, type(module).__name__, name in module._buffers)
+            self._variables.setdefault((namespace.key, name), Variable(namespace, name))
 
     def __bool__(self) -> bool:
         return bool(self._variables)
@@ -221,7 +185,7 @@ class WrittenState:
 
     def _copy(self, variable: Variable) -> Any:
         value = variable.value
-        is_written = (id(variable.space.holder), variable.name) in self._in_place
+        is_written = (id(variable.namespace.owner), variable.name) in self._in_place
         return value.clone() if is_written and type(value) is Tensor else value
 
 
@@ -261,7 +225,7 @@ class Kept:
 
     def _put(self) -> None:
         for variable, value in self._values:
-            variable.space.put(variable.name, value)
+            variable.namespace.put(variable.name, value)
         for inside in self._insides:
             for place, contents in inside:
                 refill(place, contents)
