@@ -102,7 +102,9 @@ def build(
         **options: What the builder takes besides, such as ``group_size``.
 
     Raises:
-        ScheduleError: There is no such schedule, or it needs more memory than it may.
+        ScheduleError: There is no such schedule, a size or an option is not one that it takes, or
+            the order is not valid.
+        MemoryLimitError: It needs more memory than it may.
     """
     recipe = _recipe(name)
     _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -131,12 +133,13 @@ def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
 
 
 def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    is_askable = all(isinstance(value, Hashable) for value in taken.values())  # else bad input
+    # What cannot be hashed is bad input, of which the builder tells more than the cache would.
+    is_askable = all(isinstance(value, Hashable) for value in taken.values())
     make = _build_once if is_askable else _build_once.__wrapped__
     return make(builder, *sizes, **taken)
 
 
-@lru_cache(maxsize=32)  # a run asks for the same one at several places, and some take seconds
+@lru_cache(maxsize=32)  # A run asks for the same one at several places, and some take seconds.
 def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
     schedule = builder(*sizes, **taken)
     validate(schedule)
@@ -154,7 +157,8 @@ def accept(
         memory_limit: The most memory of a rank; None: any.
 
     Raises:
-        ScheduleError: A rule is broken, or a rank needs more memory than it may.
+        ScheduleError: A rule is broken.
+        MemoryLimitError: A rank needs more memory than it may.
     """
     _check_limit(memory_limit)
     validate(schedule)

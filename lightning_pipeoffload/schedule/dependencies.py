@@ -19,7 +19,13 @@ __all__ = ["Dependencies", "Step", "replay"]
 
 
 class Step(NamedTuple):
-    """One action of a replay, and the outcome that it waited for (none: only its rank's order)."""
+    """One action of a replay.
+
+    Attributes:
+        rank: The rank that runs it.
+        action: The action.
+        awaited: The action whose outcome it waited for; None: only the one before it on its rank.
+    """
 
     rank: int
     action: Action
@@ -29,7 +35,8 @@ class Step(NamedTuple):
 class Dependencies:
     """What each action of a schedule waits for, beside the action before it on its rank.
 
-    One thing is enough: when the B of the next stage is done, so is this stage's F. Where transfers
+    One thing is enough, since the rest follows: where the B of the next stage is done, so is this
+    stage's F. Where transfers
     are spelled out, F and B wait for a RECV, and a RECV for the SEND on the other rank; where they
     are not, F and B wait for the neighbour's F and B.
     """
@@ -39,9 +46,10 @@ class Dependencies:
         self._last_stage = schedule.num_stages - 1
 
     def of(self, action: Action) -> Action | None:
-        """Return what an action waits for, with B for what is B or BW; None for nothing.
+        """Return what an action waits for; None where it is nothing.
 
-        Kinds that only wait for the action before them on their rank give None.
+        What is B or BW is named as B. Kinds that only wait for the action before them on their rank
+        give None.
         """
         kind, stage, microbatch = action
         if self._schedule.has_transfers and (recv := recv_before(self._schedule, action)):

@@ -60,7 +60,11 @@ def send_of(recv: Action) -> Action:
 def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
     """Return for RECVs of a rank which of its SENDs have arrived once such a message is there.
 
-    They are those that the peer waited for before it sent it, each with the first RECV that tells.
+    They are those that the peer waited for before it sent the message. A SEND stands with the first
+    RECV that tells of it, so that its buffer is free from then on::
+
+        this rank   SEND_F0 ......................... RECV_B0   so SEND_F0 has arrived
+        the peer    ....... RECV_F0 F0 ... B0 SEND_B0
     """
     told: dict[Action, list[Action]] = {}
     for peer in range(plan.num_ranks):
@@ -77,11 +81,11 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
 def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
     """Return for RECVs of a rank how many of its SENDs their messages follow from, over any ranks.
 
-    Once it has sent those, a message arrives whatever the rank does next. Of one that never comes,
-    because ranks wait for each other, it is none.
+    Once the rank has sent those, the message arrives whatever the rank does next. The number is 0
+    for a message that never comes, because ranks wait for each other.
 
     Args:
-        plan: Lowered.
+        plan: A lowered plan.
         rank: The rank whose messages are numbered.
     """
     carried: dict[Action, int] = {}
@@ -93,7 +97,7 @@ def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
 
 
 def _walk(actions: Iterable[Action], carried: dict[Action, int], counts: bool) -> Iterator[Action]:
-    """Carry what is known of a rank's SENDs along; yields a RECV while its message is not sent."""
+    """Note how many SENDs each message follows from; yield a RECV while its message is not sent."""
     num_sent = 0
     for action in actions:
         if action.kind in SENDS:

@@ -2,8 +2,8 @@
 
 A send never waits in the runtime, and a rank posts the receives of a step at its start, in the
 order of the plan. So even where a send does wait for its receive (rendezvous) it finds it posted,
-provided that each directed edge between two ranks is received in the order in which it is sent; the
-rest is what the replay finds.
+provided that each directed edge between two ranks is received in the order in which it is sent. All
+other circles of waiting ranks are found by the replay.
 """
 
 from __future__ import annotations

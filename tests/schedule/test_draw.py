@@ -1,4 +1,9 @@
-from lightning_pipeoffload.schedule import Costs, build, draw, simulate
+import inspect
+import re
+
+import pytest
+
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, build, draw, simulate
 from tests.support.plans import plan
 
 ZB_H1 = """
@@ -44,3 +49,24 @@ def test_rank_numbers_are_aligned():
 
 def test_nothing_that_takes_time():
     assert draw(simulate(plan("0F0"), Costs(0, 0, 0)), width=80) == "rank 0 "
+
+
+DRAWN = {
+    name: re.findall(rf'draw\(build\("({name})", (\d), (\d)\)\)', inspect.getdoc(recipe.builder))
+    for name, recipe in SCHEDULES.items()
+}
+
+
+@pytest.mark.parametrize("name", [name for name, drawings in DRAWN.items() if drawings])
+def test_a_builder_is_drawn_in_its_docstring_as_it_is_built(name):
+    [(_, num_ranks, num_microbatches)] = DRAWN[name]
+    drawn = draw(build(name, int(num_ranks), int(num_microbatches)), width=92)
+    rows = re.findall(r"^    (rank .*)$", inspect.getdoc(SCHEDULES[name].builder), re.MULTILINE)
+    assert rows == [row.rstrip() for row in drawn.splitlines()]
+
+
+def test_each_family_of_schedules_has_a_drawing():
+    families = {inspect.getmodule(recipe.builder) for recipe in SCHEDULES.values()}
+    drawn = {inspect.getmodule(SCHEDULES[name].builder) for name, found in DRAWN.items() if found}
+    without = {module.__name__.rpartition(".")[2] for module in families - drawn}
+    assert without == {"pipe_offload", "v_adaptive"}  # which draw the copies; and a search's result

@@ -36,17 +36,44 @@ def one_forward_one_backward(
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3)."""
+    """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3).
+
+    The bubble is p - 1 times F, B and W; every rank keeps all m activations of its stage.
+
+    ``draw(build("gpipe", 3, 3))``::
+
+        rank 0 F0 F1 F2 ..................BW0   BW1   BW2
+        rank 1 ...F0 F1 F2 .........BW0   BW1   BW2   ......
+        rank 2 ......F0 F1 F2 BW0   BW1   BW2   ............
+    """
     return _one_stage_per_rank(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """One backward for each forward as soon as there is one (PipeDream-Flush, 1F1B)."""
+    """One backward for each forward as soon as there is one (PipeDream-Flush, 1F1B).
+
+    The bubble is that of GPipe, p - 1 times F, B and W; rank i keeps p - i activations. Source:
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
+
+    ``draw(build("1f1b", 3, 3))``::
+
+        rank 0 F0 F1 F2 ............BW0   ...BW1   ...BW2
+        rank 1 ...F0 F1 ......BW0   F2 BW1   ...BW2   ......
+        rank 2 ......F0 BW0   F1 BW1   F2 BW2   ............
+    """
     return _one_stage_per_rank(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B with several stages per rank, in Megatron's order (Narayanan et al. 2021, section 2.2).
+
+    The bubble is p - 1 times F, B and W of one stage, which is a v-th of a rank; the first rank
+    keeps p * v + p - 1 activations of a stage.
+
+    ``draw(build("interleaved_1f1b", 2, 2))``::
+
+        rank 0 0F0 0F1 2F0 2F1 ........2BW0    ....2BW1    0BW0    0BW1
+        rank 1 ....1F0 1F1 3F0 3BW0    3F1 3BW1    1BW0    1BW1    ........
 
     Raises:
         ScheduleError: The microbatches do not fill groups of ``num_ranks``.
@@ -81,7 +108,7 @@ def _one_stage_per_rank(num_microbatches: int, warm_ups: Sequence[int]) -> Sched
 def _in_groups(
     kind: Kind, stages: Sequence[int], num_microbatches: int, group_size: int
 ) -> list[Action]:
-    """A group of microbatches goes through every stage of the rank before the next group does."""
+    """Take a group of microbatches through every stage of the rank, then the next group."""
     return [
         Action(kind, stage, first + offset)
         for first in range(0, num_microbatches, group_size)

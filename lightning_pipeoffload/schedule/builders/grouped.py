@@ -29,12 +29,30 @@ __all__ = ["gis", "gis_h", "grouped", "uniform"]
 
 
 def gis(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Groups of ``num_ranks``: the bubble of ZB-H1 in the memory of 1F1B (GIS)."""
+    """Groups of ``num_ranks``: the bubble of ZB-H1 in the memory of 1F1B (GIS).
+
+    The bubble is (p - 1)(F + B) seconds of a stage, which is a v-th of a rank; the first rank keeps
+    p * v activations of a stage.
+
+    ``draw(build("gis", 2, 3))``::
+
+        rank 0 0F0 0F1 2F0 2F1 ....2B0 2W0 0F2 2B1 2W1 2F2 0B0 0W0 0B1 2B2 0W1 0B2 2W2 0W2
+        rank 1 ....1F0 1F1 3F0 3B0 3F1 3B1 3W0 1F2 1B0 3W1 3F2 1B1 3B2 1W0 1B2 1W1 3W2 1W2
+    """
     return _repeated(num_ranks, num_microbatches, num_chunks, num_ranks)
 
 
 def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Groups of half as many, the smallest whose first gradient returns in time (GIS-H)."""
+    """Groups of half as many, the smallest whose first gradient returns in time (GIS-H).
+
+    The first rank keeps about half as many activations as under GIS, for a bubble that is larger by
+    (v - 1) * p / 2 times F + B - W of a stage.
+
+    ``draw(build("gis_h", 2, 3))``::
+
+        rank 0 0F0 ....2F0 0F1 ....2B0 2W0 2F1 0B0 0W0 0F2 2B1 2W1 2F2 0B1 0W1 ....2B2 2W2 0B2 0W2
+        rank 1 ....1F0 ....3F0 3B0 3W0 1F1 1B0 1W0 3F1 3B1 3W1 1F2 1B1 1W1 3F2 3B2 3W2 1B2 1W2 ....
+    """
     return _repeated(num_ranks, num_microbatches, num_chunks, _half(num_ranks))
 
 
@@ -43,6 +61,13 @@ def uniform(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
 
     Without offload it takes about the memory of GIS-H, but the first stages of a rank hold most of
     it: half of the stages offloaded frees three quarters.
+
+    ``draw(build("uniform", 4, 4))``::
+
+        rank 0 F F ....F F F F ......B W F ....B W F B W ..B W ..B W B W B W B W
+        rank 1 ..F F ....F F F ....B W F ..F B W ..B W F B W ..B W B W B W B W ..
+        rank 2 ....F F ....F F ..B W F ..F B W F B W ..B W F B W B W B W B W ....
+        rank 3 ......F F ....F B W F ..F B W F B W F B W B W F B W B W B W ......
     """
     return _repeated(num_ranks, num_microbatches, num_chunks, group_size=1)
 

@@ -22,6 +22,11 @@ def po_h(
 ) -> Schedule:
     """Build PO-H: half of each rank's stages are offloaded, those that live longest.
 
+    Of two ranks with two stages each, the first does this; a copy that OFFLOAD or RELOAD starts
+    runs on a lane of its own, beside the F, B and W that follow::
+
+        0F0 0OFFLOAD0 2F0 0FREE0 0F1 0OFFLOAD1 2B0 0RELOAD0 2W0 0FREE1 2F1 0B0 0W0 0RELOAD1 ...
+
     Args:
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
@@ -34,7 +39,14 @@ def po_h(
 def po_f(
     num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
 ) -> Schedule:
-    """Build PO-F: everything is offloaded that comes back in time; see :func:`po_h`."""
+    """Build PO-F: everything is offloaded that comes back in time.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank, 2 or more.
+        costs: The costs of the stages, copies among them; None: k = 1.
+    """
     return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "full")
 
 

@@ -87,10 +87,11 @@ def v(
 
     With equal times and no communication the longest rank takes ``6 * (m + p) - 1 - 3 * k`` slots
     at least, for ``k`` activations. What is found is within one slot of that for 2 to 16 ranks and
-    ``k`` from ``p`` to ``2 * p``, and not for every ``k`` on more (17 ranks: two slots for 30).
-    Not so for ``p`` activations on 2, 3 and 5 ranks, less than V-Min holds there: no block repeats
-    every six slots in that memory (shown by trying all of them), so the bubble grows with every
-    microbatch. The search takes a few seconds, on many ranks as well: see ``best_schedule``.
+    ``k`` from ``p`` to ``2 * p``, and not for every ``k`` on more (17 ranks: two slots for 30). It
+    is more for ``p`` activations on 2, 3 and 5 ranks, which is less than V-Min holds there: no
+    block repeats every six slots in that memory (shown by trying all of them), so the bubble grows
+    with every microbatch. The search takes a few seconds, on many ranks as well: see
+    ``best_schedule``.
 
     Args:
         num_ranks: Ranks of the pipeline.

@@ -24,6 +24,14 @@ def v_min(
 ) -> Schedule:
     """The least memory that needs no bubble between microbatches, for equal times (V-Min).
 
+    Every rank keeps about a third of the activations of 1F1B.
+
+    ``draw(build("v_min", 3, 2))``::
+
+        rank 0 0F0 0F1 ............5F0 5B0 5F1 5B1 5W0 5W1 0B0 0W0 0B1 0W1 ....
+        rank 1 ....1F0 1F1 ....4F0 ....4F1 4B0 4W0 4B1 1B0 4W1 1B1 1W0 1W1 ....
+        rank 2 ........2F0 3F0 2F1 3F1 ........3B0 2B0 3B1 2B1 3W0 2W0 3W1 2W1
+
     Args:
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
@@ -41,6 +49,11 @@ def v_half(
 ) -> Schedule:
     """Half of the memory of 1F1B, and half of its bubble (V-Half).
 
+    ``draw(build("v_half", 2, 3))``::
+
+        rank 0 0F0 0F1 0F2 3F0 3B0 3W0 3F1 0B0 3B1 0W0 3W1 3F2 3B2 0B1 3W2 0B2 0W1 0W2 ....
+        rank 1 ....1F0 2F0 1F1 2F1 2B0 1B0 2W0 1F2 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
+
     Args:
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
@@ -57,6 +70,11 @@ def one_f_one_b_v(
     num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
 ) -> Schedule:
     """B and W in one piece, in two thirds of the memory of 1F1B and less bubble (1F1B-V).
+
+    ``draw(build("1f1b_v", 2, 2))``::
+
+        rank 0 0F0 0F1 ....3F0 3BW0    3F1 3BW1    ....0BW0    ........0BW1
+        rank 1 ....1F0 2F0 1F1 2F1 ....2BW0    1BW0    2BW1    1BW1    ........
 
     Args:
         num_ranks: Ranks of the pipeline.

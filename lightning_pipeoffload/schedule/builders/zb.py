@@ -29,6 +29,8 @@ def zb_1p(
 ) -> Schedule:
     """The shortest schedule in the memory of 1F1B: p activations of the first stage (ZB-1p).
 
+    For equal times it is ZB-H1: see :func:`~.zero_bubble.zb_h1` for its drawing.
+
     Args:
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
@@ -43,7 +45,19 @@ def zb_2p(
 ) -> Schedule:
     """Next to no bubble in twice the memory of 1F1B: 2p activations of the first stage (ZB-2p).
 
-    Counts on an optimizer without barrier. Arguments as for ``zb_1p``.
+    It counts on an optimizer without barrier: the ranks end one after the other, as they began.
+
+    ``draw(build("zb_2p", 3, 5))``::
+
+        rank 0 F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 ......
+        rank 1 ...F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 ...
+        rank 2 ......F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: 1.
+        costs: Times and memory of the stages; None: ``Costs.unit()``.
     """
     return _in_activations(2, num_ranks, num_microbatches, costs)
 
@@ -58,8 +72,8 @@ def zb(
 ) -> Schedule:
     """The shortest schedule under a memory limit, for the times of each stage.
 
-    What is short is the longest span of a rank from its first F to its last W, so it counts on an
-    optimizer without barrier. At most 24 candidates are timed, most of them only until they are
+    "Shortest" is by the rank with the longest span from its first F to its last W, so it counts on
+    an optimizer without barrier. At most 24 candidates are timed, most of them only until they are
     longer than the best so far; each takes time proportional to p * m, and 10 s are the most in
     all.
 

@@ -43,12 +43,18 @@ def zb_v(
 ) -> Schedule:
     """The hand-made order; with costs or a limit the shortest schedule that a search finds.
 
+    ``draw(build("zb_v", 2, 3))``::
+
+        rank 0 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2 ....
+        rank 1 ....1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
+
     Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
-    taken from ``costs``; W goes where there is room for it, and what is short is the longest span
-    of a rank, which counts on an optimizer without barrier. The search times 29 candidates and
-    rearranges the best of them up to a fixed amount of work, a few seconds, at most; each candidate
-    takes time proportional to p * m, but is given up when it is longer than the best so far. Where
-    m is large, fewer are searched for and the steady middle is repeated.
+    taken from ``costs``; W goes where there is room for it. "Shortest" is by the rank with the
+    longest span from its first F to its last W, which counts on an optimizer without barrier. The
+    search times 29 candidates and rearranges the best of them up to a fixed amount of work, a few
+    seconds, at most; each candidate takes time proportional to p * m, but is given up when it is
+    longer than the best so far. Where m is large, fewer are searched for and the steady middle is
+    repeated.
 
     Args:
         num_ranks: Ranks of the pipeline.

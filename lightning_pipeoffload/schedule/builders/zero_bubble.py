@@ -13,12 +13,31 @@ __all__ = ["zb_h1", "zb_h2"]
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """A third of 1F1B's bubble in the memory of 1F1B (ZB-H1)."""
+    """A third of 1F1B's bubble in the memory of 1F1B (ZB-H1).
+
+    The bubble is (p - 1)(F + B - W) seconds; the first rank keeps p activations.
+
+    ``draw(build("zb_h1", 3, 4))``::
+
+        rank 0 F0 F1 F2 ......B0 W0 F3 B1 W1 B2 W2 B3 W3
+        rank 1 ...F0 F1 ...B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        rank 2 ......F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
     return _with_late_weight_gradients(num_ranks, num_microbatches, depth=1)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """No bubble for equal times and an optimizer without barrier, in twice the memory (ZB-H2)."""
+    """No bubble for equal times and an optimizer without barrier, in twice the memory (ZB-H2).
+
+    The longest rank takes (p - 1)(F + B - 2W) seconds more than its work; the first rank keeps
+    2p - 1 activations. The ranks end one after the other, as they began.
+
+    ``draw(build("zb_h2", 3, 5))``::
+
+        rank 0 F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 ......
+        rank 1 ...F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 ...
+        rank 2 ......F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
+    """
     return _with_late_weight_gradients(num_ranks, num_microbatches, depth=2)
 
 

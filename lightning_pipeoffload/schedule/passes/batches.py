@@ -3,7 +3,11 @@
 Between two batches a loop does other things: it reports the first one's loss, and only then has the
 second one. The pipeline need not run empty for that. Each rank's actions are cut into one **part**
 for each batch, so that a part holds the forwards of its batch and no action of a later batch;
-backwards may be left for later parts, where they go on beside the next batch's forwards.
+backwards may be left for later parts, where they go on beside the next batch's forwards. Two
+batches of two microbatches each, on the first of two ranks::
+
+    one plan for each   F0 F1 .. B0 W0 B1 W1 | F2 F3 .. B2 W2 B3 W3
+    one plan for both   F0 F1 | .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ class JoinedPlan(NamedTuple):
     """A lowered plan and its parts.
 
     Attributes:
-        plan: Over all batches.
+        plan: The lowered plan over all batches.
         ends: For each rank, where the part of each batch ends among its actions.
     """
 
@@ -41,7 +45,7 @@ def cut_at_batches(schedule: Schedule, batch_size: int) -> JoinedPlan:
     other between parts, too.
 
     Args:
-        schedule: Not lowered yet, over the microbatches of all batches.
+        schedule: A schedule of compute actions over the microbatches of all batches.
         batch_size: Microbatches of one batch.
     """
     schedule = split_fused_backward(schedule)

@@ -135,7 +135,7 @@ def _place(routes: Iterable[Route], num_lanes: int, turns: Turns, until: float) 
         start = earliest(max(free, leg.ready), leg.seconds, taken)
         copies[leg] = Copy(start, start + leg.seconds, leg.action)
         if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
-            free = start + leg.seconds  # others do not wait for what is late
+            free = start + leg.seconds  # Others do not wait for what is late.
     return copies
 
 

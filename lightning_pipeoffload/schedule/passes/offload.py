@@ -27,8 +27,8 @@ __all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
 SLOWDOWN_ALLOWED = 1.03
 """What the makespan may grow by before less is offloaded."""
 
-_ROUNDING_ERROR = 1e-9  # of a number of activations: so little above 3 is 3
-_NUM_FRACTIONS = 8  # of a share, from which the best is taken
+_ROUNDING_ERROR = 1e-9  # Activations: so little above 3 counts as 3.
+_NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ def offload_activations(
 ) -> Offloaded:
     """Add OFFLOAD, FREE and RELOAD to a schedule of compute actions.
 
+    The activation of one stage and microbatch is then on the device (=) or on the host (-)::
+
+        compute  F  OFFLOAD ..... FREE ............ RELOAD ..... B  W
+        device   ===================                ================
+        host             -----------------------------------------
+
     Where copies would take longer than there is (a copy there and back takes more than the compute
     of its stage, say), or the host has no room for them, less is offloaded: what gives each rank
     the smallest peak.
@@ -88,8 +94,8 @@ def offload_activations(
         The schedule with its copies, and a report.
 
     Raises:
-        ScheduleError: The amount is none, the schedule has copies or transfers already, or the
-            limit cannot be met.
+        ScheduleError: The amount is none of these, or the schedule has copies or transfers already.
+        MemoryLimitError: The limit cannot be met.
     """
     if schedule.has_copies:
         raise ScheduleError(

@@ -23,7 +23,7 @@ __all__ = ["RankOffload", "RankPlan"]
 _FREED_BY = {Kind.OFFLOAD: Kind.FREE, Kind.OFFLOAD_W: Kind.FREE_W}
 """What drops from the device what a copy has brought to the host."""
 
-_NUM_FRACTIONS = 16  # of a number of activations, from which the best is taken
+_NUM_FRACTIONS = 16  # Fractions of a number of activations that are tried for the best.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Choose among building blocks by trying them.
 
 A block and a policy give an order; which is best depends on the times. Orders that were found for
-simpler times are often better than those found for the times themselves, because a list scheduling
+simpler times are often better than those found for the times themselves, because list scheduling
 is greedy: it answers every small delay, where a regular order would absorb it. So every block is
 squeezed with equal times, with rounded ones and with the real ones, and what comes out is timed
 with the real ones.
@@ -23,6 +23,7 @@ from .squeeze import POLICIES, Policy, squeeze
 
 __all__ = ["SearchSetting", "best_schedule", "simpler_times"]
 
+# Fixed amounts of work, so that every rank and every run finds the same schedule.
 VISITS_OF_TRIALS = 800_000
 VARIANTS_OF_FINALISTS = 20
 FEWEST = 3

@@ -1,9 +1,14 @@
 """Schedules as building blocks: the slots of one microbatch, repeated.
 
 A microbatch has one way through a pipeline: F of every stage, then B of every stage backwards. A
-building block says in which slot it takes each step of that way; the next microbatch does the
-same an interval later. Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS
-2024, section 3.
+building block says in which slot it takes each step of that way; the next microbatch does the same
+an interval later. Two ranks in a V, with an interval of six slots; W goes where a slot is free::
+
+    slot    0   1   2   3   4   5   6   7   8   9   10  11  12  13
+    rank 0  0F0 .   .   3F0 3B0 .   0F1 0B0 .   3F1 3B1 .   .   0B1
+    rank 1  .   1F0 2F0 .   .   2B0 1B0 1F1 2F1 .   .   2B1 1B1 .
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ __all__ = ["FixedOrder"]
 class FixedOrder:
     """Every rank's F and B in a given order.
 
-    If that is allowed, B of another of a rank's stages overtakes where the rank would wait for
-    long.
+    Where that is allowed, and the rank would wait for long, B of another of its stages overtakes.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class FixedOrder:
         return None
 
     def started(self, rank: int, wanted: Wanted) -> None:
-        """Strike it out, or note that it has overtaken."""
+        """Strike the action out, or note that it has overtaken."""
         if self._left[rank][0] == wanted[:2]:
             self._left[rank].popleft()
         else:

@@ -1,6 +1,7 @@
 """An order of F and B: one of each in turn, with a limit on what is in flight on every rank.
 
-1F1B, ZB-H1 and ZB-H2 differ in nothing but that limit: p - i, and 2(p - i) - 1 on rank i.
+On rank i that limit is p - i for 1F1B and ZB-H1, and 2(p - i) - 1 for ZB-H2; they differ in nothing
+else but where W goes.
 """
 
 from __future__ import annotations

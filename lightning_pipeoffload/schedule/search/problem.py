@@ -86,7 +86,7 @@ class Problem:
             name: What the schedule is called in the error.
 
         Raises:
-            ScheduleError: Not even one microbatch at a time fits.
+            MemoryLimitError: Not even one microbatch at a time fits.
         """
         if memory_limit < self.smallest_limit:
             sentence = (

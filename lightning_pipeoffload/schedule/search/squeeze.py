@@ -97,6 +97,8 @@ def squeeze(
 
 
 class _Squeeze:
+    """One squeeze: a clock for each rank, and an agenda of when to look at which rank again."""
+
     def __init__(
         self, order: Order, timing: OrderTiming, memory: float, residue: float, policy: Policy
     ) -> None:

@@ -1,4 +1,4 @@
-"""k: how long an activation travels to the host and back, over the compute of its stage.
+"""The ratio k: how long an activation travels to the host and back, over its stage's compute.
 
 Up to 1, all activations can be offloaded without slowing anything down (Wan et al., "PipeOffload",
 ICML 2025, formula 1).
