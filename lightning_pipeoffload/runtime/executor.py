@@ -1,6 +1,13 @@
 """Runs one rank's part of a plan, action by action.
 
 What each kind does is one method, found in a table; where the plan came from makes no difference.
+Of one stage in the middle and one microbatch::
+
+    plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
+    messages  posted -> taken     sent ->   posted -> taken     sent ->
+    memory              [==== the activation ========][== what waits =====]
+
+A message is posted as early as it can have been sent; F and B wait for it, RECV itself does not.
 """
 
 from __future__ import annotations
@@ -37,11 +44,11 @@ class Executor:
     """One rank of a pipeline.
 
     Args:
-        rank: its place in the plan.
-        stages: its stages by index.
-        transport: to the other ranks.
-        timer: measures the actions.
-        memory: where activations are kept.
+        rank: The rank's place in the plan.
+        stages: The stages of the rank, by index.
+        transport: Moves messages to and from the other ranks.
+        timer: Measures the actions.
+        memory: Where activations are kept.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class Executor:
 
     @property
     def last_microbatch(self) -> Microbatch:
-        """One of the last step's."""
+        """A microbatch of the last step."""
         return next(iter(self._microbatches.values()))
 
     def run(
@@ -94,9 +101,9 @@ class Executor:
         """Execute the rank's actions.
 
         Args:
-            plan: lowered; one without backwards evaluates.
-            microbatches: of the batch.
-            before_backward: called once, before the first backward, with what steps have returned.
+            plan: A lowered plan; one without backwards evaluates.
+            microbatches: The microbatches of the batch.
+            before_backward: Called once, before the first backward, with what steps have returned.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
@@ -121,7 +128,7 @@ class Executor:
         """Start a step whose actions :meth:`go_on` runs part by part.
 
         Args:
-            plan: lowered; one without backwards evaluates.
+            plan: A lowered plan; one without backwards evaluates.
         """
         if plan is not self._plan:
             self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
@@ -142,9 +149,9 @@ class Executor:
         """Execute the next of the rank's actions.
 
         Args:
-            actions: to execute.
-            microbatches: which they need for the first time.
-            before_backward: called once, before the first backward, with what steps have returned.
+            actions: The actions to execute, in order.
+            microbatches: The microbatches that they need for the first time.
+            before_backward: Called once, before the first backward, with what steps have returned.
 
         Returns:
             What the user's step returned for each of these microbatches; empty without the last

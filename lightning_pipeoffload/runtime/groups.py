@@ -26,10 +26,10 @@ class _Shared(NamedTuple):
     """A parameter of this rank that others have too.
 
     Attributes:
-        parameter: this rank's.
-        group: of the ranks that have it.
-        is_first: whether this rank is the first of them.
-        always_trains: tells whether each step gives one of them a gradient.
+        parameter: This rank's parameter.
+        group: The group of the ranks that have it.
+        is_first: Whether this rank is the first of them.
+        always_trains: Tells whether each step gives one of them a gradient.
     """
 
     parameter: Tensor
@@ -48,10 +48,10 @@ class PipelineGroup(RankMesh):
     """What the processes of a pipeline do together, as one of them sees it.
 
     Args:
-        schedule: tells which rank holds which stage.
-        global_rank: of this process.
-        device: where it computes.
-        timeout: how long a rank waits for another; None: as torch does, whatever the default
+        schedule: Tells which rank holds which stage.
+        global_rank: The global rank of this process.
+        device: Where it computes.
+        timeout: How long a rank waits for another; None: as torch does, whatever the default
             group's is.
     """
 
@@ -131,9 +131,9 @@ class PipelineGroup(RankMesh):
         """Start sending this rank's checksum of a batch to the last stage.
 
         Args:
-            checksum: of the batch.
-            trained: of which parameters train.
-            drawn: of the states of generators of the user's own.
+            checksum: The checksum of the batch.
+            trained: A digest of which parameters train.
+            drawn: A digest of the states of generators of the user's own.
 
         Returns:
             A function to call after the step, with what was compared and what the generators are
@@ -187,8 +187,8 @@ class PipelineGroup(RankMesh):
         """Return, on this rank's device, a tensor that a rank of the pipeline has.
 
         Args:
-            tensor: that rank's, or what has its shape.
-            rank: of the pipeline; None: the root.
+            tensor: That rank's tensor, or what has its shape.
+            rank: A pipeline rank; None: the root.
         """
         if self.num_ranks == 1:
             return tensor.to(self.device)
@@ -205,8 +205,8 @@ class PipelineGroup(RankMesh):
         """Let the root have a value on its host; the others keep what they have.
 
         Args:
-            value: any on the rank that has it; on the root what has its shape, if it is a tensor.
-            owner: global rank that has it.
+            value: Any on the rank that has it; on the root what has its shape, if it is a tensor.
+            owner: Global rank that has it.
         """
         if not isinstance(value, Tensor) or self.global_rank not in (owner, self.root):
             return value

@@ -30,11 +30,11 @@ class InProcessPipeline:
     """Runs whole steps of a schedule.
 
     Args:
-        module: the user's; it is copied for each rank.
-        schedule: of compute actions.
-        step: calls the user's step: ``step(module, microbatch)`` returns the loss.
-        memory: makes each rank's place for activations.
-        device: where the ranks compute; None: where the module is.
+        module: The user's module; it is copied for each rank.
+        schedule: The schedule of compute actions.
+        step: Calls the user's step: ``step(module, microbatch)`` returns the loss.
+        memory: A function that makes each rank's place for activations.
+        device: Where the ranks compute; None: where the module is.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 
@@ -67,9 +67,9 @@ class InProcessPipeline:
         Each microbatch weighs as much as its share of the samples.
 
         Args:
-            batch: any pytree.
-            size: samples of a microbatch.
-            seed: of the batch's random numbers.
+            batch: Any pytree.
+            size: Samples of a microbatch.
+            seed: The seed of the batch's random numbers.
 
         Returns:
             What the step returned for each microbatch.
@@ -123,11 +123,11 @@ def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTranspo
     """Let each rank go on until what it needs has not been sent yet, again and again.
 
     Args:
-        ranks: what each executor's ``steps`` returned.
-        transport: of all of them.
+        ranks: What each executor's ``steps`` returned.
+        transport: The transport of all of them.
 
     Raises:
-        RuntimeError: no rank can go on, which a valid plan excludes.
+        RuntimeError: No rank can go on, which a valid plan excludes.
     """
     waiting = [next(actions, None) for actions in ranks]
     while any(waiting):

@@ -27,16 +27,16 @@ class RankMesh:
         replica 0        3  2  1  0     <- global ranks; that of the root is the lowest
 
     Args:
-        schedule: tells which rank holds which stage.
-        global_rank: of this process.
-        timeout: how long members of a group wait for each other; None: as torch does.
+        schedule: Tells which rank holds which stage.
+        global_rank: The global rank of this process.
+        timeout: How long members of a group wait for each other; None: as torch does.
 
     Attributes:
-        mesh: torch's, with the dimensions ``data`` (one replica) and ``pipeline``.
-        rank: of this process in its pipeline.
-        global_rank: of this process.
-        global_ranks: of its pipeline, by rank.
-        stage_ranks: the rank of every stage.
+        mesh: Torch's, with the dimensions ``data`` (one replica) and ``pipeline``.
+        rank: The rank of this process in its pipeline.
+        global_rank: The global rank of this process.
+        global_ranks: The global ranks of its pipeline, by rank.
+        stage_ranks: The rank of every stage.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class RankMesh:
         """Make a process group, which all processes have to do.
 
         Args:
-            ranks: of the pipeline; None: all of them.
-            **options: of ``torch.distributed.new_group``.
+            ranks: The ranks of the pipeline; None: all of them.
+            **options: The options of ``torch.distributed.new_group``.
         """
         chosen = range(self.num_ranks) if ranks is None else ranks
         members = sorted(self.global_ranks[rank] for rank in chosen)

@@ -37,10 +37,10 @@ class MessageSettings:
     """How messages go over NCCL; on by default, and to be measured.
 
     Attributes:
-        max_channels: that an edge may use; an open receive takes a multiprocessor for each. None:
-            as many as NCCL likes.
-        is_urgent: messages go before what waits for the device already.
-        keeps_buffers: messages go through buffers that are never freed.
+        max_channels: Channels that an edge may use; an open receive takes a multiprocessor for
+            each. None: as many as NCCL likes.
+        is_urgent: Whether messages go before what waits for the device already.
+        keeps_buffers: Whether messages go through buffers that are never freed.
     """
 
     max_channels: int | None = 4
@@ -66,10 +66,10 @@ class Link:
     """One end of a directed edge: the group whose messages go over it, and who is at the other.
 
     Attributes:
-        group: of torch.distributed.
-        place: of the peer in the group.
-        global_rank: of the peer.
-        device: of the tensors.
+        group: The group of torch.distributed.
+        place: The peer's rank in the group.
+        global_rank: The global rank of the peer.
+        device: The device of the tensors.
     """
 
     group: Any
@@ -99,13 +99,18 @@ class Link:
 class BufferRing:
     """Buffers that messages use one after the other; as many as were ever in use at once.
 
+    The compute lane waits for the message before the ring has the buffer back::
+
+        send     tensor -- copy --> buffer -- NCCL --> peer;  wait;  back into the ring
+        receive  peer -- NCCL --> buffer;  wait;  -- copy --> tensor;  back into the ring
+
     A plan's limit counts them among what the device held beside activations when it was measured.
 
     Args:
-        device: of the messages.
+        device: The device of the messages.
 
     Attributes:
-        num_bytes: of all buffers.
+        num_bytes: The number of bytes of all buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,10 +133,10 @@ class BufferRing:
 
 @dataclass(frozen=True)
 class BufferedLink(Link):
-    """Over which tensors go by way of a ring's buffers.
+    """A link over which tensors go by way of a ring's buffers.
 
     Attributes:
-        ring: of this rank.
+        ring: The ring of this rank.
     """
 
     ring: BufferRing
@@ -165,7 +170,7 @@ class BufferedLink(Link):
 
 @dataclass(frozen=True)
 class StagedLink(Link):
-    """Over which tensors of an accelerator go by way of the host.
+    """A link over which tensors of an accelerator go by way of the host.
 
     Nobody waits where a message is sent: a thread does, until it is on the host. Who receives one
     waits on the host.

@@ -24,10 +24,10 @@ class TensorSpec:
     """What is known of a tensor before it exists.
 
     Attributes:
-        shape: of it.
-        dtype: of it.
-        requires_grad: whether autograd follows it.
-        gets_gradient: whether the loss leads back to it, too.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        requires_grad: Whether autograd follows it.
+        gets_gradient: Whether the loss leads back to it, too.
     """
 
     shape: torch.Size
@@ -55,8 +55,8 @@ class BlockOutput:
     """What a block hands on: a pytree with specs for its tensors.
 
     Attributes:
-        leaves: a TensorSpec for each tensor, plain values as they are.
-        is_template: false where a leaf is neither a tensor nor the same for every batch; then the
+        leaves: A TensorSpec for each tensor, plain values as they are.
+        is_template: False where a leaf is neither a tensor nor the same for every batch; then the
             block has to run, shape-only, to have it.
     """
 
@@ -146,11 +146,11 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
     """Return the gradients of what was received, of those tensors of which one is expected.
 
     Args:
-        received: from the previous stage.
-        sender: its last block.
+        received: From the previous stage.
+        sender: Its last block.
 
     Raises:
-        RuntimeError: others have one than the step's first run has shown.
+        RuntimeError: Others have one than the step's first run has shown.
     """
     gradients = received.gradients or (None,) * len(received.specs)
     arrived = [gradient is not None for gradient in gradients]

@@ -66,11 +66,11 @@ class CutSettings:
     """How to cut.
 
     Attributes:
-        stage_ranks: the pipeline rank of each stage.
-        blocks: the container's name, or patterns; see :func:`.block_chain.find_chain`.
-        split: see :func:`.partition.cut`.
-        recompute: see :class:`.stage.StageRunner`.
-        global_ranks: of each stage, for messages; (): as those of the pipeline.
+        stage_ranks: The pipeline rank of each stage.
+        blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
+        split: See :func:`.partition.cut`.
+        recompute: See :class:`.stage.StageRunner`.
+        global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
     """
 
     stage_ranks: tuple[int, ...]
@@ -84,20 +84,20 @@ class Pipeline:
     """The stages of one rank.
 
     Args:
-        module: the user's; stays whole until :meth:`commit`.
-        rank: of the pipeline.
-        settings: how to cut.
-        device: where the stages compute.
+        module: The user's module; stays whole until :meth:`commit`.
+        rank: This rank in the pipeline.
+        settings: How to cut.
+        device: Where the stages compute.
 
     Attributes:
-        tensors: parameters and buffers by name.
-        probes: of the steps.
-        gradient_age: of the parameters that other ranks own.
-        trained_digest: tells apart which parameters train.
-        drawn: what all stages draw from.
+        tensors: Parameters and buffers by name.
+        probes: What was seen of the steps.
+        gradient_age: The age of the gradients of what other ranks own.
+        trained_digest: A number that tells apart which parameters train.
+        drawn: The generators that all stages draw from.
 
     Raises:
-        ValueError: the module has no chain of blocks, or not enough of them.
+        ValueError: The module has no chain of blocks, or not enough of them.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Pipeline:
         """Cut a batch, and look at the step where the shapes are new.
 
         Args:
-            batch: any pytree.
-            size: samples of a microbatch.
-            run: calls the user's step on one.
-            kind: of the step; "train", say.
-            seed: of the batch.
+            batch: Any pytree.
+            size: Samples of a microbatch.
+            run: Calls the user's step on one.
+            kind: The kind of the step; "train", say.
+            seed: The seed of the batch.
 
         Raises:
-            ValueError: the step cannot be cut at its blocks; a hook sees part of a gradient.
+            ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
         microbatches = []
@@ -184,9 +184,9 @@ class Pipeline:
         """Make what runs a step as a whole, on every rank.
 
         Args:
-            send: returns a tensor as a pipeline rank has it, to all; None: as the root has it.
-            seed: of the step; None: random numbers are drawn on as before.
-            part: of the module that is called; None: all of it.
+            send: Returns a tensor as a pipeline rank has it, to all; None: as the root has it.
+            seed: The seed of the step; None: random numbers are drawn on as before.
+            part: The part of the module that is called; None: all of it.
         """
 
         def fetch(slot: Slot) -> Tensor:

@@ -108,7 +108,7 @@ class RandomStream:
     """Random numbers of its own: ``with stream:`` the global generators go on from its last end.
 
     Args:
-        seed: of its beginning.
+        seed: The seed of its beginning.
     """
 
     def __init__(self, seed: int) -> None:

@@ -38,10 +38,10 @@ class ActivationMemory:
     """The stores of one rank.
 
     Args:
-        settings: where activations go.
+        settings: Where activations go.
 
     Attributes:
-        ledger: of what is kept.
+        ledger: The ledger of what is kept.
     """
 
     def __init__(self, settings: OffloadSettings) -> None:
@@ -57,8 +57,8 @@ class ActivationMemory:
         """Make one for a device, whose directions take turns until its copies were measured.
 
         Args:
-            device: of the rank.
-            budget: the most host memory; None: what the machine has.
+            device: The device of the rank.
+            budget: The most host memory; None: what the machine has.
         """
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(device, make_lanes(device, count=1), host))
@@ -67,7 +67,7 @@ class ActivationMemory:
         """Copy on other lanes from the next step on.
 
         Args:
-            lanes: as many as the plan counts on.
+            lanes: The lanes, as many as the plan counts on.
         """
         self.settings = replace(self.settings, lanes=lanes)
 
@@ -75,8 +75,8 @@ class ActivationMemory:
         """Look at what a step is going to offload.
 
         Args:
-            actions: of the rank.
-            stages: of the rank.
+            actions: The actions of the rank.
+            stages: The stages of the rank.
         """
         self._stages = stages
         self._stores.clear()

@@ -59,9 +59,9 @@ class _Step:
     """Moments of one step, of the clock that took them.
 
     Attributes:
-        start: of the step.
-        end: of the step.
-        actions: kind and stage of each action, and the spans in which it computed.
+        start: The start of the step.
+        end: The end of the step.
+        actions: Kind and stage of each action, and the spans in which it computed.
     """
 
     start: Any
@@ -73,7 +73,7 @@ class ActionTimer:
     """Keeps the measurements of one rank's last steps.
 
     Args:
-        device: whose clock to read.
+        device: The device whose clock to read.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,10 @@
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
 probe. A receive is posted as soon as its message can have been sent, so a send never waits for the
-receiver to come round; only the consumer waits.
+receiver to come round; only the consumer waits::
+
+    sender    F0 SEND_F0 F1 SEND_F1 F2 ...          goes on at once
+    receiver  post RECV_F0, RECV_F1 ... F0 ... F1   waits in F0, where the message is used
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class InProcessTransport:
         """Return a message that was sent before.
 
         Raises:
-            RuntimeError: it was not; ranks in one process must take turns.
+            RuntimeError: The message was not sent; ranks in one process must take turns.
         """
         if not self._arrived[receive]:
             raise RuntimeError(f"{receive} is not there yet; run the rank that sends it first")
@@ -127,12 +130,12 @@ class ProcessGroupTransport:
     arrive in the order of the plan.
 
     Args:
-        global_ranks: of the pipeline's ranks.
-        rank: of this process in the pipeline.
-        edges: directed pairs of pipeline ranks that exchange messages.
-        device: where the tensors are.
-        timeout: how long a rank waits for another; None: as torch does.
-        settings: of messages over NCCL.
+        global_ranks: The global ranks of the pipeline's ranks.
+        rank: The rank of this process in the pipeline.
+        edges: Directed pairs of pipeline ranks that exchange messages.
+        device: The device that the tensors are on.
+        timeout: How long a rank waits for another; None: as torch does.
+        settings: The settings of messages over NCCL.
     """
 
     def __init__(

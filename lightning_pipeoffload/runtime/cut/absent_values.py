@@ -21,8 +21,8 @@ class AbsentValues:
     """The shapes in a module that no pipeline has in charge.
 
     Args:
-        module: the user's.
-        unsaved: buffers that no state dict has, by name, as they were when the module was cut.
+        module: The user's module.
+        unsaved: Buffers that no state dict has, by name, as they were when the module was cut.
     """
 
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
@@ -85,8 +85,8 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
     """Put a real tensor, whose values are still to come, where a shape is.
 
     Args:
-        slot: of the shape.
-        made: the tensors so far by identity of the shape; tied weights have the same.
+        slot: The place of the shape in its module.
+        made: The tensors so far by identity of the shape; tied weights have the same.
     """
     shape = slot.tensor
     if id(shape) not in made:

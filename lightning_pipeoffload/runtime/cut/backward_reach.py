@@ -26,7 +26,7 @@ class BackwardReach:
     """What a step's graph leads to from the loss.
 
     Attributes:
-        leaves: of the graph, that get a gradient.
+        leaves: The leaves of the graph that get a gradient.
     """
 
     def __init__(self) -> None:

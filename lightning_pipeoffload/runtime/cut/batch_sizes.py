@@ -23,11 +23,11 @@ class BatchSizes(TorchDispatchMode):
     """Notes the sizes that depend on values.
 
     Args:
-        find_place: returns the segment of the step that runs; None inside of blocks.
+        find_place: Returns the segment of the step that runs; None inside of blocks.
 
     Attributes:
-        found: shapes, and answers to questions.
-        last: segment in which there is one; None: in none.
+        found: Shapes, and answers to questions.
+        last: Segment in which there is one; None: in none.
     """
 
     def __init__(self, find_place: Callable[[], int | None]) -> None:

@@ -16,7 +16,7 @@ class BlockCalls:
     """The calls of a chain's blocks in one run of a step.
 
     Args:
-        chain: the blocks.
+        chain: The blocks.
     """
 
     def __init__(self, chain: BlockChain) -> None:
@@ -29,11 +29,11 @@ class BlockCalls:
         """Look at a call before it is made.
 
         Args:
-            index: of the block.
-            expected: index of the block that comes next.
+            index: The index of the block.
+            expected: Index of the block that comes next.
 
         Raises:
-            ValueError: a stage could not make it; says why and where.
+            ValueError: A stage could not make it; says why and where.
         """
         self._check_order(index, expected)
         self._check_gradients(index)
@@ -73,10 +73,10 @@ class BlockCalls:
         """Check that no block is left when the step is over.
 
         Args:
-            expected: index of the block that comes next; their number: none does.
+            expected: Index of the block that comes next; their number: none does.
 
         Raises:
-            ValueError: it is not called.
+            ValueError: A block is not called.
         """
         if expected < len(self._chain):
             raise ValueError(

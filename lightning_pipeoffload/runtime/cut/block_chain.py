@@ -30,8 +30,8 @@ class BlockChain:
     """Blocks in the order of their calls.
 
     Args:
-        name: of the whole, for messages: the container's in the user's module, say.
-        blocks: its entries by their names in the user's module.
+        name: The name of the whole, for messages: the container's in the user's module, say.
+        blocks: Its entries by their names in the user's module.
     """
 
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
@@ -114,12 +114,12 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
     cutting can spread the most; an outer container that holds the chain as one entry loses to it.
 
     Args:
-        module: the user's module.
-        name: of the container, where the user says it; or patterns of the blocks' names in the
-            order of their calls, in which ``*`` stands for any part of a name between two dots.
+        module: The user's module.
+        name: The name of the container, where the user says it; or patterns of the blocks' names in
+            the order of their calls, in which ``*`` stands for any part of a name between two dots.
 
     Raises:
-        ValueError: no such container or block, several containers that are equally good, or one
+        ValueError: No such container or block, several containers that are equally good, or one
             inside of a compiled module.
     """
     chain = _find_chain(module, name)

@@ -39,8 +39,8 @@ class CallCounter(TorchFunctionMode):
     the next.
 
     Attributes:
-        segment: of the step.
-        digest: of the names of the functions that were called in it.
+        segment: The segment of the step that runs.
+        digest: A number made of the names of the functions that were called in it.
     """
 
     def __init__(self) -> None:

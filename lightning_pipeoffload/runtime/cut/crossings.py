@@ -15,9 +15,9 @@ class Port(NamedTuple):
     """Where a step makes a value.
 
     Attributes:
-        segment: of the step; the output of block k belongs to segment k + 1.
-        call: number of the call of a torch function in it, from 1 on; 0 is the block before.
-        place: among the tensors of what the call returned.
+        segment: The segment of the step; the output of block k belongs to segment k + 1.
+        call: Number of the call of a torch function in it, from 1 on; 0 is the block before.
+        place: Its place among the tensors of what the call returned.
     """
 
     segment: int
@@ -30,16 +30,16 @@ class Crossing:
     """A value that goes from one segment to later ones beside the payload.
 
     Attributes:
-        port: where it is made; None: in a way that cannot be followed.
-        made_in: segment that computes it.
-        used_in: last segment that needs it.
-        shape: of the tensor.
-        dtype: of the tensor.
-        trains_from: segment from which on it requires a gradient; None: never.
-        origins: what it is computed from, by name.
-        line: of the user's code that needs it; "" if none is found.
-        digest: of the calls in the segment up to the one that makes it.
-        led_back: segments between which the loss leads back to it; None: all that there are.
+        port: Where the value is made; None: in a way that cannot be followed.
+        made_in: Segment that computes it.
+        used_in: Last segment that needs it.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        trains_from: Segment from which on it requires a gradient; None: never.
+        origins: What it is computed from, by name.
+        line: The line of the user's code that needs it; "" if none is found.
+        digest: A number made of the calls in the segment up to the one that makes it.
+        led_back: Segments between which the loss leads back to it; None: all that there are.
     """
 
     port: Port | None
@@ -71,12 +71,12 @@ class Flow:
     """All that goes from block to block in one run of the step.
 
     Attributes:
-        outputs: of each block.
-        crossings: what goes beside them.
-        opened: blocks that set values free inside, by a hook or an attribute, that are used behind
-        them; such a block has to run shape-only where another stage has it.
-        is_certain: no value had to be made up behind the blocks, which might decide to call them
-            again.
+        outputs: The outputs of each block.
+        crossings: What goes beside them.
+        opened: Blocks out of which a hook or an attribute lets a value that is used behind them;
+            such a block has to run shape-only where another stage has it.
+        is_certain: Whether no value had to be made up behind the blocks, which might decide to call
+            them again.
     """
 
     outputs: list[BlockOutput] = field(default_factory=list)

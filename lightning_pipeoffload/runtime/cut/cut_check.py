@@ -18,7 +18,7 @@ def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
     """Check that all that goes from stage to stage can be sent.
 
     Raises:
-        ValueError: a value of one stage is needed on another, and what it is made of or what
+        ValueError: A value of one stage is needed on another, and what it is made of or what
             becomes of it forbids to send it.
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
@@ -47,7 +47,7 @@ def check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> 
     """Check that no block has to run, with values that are made up, where another stage has it.
 
     Raises:
-        ValueError: one has, for what it hands on, or lets out beside, could depend on them.
+        ValueError: A block has to, for what it hands on, or lets out beside, could depend on them.
     """
     for index, line in probe.imagined.items():
         is_template = probe.flow.outputs[index].is_template
@@ -74,13 +74,13 @@ def check_weight_writes(
     """Check that the step writes no parameter where another stage has it.
 
     Args:
-        probe: of the step.
-        chain: its blocks.
-        stages: of the whole model.
-        owners_of: says which stages have a parameter, under whatever name.
+        probe: The probe of the step.
+        chain: Its blocks.
+        stages: The stages of the whole model.
+        owners_of: A function that says which stages have a parameter, under whatever name.
 
     Raises:
-        ValueError: it does; that stage would not see it.
+        ValueError: The step writes one, and that stage would not see it.
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
     for name, segment, line in probe.weight_writes:
@@ -100,7 +100,7 @@ def check_hooks(probe: Probe, chain: BlockChain) -> None:
     """Check that hooks on blocks stay where they are.
 
     Raises:
-        ValueError: the step uses what its own hooks got and removes them behind the blocks, where
+        ValueError: The step uses what its own hooks got and removes them behind the blocks, where
             only the last stage comes.
     """
     for block in sorted(probe.flow.opened & probe.briefly_hooked):
@@ -115,7 +115,7 @@ def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
     """Check that nothing looks at gradients of which each stage has a part.
 
     Raises:
-        ValueError: a hook is registered on such a weight.
+        ValueError: A hook is registered on such a weight.
     """
     for weight in weights:
         if has_hooks(weight.parameter):

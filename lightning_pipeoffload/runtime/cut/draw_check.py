@@ -15,7 +15,7 @@ def check_repeatable(probe: Probe, stages: Sequence[Stage]) -> None:
     """Check that what several stages compute is the same on each.
 
     Raises:
-        ValueError: two runs from the same state had different values.
+        ValueError: Two runs from the same state had different values.
     """
     entry = probe.unrepeatable
     if entry is not None and entry.segment < stages[-1].blocks.start:
@@ -46,12 +46,12 @@ def check_mixed_writes(probe: Probe, stages: Sequence[Stage], stage_ranks: Seque
     rank's first stages' blocks have put in between would be lost with it.
 
     Args:
-        probe: of the step.
-        stages: of the model.
-        stage_ranks: the pipeline rank of each.
+        probe: The probe of the step.
+        stages: The stages of the model.
+        stage_ranks: The pipeline rank of each.
 
     Raises:
-        ValueError: they do, and a rank has several stages.
+        ValueError: Blocks do, and a rank has several stages.
     """
     for rank in sorted(set(stage_ranks)):
         *others, last = [stage for stage in stages if stage_ranks[stage.index] == rank]
@@ -76,7 +76,7 @@ class DrawCheck:
     """Checks that all stages that draw from a source draw as much, in all kinds of steps.
 
     Args:
-        stages: of the model.
+        stages: The stages of the model.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -87,7 +87,7 @@ class DrawCheck:
         """Take in one more probe.
 
         Raises:
-            ValueError: a stage draws from a source, but not always when another one does.
+            ValueError: A stage draws from a source, but not always when another one does.
         """
         for source, draws in probe.draws.items():
             for stage in self._stages if source.kind.draws else ():

@@ -22,17 +22,17 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 def look_both_ways(look: Callable[[Imagined], Probe], chain: BlockChain) -> tuple[Probe, Imagined]:
     """Probe a step, twice if its blocks ask for values; where one way goes wrong, the other holds.
 
-    A flag may be an alarm, so that nothing goes on where it is up.
+    One way alone may go wrong: a flag may be an alarm, and a step raises where it is up.
 
     Args:
-        look: probes it, with values made up in a way.
-        chain: its blocks.
+        look: A function that probes the step, with values made up in a way.
+        chain: Its blocks.
 
     Returns:
         What was seen, and a way that does not go wrong.
 
     Raises:
-        ValueError: what a block hands on depends on these values, or both ways go wrong.
+        ValueError: What a block hands on depends on these values, or both ways go wrong.
     """
     everything, way = _look(look, EVERYTHING), EVERYTHING
     if isinstance(everything, Probe) and not everything.imagined:

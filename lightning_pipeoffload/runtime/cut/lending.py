@@ -22,11 +22,11 @@ class Lending:
     """One run of a step as a whole.
 
     Args:
-        module: the user's.
-        chain: its blocks.
-        fetch: returns the value of a parameter or buffer; all ranks call it for the same ones.
-        seed: of the step's random numbers; None: they are drawn on as before.
-        part: of the module that is called; None: all of it.
+        module: The user's module.
+        chain: Its blocks.
+        fetch: Returns the value of a parameter or buffer; all ranks call it for the same ones.
+        seed: The seed of the step's random numbers; None: they are drawn on as before.
+        part: The part of the module that is called; None: all of it.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class ModuleCopies:
     """Notes the deep copies of a module, or of parts of it, until :meth:`remove`.
 
     Args:
-        module: the user's.
+        module: The user's module.
     """
 
     # The user's attributes are looked at for changes: this one has nothing to look at.
@@ -103,7 +103,7 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
     """Refuse a forward of a copy, of which this rank has a part.
 
     Raises:
-        RuntimeError: it has shapes.
+        RuntimeError: The copy has shapes in place of values.
     """
     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
     if any(isinstance(tensor, ForeignTensor) for tensor in tensors):

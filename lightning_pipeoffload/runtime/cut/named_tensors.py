@@ -28,15 +28,15 @@ class NamedTensors:
     """What the whole module had, and what one rank has of it.
 
     Args:
-        module: the user's, which is whole.
-        stage_ranks: the pipeline rank of each stage.
+        module: The user's module, which is whole.
+        stage_ranks: The pipeline rank of each stage.
 
     Attributes:
-        names: of the entries of the module's state dict.
-        specs: of those entries that are tensors.
-        identity: of each parameter and buffer, by name; tied weights have the same.
-        trainable: names of the parameters.
-        ownership: which stages have what; there once the module is cut.
+        names: The names of the entries of the module's state dict.
+        specs: Shape and dtype of those entries that are tensors.
+        identity: A number for each parameter and buffer, by name; tied weights have the same.
+        trainable: Names of the parameters.
+        ownership: Which stages have what; it is there once the module is cut.
     """
 
     ownership: Ownership
@@ -64,7 +64,7 @@ class NamedTensors:
         """Refuse parameters that a hook has added to the module since.
 
         Raises:
-            ValueError: there is some.
+            ValueError: A hook has added one.
         """
         added = [name for name, _ in module.named_parameters() if name not in self._order]
         if added:

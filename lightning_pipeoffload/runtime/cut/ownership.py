@@ -26,11 +26,12 @@ class Ownership:
     """The parameters and buffers of one rank.
 
     Args:
-        module: the user's module.
-        chain: its blocks.
-        owners: name of a parameter or buffer to the stages that own it.
-        local_stages: the stages of this rank.
-        device: where they compute; what is not there says that it is there.
+        module: The user's module.
+        chain: Its blocks.
+        owners: The stages that own each parameter or buffer, by its name.
+        local_stages: The stages of this rank.
+        device: The device that they compute on. A shape says that it is there, wherever the module
+            is.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Ownership:
         """Let what other ranks own be shapes, in all views; a tied weight under all its names.
 
         Args:
-            age: of their gradients.
-            stage_ranks: the global rank of each stage.
+            age: The age of their gradients.
+            stage_ranks: The global rank of each stage.
         """
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:

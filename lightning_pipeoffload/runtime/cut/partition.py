@@ -23,9 +23,9 @@ class Stage:
     """A consecutive part of the model.
 
     Attributes:
-        index: global, in model order.
-        blocks: indices of its blocks.
-        segments: the parts of the step that it runs; see :mod:`.probe`.
+        index: Global, in model order.
+        blocks: Indices of its blocks.
+        segments: The parts of the step that it runs; see :mod:`.probe`.
     """
 
     index: int
@@ -38,10 +38,10 @@ class SegmentCosts:
     """What each segment costs, in units of an average block.
 
     Attributes:
-        forward: work of F.
-        backward_input: work of B.
-        backward_weight: work of W.
-        parameters: numbers of elements.
+        forward: Work of F.
+        backward_input: Work of B.
+        backward_weight: Work of W.
+        parameters: Numbers of elements.
     """
 
     forward: tuple[float, ...]
@@ -113,15 +113,15 @@ def cut(
     """Cut the chain into stages.
 
     Args:
-        chain: the blocks.
-        costs: of each segment, for ``split="auto"``.
-        stage_ranks: the rank of each stage.
+        chain: The blocks.
+        costs: The costs of each segment, for ``split="auto"``.
+        stage_ranks: The rank of each stage.
         split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted,
             and where ranks have several, the busiest rank; "even" gives each stage as many blocks;
             or the number of blocks of each stage.
 
     Raises:
-        ValueError: fewer blocks than stages, or a ``split`` that does not add up.
+        ValueError: Fewer blocks than stages, or a ``split`` that does not add up.
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
     if num_blocks < num_stages:

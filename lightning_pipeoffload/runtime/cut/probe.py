@@ -5,7 +5,11 @@ on, which part of the step uses which parameter, and the floating-point operatio
 
 The step is cut at its blocks into **segments**: segment k is what runs after block k-1 up to and
 including block k; the last segment is what follows the last block. Segment 0 so holds the
-embedding, the last one the head and the loss.
+embedding, the last one the head and the loss. With three blocks on two stages::
+
+    step      embedding, block 0 | mask, block 1 | mask, block 2 | head, loss
+    segment           0          |       1       |       2       |     3
+    stage     [ 0: its rank leaves the step here ] [ 1: comes to the end      ]
 """
 
 from __future__ import annotations
@@ -48,17 +52,17 @@ def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave 
     """Run the user's step once without values.
 
     Args:
-        module: the user's module; it is left as it was.
-        chain: its blocks.
-        run: calls the step on one microbatch.
-        device: of that microbatch, on which the module seems to be, wherever it is.
-        log: keeps the values that the step has nevertheless.
-        way: to make values up that blocks ask for.
-        uses: watches what the step writes to keep.
+        module: The user's module; it is left as it was.
+        chain: Its blocks.
+        run: Calls the step on one microbatch.
+        device: The device of that microbatch. The module seems to be on it, wherever it is.
+        log: What keeps the values that the step has nevertheless.
+        way: How to make up the values that blocks ask for.
+        uses: What watches what the step writes to keep.
 
     Raises:
-        ValueError: the step cannot be cut at its blocks; says what it does and where.
-        ImaginedError: something went wrong with values that are made up.
+        ValueError: The step cannot be cut at its blocks; says what it does and where.
+        ImaginedError: Something went wrong with values that are made up.
     """
     probing = ProbePass(module, chain, device, log, way)
     probing.uses = uses
@@ -90,11 +94,11 @@ def repeat_step(
     """Run a step once more as :func:`probe_step` does, for the values that it has.
 
     Args:
-        module: the user's module; it is left as it was.
-        chain: its blocks.
-        run: calls the step on one microbatch.
-        device: of that microbatch.
-        way: to make values up that blocks ask for.
+        module: The user's module; it is left as it was.
+        chain: Its blocks.
+        run: Calls the step on one microbatch.
+        device: The device of that microbatch.
+        way: How to make up the values that blocks ask for.
     """
     log = ValueLog()
     probing = RepeatedPass(module, chain, device, log, way)
@@ -115,11 +119,11 @@ def find_sizes(
     """Return what the shapes of a step depend on, of its microbatch's values.
 
     Args:
-        module: the user's module; it is left as it was.
-        chain: its blocks.
-        run: calls the step on one microbatch.
-        device: of that microbatch.
-        block: before which the last such size is.
+        module: The user's module; it is left as it was.
+        chain: Its blocks.
+        run: Calls the step on one microbatch.
+        device: The device of that microbatch.
+        block: The block before which the last such size is.
     """
     probing = BeginningPass(module, chain, device, block)
     # What goes wrong goes wrong in the probe of these sizes too, which explains it.

@@ -43,7 +43,7 @@ class ProbePass:
     """Watches the calls of blocks and the operations in between.
 
     Attributes:
-        looks: at what the step does, not only at the values that it has.
+        looks: Whether to look at what the step does, not only at the values that it has.
     """
 
     looks = True
@@ -82,7 +82,7 @@ class ProbePass:
 
     @property
     def segment(self) -> int:
-        """The one that the step is in."""
+        """The segment that the step is in."""
         return self._trace.segment
 
     def _find_place(self) -> int | None:
@@ -166,7 +166,11 @@ class ProbePass:
 
     @contextmanager
     def telling_of_imagination(self) -> Iterator[None]:
-        """Say of what goes wrong that it may be due to what is made up."""
+        """Say of what goes wrong that it may be due to what is made up.
+
+        Raises:
+            ImaginedError: Something went wrong after a value was made up.
+        """
         try:
             yield
         except Exception as error:
@@ -216,7 +220,7 @@ class BeginningPass(ProbePass):
     """Runs the step up to a block.
 
     Attributes:
-        arguments: of that block, as far as shapes go.
+        arguments: The arguments of that block, as far as shapes go.
     """
 
     def __init__(
@@ -227,7 +231,11 @@ class BeginningPass(ProbePass):
         self.arguments: Any = None
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run a block, or leave the step at the one that it runs up to."""
+        """Run a block, or leave the step at the one that it runs up to.
+
+        Raises:
+            BlockReached: It is that block.
+        """
         if index < self._last:
             return super().call_block(index, call, arguments)
         self.arguments = shape_signature(arguments)

@@ -21,28 +21,29 @@ class Probe:
     """What one run of the step without values has shown.
 
     Attributes:
-        flow: what goes from block to block.
-        segments: name of a parameter, or of a buffer that the step writes, to the segments using
-            it.
-        forward_flops: of each segment, for one microbatch.
-        weight_flops: the part of it that has a weight gradient of as many operations.
-        written: names of buffers that the step writes from values that every stage has.
-        written_in_place: what else of the modules' attributes is, and these buffers.
-        saved_and_written: the part of it that a backward reads.
-        weight_writes: into parameters.
-        aliases: between whose segments the step cannot be cut.
-        assigned: what else of the module's, its classes' and their Python modules' it writes.
-        briefly_hooked: blocks with a hook that the step takes away again.
-        draws: where the step draws from what the user has made, and changes what classes and
+        flow: What goes from block to block.
+        segments: The segments that use each parameter, and each buffer that the step writes, by
+            its name.
+        forward_flops: Floating-point operations of each segment's forward, for one microbatch.
+        weight_flops: The part of them that has a weight gradient of as many operations.
+        written: Names of buffers that the step writes from values that every stage has.
+        written_in_place: These buffers, and other tensors in the modules' attributes that the
+            step writes in place.
+        saved_and_written: The part of those that a backward reads.
+        weight_writes: Writes into parameters.
+        aliases: Pairs of values with one memory, between whose segments the step cannot be cut.
+        assigned: What else the step writes of the module, its classes and their Python modules.
+        briefly_hooked: Blocks with a hook that the step takes away again.
+        draws: Where the step draws from what the user has made, and changes what classes and
             Python modules have.
-        made: what it has made to draw from, with its place.
-        lines: of the user's code that draw from sources drawn from in several places.
-        changes_batch: the step changes its microbatch in place.
-        unrepeatable: the first value that a second run did not have; None if it had all.
-        uses: of what some step writes to keep, by the id of what holds it and its name.
-        trained: names of the parameters that the loss leads back to; None: it is not known.
-        imagined: blocks that ask for values, which are made up, and the line that does so first.
-        sized_in: the last segment in which sizes beside the blocks depend on the batch's values;
+        made: What the step has made to draw from, with its place.
+        lines: The lines of the user's code that draw from sources drawn from in several places.
+        changes_batch: Whether the step changes its microbatch in place.
+        unrepeatable: The first value that a second run did not have; None if it had all.
+        uses: The uses of what some step writes to keep, by the id of what holds it and its name.
+        trained: Names of the parameters that the loss leads back to; None: it is not known.
+        imagined: Blocks that ask for values, which are made up, and the line that does so first.
+        sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
     """
 
@@ -72,9 +73,9 @@ class ImaginedError(Exception):
     """A step whose blocks asked for values went wrong, maybe because these are made up.
 
     Attributes:
-        cause: what went wrong.
-        found: what was seen until then.
-        is_in_block: a block went wrong.
+        cause: What went wrong.
+        found: What was seen until then.
+        is_in_block: Whether a block went wrong.
     """
 
     def __init__(self, cause: Exception, found: Probe, is_in_block: bool) -> None:

@@ -33,15 +33,15 @@ class StepProbes:
     """The probes of one module's steps, of which the last few are kept.
 
     Args:
-        module: the user's.
-        chain: its blocks.
-        device: of the microbatches.
-        is_cut: whether there are several stages, which have to compute alike.
+        module: The user's module.
+        chain: Its blocks.
+        device: The device of the microbatches.
+        is_cut: Whether there are several stages, which have to compute alike.
 
     Attributes:
-        known: probes by kind of step, mode of the module and shapes, and by sizes that depend on
+        known: Probes by kind of step, mode of the module and shapes, and by sizes that depend on
             the values of the microbatch.
-        always_trained: names of the parameters that get a gradient in each training step that was
+        always_trained: Names of the parameters that get a gradient in each training step that was
             looked at.
     """
 
@@ -70,11 +70,11 @@ class StepProbes:
         """Return what a step does with a microbatch.
 
         Args:
-            kind: of the step.
-            part: the microbatch.
-            run: calls the step on one.
-            learn: is told of a probe that is new.
-            seed: of what the step draws before its blocks.
+            kind: The kind of the step.
+            part: The microbatch.
+            run: Calls the step on one.
+            learn: A function that is called with a probe that is new.
+            seed: The seed of what the step draws before its blocks.
         """
         key = kind, self._module.training, shape_signature(part)
         trial = Trial(partial(_run_seeded, run, seed), part)
@@ -194,7 +194,7 @@ class StepProbes:
         """Return the operations of the weight gradients of the first training microbatch.
 
         Args:
-            segments: of the step, that count.
+            segments: The segments of the step that count.
         """
         probe = self._first_of_training
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0

@@ -12,7 +12,7 @@ def loss_in(result: Any) -> Tensor:
     """Find the loss in what a training step returned, as Lightning does.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no loss in it.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):

@@ -24,9 +24,9 @@ class StrippedModule:
     Who strips a module sets its places back.
 
     Args:
-        module: the user's.
-        device: on which it seems to be.
-        weights: gets to know its parameters.
+        module: The user's module.
+        device: On which it seems to be.
+        weights: What gets to know its parameters.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, weights: WeightWatch) -> None:

@@ -19,8 +19,8 @@ class UseCheck:
     """Checks that each stage that reads what a step has kept has written it, in all kinds of steps.
 
     Args:
-        chain: the blocks.
-        stages: of the model.
+        chain: The blocks.
+        stages: The stages of the model.
     """
 
     def __init__(self, chain: BlockChain, stages: Sequence[Stage]) -> None:
@@ -33,7 +33,7 @@ class UseCheck:
         """Take in one more probe.
 
         Raises:
-            ValueError: a stage reads what it does not write, but another one does.
+            ValueError: A stage reads what it does not write, but another one does.
         """
         for key, uses in probe.uses.items():
             self._check_own(uses, probe)

@@ -21,11 +21,11 @@ class LoggedValue(NamedTuple):
     """One call of a torch function.
 
     Attributes:
-        segment: of the step.
-        name: of the function.
-        given: the numbers among its arguments.
-        made: numbers that tell its results apart.
-        line: of the user's code that called it.
+        segment: The segment of the step.
+        name: The name of the function.
+        given: The numbers among its arguments.
+        made: Numbers that tell its results apart.
+        line: The line of the user's code that called it.
     """
 
     segment: int
@@ -39,7 +39,7 @@ class ValueLog:
     """What a run of a step computes beside its blocks; shape-only tensors have no value.
 
     Attributes:
-        entries: in the order of the calls.
+        entries: The calls, in their order.
     """
 
     def __init__(self) -> None:

@@ -32,10 +32,10 @@ class Alias:
     """Two names of one piece of memory, of which one is read after the other was written.
 
     Attributes:
-        made_in: segment from which on there are both.
-        written_in: segment that writes.
-        origins: what the value is computed from, by name.
-        line: of the user's code that reads.
+        made_in: Segment from which on there are both.
+        written_in: Segment that writes.
+        origins: What the value is computed from, by name.
+        line: The line of the user's code that reads.
     """
 
     made_in: int
@@ -46,7 +46,7 @@ class Alias:
 
 @dataclass(eq=False)
 class _Birth:
-    """Where a tensor was made; see :class:`.flow.Crossing`."""
+    """Where a tensor was made; see :class:`.crossings.Crossing`."""
 
     segment: int
     port: Port | None = None
@@ -68,8 +68,8 @@ class ValueTrace(CallCounter):
     they keep nothing.
 
     Args:
-        chain: the blocks.
-        log: keeps the values beside the blocks.
+        chain: The blocks.
+        log: What keeps the values beside the blocks.
     """
 
     def __init__(self, chain: BlockChain, log: ValueLog | None = None) -> None:
@@ -176,7 +176,7 @@ class ValueTrace(CallCounter):
         """Find what the loss leads back to; return the weights among it.
 
         Args:
-            loss: that the step has returned.
+            loss: The loss that the step has returned.
         """
         self._use_result(loss)
         if loss.grad_fn is not None:

@@ -23,9 +23,9 @@ class WeightWrite(NamedTuple):
     """A write into a parameter.
 
     Attributes:
-        name: of the parameter.
-        segment: of the step that writes.
-        line: of the user's code.
+        name: The name of the parameter.
+        segment: The segment of the step that writes.
+        line: The line of the user's code.
     """
 
     name: str
@@ -37,10 +37,10 @@ class WeightWatch:
     """Knows parameters by what stands for them, and sees writes.
 
     Args:
-        find_segment: returns the segment of the step that runs.
+        find_segment: Returns the segment of the step that runs.
 
     Attributes:
-        writes: that were seen.
+        writes: The writes that were seen.
     """
 
     def __init__(self, find_segment: Callable[[], int]) -> None:

@@ -2,7 +2,13 @@
 
 Copies run on lanes of their own. The compute lane allocates and frees every device buffer, after
 waiting for the copy that used it; so the allocator needs no ``record_stream``. A copy back waits
-for the copy there, whoever waited for that one in between.
+for the copy there, whoever waited for that one in between. What one stage keeps of one microbatch::
+
+    compute  F  offload  . . .  free  . . .  reload  . . .  arrive  B
+    d2h           [ to the host ]
+    h2d                                        [ back ]
+    device   =========================         ======================
+    host          ==========================================
 """
 
 from __future__ import annotations
@@ -36,8 +42,8 @@ class HostCopies:
     """What one stage and microbatch has on the host.
 
     Args:
-        lanes: For the copies.
-        host: For what is copied.
+        lanes: The lanes that copies run on.
+        host: Memory for what is copied.
     """
 
     def __init__(self, lanes: CopyLanes, host: HostMemory) -> None:

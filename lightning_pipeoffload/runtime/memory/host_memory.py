@@ -32,8 +32,8 @@ class HostBudget:
     """The most that one rank may take of its host's memory.
 
     Attributes:
-        num_bytes: So much.
-        origin: Who says so, for errors.
+        num_bytes: The most bytes that the rank may take.
+        origin: Where that number is from, for errors.
     """
 
     num_bytes: int
@@ -65,15 +65,15 @@ class HostBudget:
 
 
 class HostMemory:
-    """A pool of one rank.
+    """The pool of host memory of one rank.
 
     Args:
-        pinned: The device can copy from and to it while it computes.
+        pinned: Whether the device can copy from and to it while it computes.
         budget: The most to allocate; None: as much as the machine has.
 
     Attributes:
         allocated_bytes: The allocated bytes of all pieces.
-        num_allocations: So far; does not grow after the first step.
+        num_allocations: Allocations so far; it does not grow after the first step.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:

@@ -30,8 +30,8 @@ class Entry(NamedTuple):
     """What a rank held after one action.
 
     Attributes:
-        seconds: Since the start of the step, on the host's clock.
-        action: What had run.
+        seconds: Seconds since the start of the step, on the host's clock.
+        action: The action that had run.
         held: Bytes that the rank holds.
     """
 
@@ -53,7 +53,7 @@ class Ledger:
         self._total = Held()
 
     def start_step(self) -> None:
-        """Begin a new account; what the steps before left is gone."""
+        """Begin a new account; what was left of the steps before is gone."""
         self._count()
         self._entries = []
         self._offloaded_bytes = 0

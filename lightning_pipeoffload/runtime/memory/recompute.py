@@ -54,7 +54,7 @@ class _Recipe:
         offset: First element of the tensor in that storage.
         dtype: The dtype of the tensor.
         device: The device of the tensor.
-        for_w: W alone needs it.
+        for_w: Whether W alone needs it.
     """
 
     source: ValueSource

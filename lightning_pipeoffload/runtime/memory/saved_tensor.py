@@ -76,7 +76,7 @@ class SavedStorage:
         part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
         device_bytes: The storage as bytes; None while it is on the host.
         start: The tensor's first byte in the slab that it is copied to.
-        description: For errors.
+        description: What errors call the storage.
     """
 
     def __init__(self, tensor: Tensor, part: Part) -> None:
@@ -145,7 +145,7 @@ class SavedTensor:
     Args:
         storage: The storage of the tensor.
         tensor: What autograd saved.
-        is_weight_input: A weight gradient alone reads it.
+        is_weight_input: Whether a weight gradient alone reads it.
     """
 
     def __init__(self, storage: SavedStorage, tensor: Tensor, is_weight_input: bool) -> None:

@@ -44,10 +44,10 @@ class OffloadSettings:
 
     Attributes:
         device: The device of the rank; what is elsewhere stays there.
-        lanes: For the copies.
-        host: For the copied.
-        largest_to_stay: Elements of a tensor that is not worth a copy; as in the implementation
-            that came with PipeOffload.
+        lanes: The lanes that copies run on.
+        host: Memory for what is copied.
+        largest_to_stay: The most elements of a tensor that is not worth a copy; 1024, as in the
+            implementation that came with PipeOffload.
     """
 
     device: torch.device
@@ -150,7 +150,7 @@ class ActivationStore:
             self._copies.arrive(parts)
 
     def leave_for_weight(self) -> None:
-        """After B: what B needed and is still here waits for W, as the gradients do."""
+        """Say that B has run: what B needed and is still here waits for W, as the gradients do."""
         for storage in self._storages.values():
             if storage.part == Part.FOR_B:
                 storage.part = Part.GRADIENT
