@@ -98,7 +98,7 @@ class ValueSource:
 
 @dataclass
 class _Uses:
-    """Uses of a call's results that are still to come, in B or in W."""
+    """Uses of a call's results in B, or in W: announced, done, and the results meanwhile."""
 
     num_claims: int = 0
     num_done: int = 0
