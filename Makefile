@@ -22,7 +22,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10
+	$(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10
 
 gpu:
 	$(PYTHON) -m examples.benchmarks.gpu_check

@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, Of
 from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, InlineLane
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build
+from lightning_pipeoffload.schedule import Costs, Kind, build
 from lightning_pipeoffload.schedule.actions import Part
 from lightning_pipeoffload.schedule.passes.offload import offload_activations
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
@@ -45,8 +45,10 @@ def assert_offload_changes_nothing(module, schedule, batch, ways, size=1, **memo
     assert_bit_equal(run_pipeline(module, plan, batch, size, memory=kept), expected)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule(name):
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved_1f1b", "zb_2p", "zb_v", "v_half", "gis_h", "uniform", "po_f"]
+)
+def test_schedules_of_every_family(name):
     module, batch = DemoGPT(dropout=0.3, tie_weights=True), MODELS["gpt"].batch(4)
     assert_offload_changes_nothing(module, build(name, 2, 4), batch, EVERYTHING)
 

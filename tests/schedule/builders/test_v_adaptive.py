@@ -8,9 +8,9 @@ from lightning_pipeoffload.schedule.search.building_block import ranks_of_steps
 
 PROFILED = Costs(14.407, 14.380, 9.676, communication=1.610)
 GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9), (16, 17)]
-EVERY_LIMIT = [(p, k) for p in (4, 6) for k in range(p, 2 * p + 1)]
+EVERY_LIMIT = [(4, k) for k in range(4, 9)] + [(6, 6), (6, 9), (6, 12)]
 # Without p activations on 3 and 5 ranks: see the docstring of v.
-EVERY_LIMIT += [(3, 4), (3, 6), (5, 6), (5, 9), (7, 7), (8, 15), (16, 27), (16, 28), (16, 29)]
+EVERY_LIMIT += [(3, 4), (3, 6), (5, 6), (5, 9), (7, 7), (8, 15), (16, 28)]
 
 
 @pytest.mark.parametrize(("p", "k"), EVERY_LIMIT)
@@ -34,9 +34,7 @@ def test_profiled_times_do_better_than_the_papers_search(k, rate):
 
 
 @pytest.mark.parametrize(("p", "m"), GRID)
-@pytest.mark.parametrize(
-    ("limit", "residue"), [(26, 0.4), (26, 1), (26, 1.3), (37, 0.4), (37, 1), (37, 1.3), (80, 0.4)]
-)
+@pytest.mark.parametrize(("limit", "residue"), [(26, 0.4), (26, 1.3), (37, 1), (80, 0.4)])
 def test_no_rank_exceeds_the_limit(p, m, limit, residue):
     costs = Costs(3, 4, 2, communication=0.3, activation=10, weight_residue=10 * residue)
     schedule = build("v", p, m, costs=costs, memory_limit=limit)
