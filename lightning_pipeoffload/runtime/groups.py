@@ -140,7 +140,7 @@ class PipelineGroup(RankMesh):
             called. It raises RuntimeError if the ranks had different ones. By then all of them have
             arrived: the step needed the ranks that sent them.
         """
-        mine = torch.tensor([checksum, trained, drawn])
+        mine = torch.tensor([drawn, trained, checksum])
         if self.global_rank != self.root:
             if self._comparing is not None:
                 with blaming_peers("lost global rank 0 while comparing batches"):
@@ -148,38 +148,20 @@ class PipelineGroup(RankMesh):
             root = dist.get_group_rank(self.host_group, self.root)
             self._comparing = self.host_group.send([mine], root, 0), mine
             return lambda what, sources: None
-        others = [rank for rank in self.global_ranks if rank != self.root]
-        theirs = {rank: torch.empty_like(mine) for rank in others}
+        theirs = {rank: torch.empty_like(mine) for rank in self.global_ranks if rank != self.root}
         works = [
-            self.host_group.recv([theirs[r]], dist.get_group_rank(self.host_group, r), 0)
-            for r in others
+            self.host_group.recv([received], dist.get_group_rank(self.host_group, rank), 0)
+            for rank, received in theirs.items()
         ]
 
         def compare(what: str, sources: str) -> None:
             with blaming_peers("lost a rank while comparing batches"):
                 for work in works:
                     work.wait()
-            others_draw = [rank for rank, value in theirs.items() if int(value[2]) != drawn]
-            if others_draw:
-                raise RuntimeError(
-                    f"global ranks {others_draw} draw other numbers than global rank {self.root} "
-                    f"from {sources}; seed generators of your own alike in every process, and "
-                    f"draw from them in no code that only some ranks run"
-                )
-            apart = [rank for rank, value in theirs.items() if int(value[1]) != trained]
-            if apart:
-                raise RuntimeError(
-                    f"global ranks {apart} have frozen other parameters than global rank "
-                    f"{self.root}; freeze and unfreeze alike on all ranks"
-                )
-            different = [rank for rank, value in theirs.items() if int(value[0]) != checksum]
-            if different:
-                raise RuntimeError(
-                    f"global ranks {different} read another {what} than global rank {self.root}; "
-                    f"the ranks of a pipeline must read the same data in the same order: call "
-                    f"L.seed_everything(...) before the data is made, seed generators of your own "
-                    f"alike in every process, and do not share samples out by rank"
-                )
+            for place, difference in enumerate(_differences(what, sources, self.root)):
+                apart = [rank for rank, found in theirs.items() if found[place] != mine[place]]
+                if apart:
+                    raise RuntimeError(f"global ranks {apart} {difference}")
 
         return compare
 
@@ -279,6 +261,19 @@ def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(as_bytes(data), source, group=group)
     tensor.detach().copy_(data)
+
+
+def _differences(what: str, sources: str, root: int) -> tuple[str, ...]:
+    """Say what each number means that is not the root's: of draws, of what trains, of a batch."""
+    return (
+        f"draw other numbers than global rank {root} from {sources}; seed generators of your own "
+        f"alike in every process, and draw from them in no code that only some ranks run",
+        f"have frozen other parameters than global rank {root}; freeze and unfreeze alike on all "
+        f"ranks",
+        f"read another {what} than global rank {root}; the ranks of a pipeline must read the same "
+        f"data in the same order: call L.seed_everything(...) before the data is made, seed "
+        f"generators of your own alike in every process, and do not share samples out by rank",
+    )
 
 
 def _waiting(work: Any, box: Tensor) -> Callable[[], int]:
