@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_pipeoffload.pictures.drawing import Drawing, Words
+from lightning_pipeoffload.pictures.drawing import LINE, Drawing
 from lightning_pipeoffload.pictures.legend import LegendEntry, arrange, entries_for
 from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Timeline
 
-__all__ = ["CURVE", "FONT_SIZE", "INK", "LEFT", "LETTER", "LINE", "MARGIN", "ROW", "Canvas", "Look"]
+__all__ = ["CURVE", "LEFT", "MARGIN", "ROW", "Canvas", "Look"]
 
 MARGIN, LEFT, RIGHT = 14.0, 70.0, 76.0
 ROW, LANE, CURVE, GAP = 22.0, 8.0, 18.0, 8.0
-LINE = 20.0
-"""Height of a line of text."""
 CELL_WIDTH, MIN_WIDTH, MAX_WIDTH = 18.0, 560.0, 4000.0
-FONT_SIZE = 11.0
-LETTER = 0.58
-"""Width of a digit as a share of the font size."""
-INK = "#222222"
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class Canvas:
         # FREE takes no time: it has no cell, so its colour would explain nothing.
         kinds = {event.action.kind for event in timeline.events if event.end > event.start}
         entries = entries_for(kinds, max((count for _, count in chunks.values()), default=1))
-        legend = arrange(entries, width - LEFT - MARGIN, FONT_SIZE * LETTER)
+        legend = arrange(entries, width - LEFT - MARGIN)
         canvas = cls(Drawing(width, 0.0), timeline, look, copy_lanes, chunks, legend)
         canvas.drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
         return canvas
@@ -107,10 +101,6 @@ class Canvas:
     def curve_bottom(self, rank: int) -> float:
         """Return the zero line of a rank's memory curve."""
         return self.top(rank) + ROW + len(self.copy_lanes) * LANE + CURVE
-
-    def write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
-        """Write a line of text, centred in height at ``y``."""
-        self.drawing.words.append(Words(x, y, text, FONT_SIZE, INK, anchor))
 
 
 def _short_action(timeline: Timeline) -> float:

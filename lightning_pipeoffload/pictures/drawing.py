@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Area", "Box", "Drawing", "Words", "stack"]
+__all__ = ["FONT_SIZE", "INK", "LINE", "Area", "Box", "Drawing", "Words", "stack"]
+
+FONT_SIZE = 11.0
+LINE = 20.0
+"""Height of a line of text."""
+INK = "#222222"
 
 
 class Box(NamedTuple):
@@ -51,6 +56,10 @@ class Drawing:
     boxes: list[Box] = field(default_factory=list)
     areas: list[Area] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
+
+    def write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        """Write a line of text, centred in height at ``y``."""
+        self.words.append(Words(x, y, text, FONT_SIZE, INK, anchor))
 
 
 def stack(drawings: Sequence[Drawing]) -> Drawing:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from lightning_pipeoffload.pictures.drawing import FONT_SIZE, LINE, Box, Drawing
 from lightning_pipeoffload.pictures.shade import lighter
 from lightning_pipeoffload.schedule.actions import Kind
 
-__all__ = ["LegendEntry", "arrange", "color_of", "entries_for"]
+__all__ = ["LETTER", "LegendEntry", "arrange", "color_of", "draw_legend", "entries_for"]
+
+LETTER = 0.58
+"""Width of a digit as a share of the font size."""
 
 _COLORS = {
     Kind.F: "#2f6fc4",
@@ -43,9 +47,10 @@ class LegendEntry(NamedTuple):
     colors: tuple[str, ...]
     words: str
 
-    def width(self, letter: float) -> float:
-        """Return the pixels that it takes, of which each letter takes ``letter``."""
-        return _BOX * len(self.colors) + 3 + letter * len(self.words) + _SPACE
+    @property
+    def width(self) -> float:
+        """The pixels that it takes."""
+        return _BOX * len(self.colors) + 3 + FONT_SIZE * LETTER * len(self.words) + _SPACE
 
 
 def color_of(kind: Kind, chunk: int, num_chunks: int) -> str:
@@ -68,14 +73,27 @@ def entries_for(kinds: Iterable[Kind], num_chunks: int) -> list[LegendEntry]:
     return entries
 
 
-def arrange(entries: Iterable[LegendEntry], width: float, letter: float) -> list[list[LegendEntry]]:
+def arrange(entries: Iterable[LegendEntry], width: float) -> list[list[LegendEntry]]:
     """Return the entries line by line, none wider than ``width`` unless one alone is."""
     lines: list[list[LegendEntry]] = [[]]
     for entry in entries:
-        if lines[-1] and sum(e.width(letter) for e in (*lines[-1], entry)) > width:
+        if lines[-1] and sum(e.width for e in (*lines[-1], entry)) > width:
             lines.append([])
         lines[-1].append(entry)
     return lines
+
+
+def draw_legend(
+    drawing: Drawing, left: float, top: float, lines: Iterable[Iterable[LegendEntry]]
+) -> None:
+    """Draw the lines of a legend below each other."""
+    for number, line in enumerate(lines):
+        x, y = left, top + number * LINE
+        for entry in line:
+            for place, color in enumerate(entry.colors):
+                drawing.boxes.append(Box(x + _BOX * place, y + 3, 13, 13, color))
+            drawing.write(x + _BOX * len(entry.colors) + 3, y + LINE / 2, entry.words)
+            x += entry.width
 
 
 def _words_for(kind: Kind) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import floor
 
-from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing, Words
-from lightning_pipeoffload.pictures.picture import round_step
+from lightning_pipeoffload.pictures.axis import draw_time_axis
+from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing
+from lightning_pipeoffload.pictures.legend import LegendEntry, draw_legend
+from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule import Costs, Timeline
 from lightning_pipeoffload.schedule.simulation.memory_curve import (
     Curve,
@@ -21,11 +22,15 @@ from lightning_pipeoffload.schedule.simulation.memory_curve import (
 __all__ = ["MemoryPanel", "draw_memory", "planned_panels"]
 
 _LEFT, _RIGHT, _TOP, _WIDTH = 120.0, 150.0, 70.0, 820.0
-_PANEL, _GAP, _RANK_GAP, _FONT_SIZE = 56.0, 6.0, 16.0, 11.0
-_TICK_DISTANCE = 90.0
-_INK, _BACKGROUND, _NO_FILL = "#222222", "#f4f4f4", "none"
+_PANEL, _GAP, _RANK_GAP = 56.0, 6.0, 16.0
+_BACKGROUND, _NO_FILL = "#f4f4f4", "none"
 _DEVICE, _DEVICE_OUTLINE = "#d8dce6", "#5c6784"
 _HOST_OUTLINE, _MOVING_OUTLINE = "#8e5bb5", "#d9822b"
+_LEGEND = (
+    LegendEntry((_DEVICE,), "on the device"),
+    LegendEntry((_HOST_OUTLINE,), "on the host"),
+    LegendEntry((_MOVING_OUTLINE,), "on the way (not waited for yet)"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,19 +81,22 @@ def draw_memory(ranks: Sequence[Sequence[MemoryPanel]], title: str) -> Drawing:
     count, panels = len(ranks), [panel for rank in ranks for panel in rank]
     height = _TOP + len(panels) * (_PANEL + _GAP) + count * _RANK_GAP + 30
     drawing = Drawing(_LEFT + _WIDTH + _RIGHT, height)
-    drawing.words.append(Words(14, 20, title, _FONT_SIZE, _INK))
-    _draw_legend(drawing)
+    drawing.write(14, 20, title)
+    draw_legend(drawing, 14, 34, [_LEGEND])
     seconds = max((panel.end for panel in panels), default=0.0) or 1.0
     highest = max((panel.highest for panel in panels), default=0.0) or 1.0
     top = _TOP
     for number, rank in enumerate(ranks):
         for panel in rank:
-            name = Words(_LEFT - 8, top + _PANEL / 2, f"rank {number} {panel.name}", *_small("end"))
-            drawing.words.append(name)
+            drawing.write(_LEFT - 8, top + _PANEL / 2, f"rank {number} {panel.name}", "end")
             _Frame(drawing, top, _WIDTH / seconds, (_PANEL - 2) / highest).draw(panel)
             top += _PANEL + _GAP
         top += _RANK_GAP
-    _draw_time_axis(drawing, top - _RANK_GAP, seconds)
+
+    def x_of(milliseconds: float) -> float:
+        return _LEFT + milliseconds * _WIDTH / (1e3 * seconds)
+
+    draw_time_axis(drawing, top - _RANK_GAP, Window(0.0, 1e3 * seconds), x_of, "ms")
     return drawing
 
 
@@ -117,7 +125,7 @@ class _Frame:
         for place, (what, curve) in enumerate((("device", panel.device), ("host", panel.host))):
             text = f"{what} peak {_peak(curve) / 2**20:.2f} MiB"
             y = self.top + _PANEL / 2 + 14 * (place - 0.5)
-            self.drawing.words.append(Words(_LEFT + width + 8, y, text, *_small("start")))
+            self.drawing.write(_LEFT + width + 8, y, text)
 
     def _points(self, curve: Curve, end: float) -> Iterator[tuple[float, float]]:
         bottom, ends = self.top + _PANEL, [time for time, _ in curve[1:]] + [end]
@@ -126,32 +134,6 @@ class _Frame:
             for time in (start, stop):
                 yield _LEFT + time * self.per_second, bottom - memory * self.per_byte
         yield _LEFT + end * self.per_second, bottom
-
-
-def _draw_legend(drawing: Drawing) -> None:
-    x, y = 14.0, 44.0
-    entries = (
-        ("on the device", _DEVICE),
-        ("on the host", _HOST_OUTLINE),
-        ("on the way (not waited for yet)", _MOVING_OUTLINE),
-    )
-    for text, color in entries:
-        drawing.boxes.append(Box(x, y - 6, 13, 13, color))
-        drawing.words.append(Words(x + 18, y, text, *_small("start")))
-        x += 40 + 6 * len(text)
-
-
-def _draw_time_axis(drawing: Drawing, top: float, seconds: float) -> None:
-    step = round_step(_TICK_DISTANCE * seconds / _WIDTH)
-    for tick in range(floor(seconds / step + 1e-9) + 1):
-        x = _LEFT + tick * step * _WIDTH / seconds
-        drawing.boxes.append(Box(x, top, 1, 4, _INK))
-        label = f"{tick * step * 1e3:g}" if tick else "0 ms"
-        drawing.words.append(Words(x, top + 14, label, *_small("middle")))
-
-
-def _small(anchor: str) -> tuple[float, str, str]:
-    return _FONT_SIZE, _INK, anchor
 
 
 def _peak(curve: Curve) -> float:

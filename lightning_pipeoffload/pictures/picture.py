@@ -8,32 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, floor, log10
 
-from lightning_pipeoffload.pictures.canvas import (
-    CURVE,
+from lightning_pipeoffload.pictures.axis import draw_time_axis
+from lightning_pipeoffload.pictures.canvas import CURVE, LEFT, MARGIN, ROW, Canvas, Look
+from lightning_pipeoffload.pictures.drawing import (
     FONT_SIZE,
-    LEFT,
-    LETTER,
     LINE,
-    MARGIN,
-    ROW,
-    Canvas,
-    Look,
+    Area,
+    Box,
+    Drawing,
+    Words,
+    stack,
 )
-from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing, Words, stack
-from lightning_pipeoffload.pictures.legend import color_of
+from lightning_pipeoffload.pictures.legend import LETTER, color_of, draw_legend
 from lightning_pipeoffload.pictures.shade import ink_on
 from lightning_pipeoffload.schedule.costs import Costs
 from lightning_pipeoffload.schedule.simulation.memory_curve import Curve, memory_curves
 from lightning_pipeoffload.schedule.timeline import Event, Timeline
 
-__all__ = ["picture", "pictures_on_one_axis", "round_step"]
+__all__ = ["picture", "pictures_on_one_axis"]
 
 IDLE_COLOR = "#f0f0f0"
 MEMORY_COLOR, MEMORY_OUTLINE = "#d8dce6", "#5c6784"
 SMALLEST_FONT = 6.0
-TICK_DISTANCE = 80.0
 
 
 def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None = None) -> Drawing:
@@ -49,8 +46,8 @@ def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None
         look: The part to show, and its scales; None: all, by scales of its own.
     """
     canvas = Canvas.of(timeline, look)
-    canvas.write(LEFT, MARGIN + LINE / 2, title)
-    _draw_legend(canvas)
+    canvas.drawing.write(LEFT, MARGIN + LINE / 2, title)
+    draw_legend(canvas.drawing, LEFT, MARGIN + LINE, canvas.legend)
     for rank in range(timeline.num_ranks):
         _draw_empty_row(canvas, rank)
     for event in filter(canvas.look.window.shows, timeline.events):
@@ -59,7 +56,8 @@ def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None
     highest = canvas.look.highest or max((m for curve in curves for _, m in curve), default=0.0)
     for rank, curve in enumerate(curves):
         _draw_memory(canvas, rank, curve, highest)
-    _draw_time_axis(canvas)
+    top = canvas.top(timeline.num_ranks) - 4
+    draw_time_axis(canvas.drawing, top, canvas.look.window, canvas.x, canvas.look.unit)
     return canvas.drawing
 
 
@@ -80,19 +78,9 @@ def pictures_on_one_axis(
     return stack([picture(timeline, cost, title, look) for timeline, cost, title in each])
 
 
-def _draw_legend(canvas: Canvas) -> None:
-    for number, line in enumerate(canvas.legend):
-        x, top = LEFT, MARGIN + (1 + number) * LINE
-        for entry in line:
-            for place, color in enumerate(entry.colors):
-                canvas.drawing.boxes.append(Box(x + 14 * place, top + 3, 13, 13, color))
-            canvas.write(x + 14 * len(entry.colors) + 3, top + LINE / 2, entry.words)
-            x += entry.width(FONT_SIZE * LETTER)
-
-
 def _draw_empty_row(canvas: Canvas, rank: int) -> None:
     top = canvas.top(rank)
-    canvas.write(LEFT - 8, top + ROW / 2, f"rank {rank}", "end")
+    canvas.drawing.write(LEFT - 8, top + ROW / 2, f"rank {rank}", "end")
     width = canvas.x(canvas.timeline.makespan) - LEFT
     canvas.drawing.boxes.append(Box(LEFT, top, width, ROW - 1, IDLE_COLOR))
     for lane in canvas.copy_lanes:
@@ -135,22 +123,4 @@ def _draw_memory(canvas: Canvas, rank: int, curve: Curve, highest: float) -> Non
     outline = ((canvas.x(0), bottom), *steps, (canvas.x(end_of_all), bottom))
     canvas.drawing.areas.append(Area(outline, MEMORY_COLOR, MEMORY_OUTLINE))
     peak = max(memory for _, memory in curve)
-    canvas.write(canvas.x(end_of_all) + 6, bottom - CURVE / 2, f"peak {peak:.4g}")
-
-
-def _draw_time_axis(canvas: Canvas) -> None:
-    top = canvas.top(canvas.timeline.num_ranks)
-    window, unit = canvas.look.window, canvas.look.unit
-    step = round_step(TICK_DISTANCE / canvas.look.scale)
-    first, last = ceil(window.start / step - 1e-9), floor(window.end / step + 1e-9)
-    for tick in range(first, last + 1):
-        x = canvas.x(tick * step)
-        canvas.drawing.boxes.append(Box(x, top - 4, 1, 4, MEMORY_OUTLINE))
-        label = f"{tick * step:g}" if tick > first else f"{tick * step:g} {unit}"
-        canvas.write(x, top + LINE / 2, label, "middle")
-
-
-def round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20 and so on that is not less."""
-    power = 10.0 ** floor(log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    canvas.drawing.write(canvas.x(end_of_all) + 6, bottom - CURVE / 2, f"peak {peak:.4g}")
