@@ -93,6 +93,18 @@ class Costs:
         return value
 
 
+    def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
+        """Return the seconds from every stage to the next one, 0 if both are on one rank.
+
+        Args:
+            placement: The rank of every stage.
+        """
+        seconds = self.per_stage("communication", len(placement))
+        to = (*placement[1:], placement[-1])
+        hops = zip(seconds, placement, to, strict=True)
+        return tuple(second if here != there else 0.0 for second, here, there in hops)
+
+
 def _check_cost(name: str, value: PerStage) -> None:
     numbers = value if isinstance(value, Sequence) else (value,)
     if not all(isinstance(number, (int, float)) and 0 <= number < inf for number in numbers):

@@ -34,23 +34,14 @@ class OrderTiming:
         self.is_fused = is_fused
         self.ranks = ranks_of_steps(placement)
         self.seconds = self._seconds(costs)
-        self.hops = self._hops(costs)
+        hops = costs.hops(placement)
+        self.hops = [*hops, *hops[-2::-1], 0.0]
 
     def _seconds(self, costs: Costs) -> list[float]:
         names = ("forward", "backward_input", "backward_weight")
         f, b, w = (costs.per_stage(name, self.num_stages) for name in names)
         backward = [x + y for x, y in zip(b, w, strict=True)] if self.is_fused else list(b)
         return [*f, *backward[::-1], *w[::-1]]
-
-    def _hops(self, costs: Costs) -> list[float]:
-        """Return the seconds from the end of a step until its outcome is where the next step is."""
-        after_stage = costs.per_stage("communication", self.num_stages)
-        hops = [*after_stage[:-1], 0.0, *after_stage[-2::-1], 0.0]
-        neighbours = zip(self.ranks, (*self.ranks[1:], self.ranks[-1]), strict=True)
-        return [
-            hop if here != there else 0.0
-            for hop, (here, there) in zip(hops, neighbours, strict=True)
-        ]
 
     def longest_span(self, order: Order) -> float:
         """Return the seconds from first start to last end of the rank where they are most.

@@ -54,7 +54,7 @@ class Problem:
         for name in ("forward", "backward_input", "backward_weight", "activation"):
             self._set(name, self.costs.per_stage(name, self.num_stages))
         self._set("residue", self.costs.per_stage("weight_residue", self.num_stages))
-        self._set("hop", self._hops())
+        self._set("hop", self.costs.hops(self.placement))
         growth = zip(self.residue, self.activation, strict=True)
         self._set("growth", tuple(residue - activation for residue, activation in growth))
         ranks = range(self.num_ranks)
@@ -102,12 +102,6 @@ class Problem:
         activation = min(self._of(rank, self.activation))
         all_of_them = self.num_microbatches * len(self.stages[rank])
         return all_of_them if memory >= all_of_them * activation else int(memory / activation)
-
-    def _hops(self) -> tuple[float, ...]:
-        seconds = self.costs.per_stage("communication", self.num_stages)
-        to = (*self.placement[1:], self.placement[-1])
-        hops = zip(seconds, self.placement, to, strict=True)
-        return tuple(second if here != there else 0.0 for second, here, there in hops)
 
     def _work_of(self, rank: int) -> float:
         times = (self.forward, self.backward_input, self.backward_weight)
