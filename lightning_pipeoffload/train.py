@@ -93,6 +93,10 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
     So is a memory limit that no plan meets, which the first steps must measure. The other ranks
     refuse for the same reason, so they end without repeating it. Another ValueError of a later step
     becomes a RuntimeError, which shows its traceback.
+
+    Raises:
+        SystemExit: The run is refused, and this is another rank than global rank 0.
+        RuntimeError: A later step raised a ValueError.
     """
     try:
         yield

@@ -1,4 +1,10 @@
-"""Checkpoints that a kill cannot spoil: written to a new place, then moved to where they belong."""
+"""Checkpoints that a kill cannot spoil: written to a new place, then moved to where they belong.
+
+At any moment the old checkpoint or the new one is whole, under the checkpoint's name::
+
+    being-written.1a2b3c4d.part   new: written, flushed        old: deleted
+    last.ckpt                     old             <- exchange ->      new
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def is_checkpoint_folder(path: str | Path) -> bool:
 
 
 def refuse_file_io(io: CheckpointIO) -> NoReturn:
-    """Refuse a plugin that writes files.
+    """Refuse a plugin that writes files, where checkpoints are folders.
 
     Raises:
         ValueError: Always.
@@ -60,7 +60,7 @@ def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
     """Refuse a place that is no local folder.
 
     Raises:
-        ValueError: Says what was given.
+        ValueError: The place is a URL, or options for one are given.
     """
     if storage_options is not None or is_remote(path):
         raise ValueError(
@@ -135,7 +135,7 @@ def read_checkpoint_folder(
 
     Raises:
         RuntimeError: A rank could not read; all of them raise it.
-        ValueError: Its ``.metadata`` is none.
+        ValueError: The folder's ``.metadata`` is not that of a checkpoint.
     """
     reader = MetadataReader(path)
     metadata = reader.read_metadata()

@@ -26,7 +26,7 @@ def bring_values(checkpoint: dict[str, Any], ready: Collection[str], group: Pipe
 
     Args:
         checkpoint: This rank's checkpoint.
-        ready: Keys of it that are as they are to be.
+        ready: Keys of the checkpoint whose values are as they are to be.
         group: The pipeline's processes.
 
     Raises:

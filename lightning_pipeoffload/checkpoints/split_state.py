@@ -23,7 +23,7 @@ class SplitState:
     """What a checkpoint has of a module that is split.
 
     Args:
-        pipeline: This rank's part.
+        pipeline: This rank's part of the module.
         group: The pipeline's processes.
         parameters: The parameters of the optimizers.
     """

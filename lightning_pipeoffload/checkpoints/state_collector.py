@@ -22,7 +22,7 @@ class StateCollector:
     """Gathers states over the ranks of one pipeline.
 
     Args:
-        pipeline: This rank's part.
+        pipeline: This rank's part of the module.
         group: The pipeline's processes.
     """
 
@@ -59,7 +59,7 @@ class StateCollector:
         }
 
     def _list_entries(self, mine: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-        """Say of every entry which global rank writes it, and its shape; the root if it can."""
+        """Say of every entry which global rank writes it (the root, if it can), and its shape."""
         listed = self._ranks.gather({name: _to_meta(value) for name, value in mine.items()})
         by_rank = sorted(zip(self._global_ranks, listed, strict=True), reverse=True)
         found = {

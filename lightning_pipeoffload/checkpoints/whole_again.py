@@ -24,7 +24,7 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
         group: The pipeline's processes.
 
     Raises:
-        RuntimeError: No rank has it.
+        RuntimeError: No rank has a tensor of the module.
     """
     absent = {slot.name: slot for slot in absent_in(module)}
     absent_on = group.gather(list(absent))

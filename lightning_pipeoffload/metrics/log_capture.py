@@ -58,7 +58,7 @@ class LogCapture:
         """Take the calls of one microbatch.
 
         Args:
-            keep: The step comes to its end, with all that it logs.
+            keep: Whether the step comes to its end, with all that it logs.
             probing: Whether the step has no values, and shows only what is logged where.
         """
         if keep or probing:
@@ -95,7 +95,7 @@ class LogCapture:
         """Log each name once, with its values combined.
 
         Args:
-            sizes: Samples of each microbatch.
+            sizes: The number of samples of each microbatch.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         for (name, _), entries in calls.items():

@@ -25,7 +25,7 @@ class CallValue:
     """A number that a call of a metric has returned.
 
     Attributes:
-        copy: The metric of the batch.
+        copy: The copy of the metric that is updated with the whole batch.
         place: Which number of what the call returned, counted over all of its tensors.
         number: The number as it was then.
     """
@@ -35,7 +35,7 @@ class CallValue:
     number: Tensor
 
     def over_batch(self) -> Tensor:
-        """Return it for the batch."""
+        """Return the number for the batch."""
         tensor, index = self.place
         return tree_leaves(self.copy.compute())[tensor].flatten()[index]
 

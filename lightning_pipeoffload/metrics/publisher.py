@@ -44,7 +44,7 @@ class Publisher:
         """Set ``key`` to a JSON object with both, as they are now.
 
         Args:
-            key: New in the store.
+            key: A key that is new in the store.
             metrics: Numbers, or tensors of one element, by kind and name.
             news: Anything that JSON can hold.
         """

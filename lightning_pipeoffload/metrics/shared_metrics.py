@@ -2,7 +2,13 @@
 
 Only the last stage comes to the loss, and that stage is on global rank 0. The other ranks fetch
 what rank 0 has published when, and only when, something of theirs asks for it: nobody waits
-otherwise.
+otherwise::
+
+    global rank 0   step 1  tick 1: publish   step 2  tick 2: publish   step 3 ...
+                                 v                         v
+    store                    numbers 1                 numbers 2
+                                 v
+    another rank    step 1  tick 1   asks for "loss": waits for numbers 1, no later ones
 """
 
 from __future__ import annotations
@@ -72,7 +78,7 @@ class SharedMetricsConnector(_LoggerConnector):
             plain: The trainer's own connector, which this one takes the place of.
             is_root: Whether this rank has the last stage, whose steps log.
             store: A store that all ranks can read.
-            fail: Ends the run by an error of another thread.
+            fail: A function that ends the run by an error of another thread.
         """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
@@ -90,7 +96,7 @@ class SharedMetricsConnector(_LoggerConnector):
             self.__dict__.pop(name, None)
 
     def leave(self) -> None:
-        """Fetch what there is while global rank 0 is still there; be a plain connector then."""
+        """Fetch what there is while global rank 0 is still there; then be a plain connector."""
         for kind in ("callback", "log", "pbar"):
             self._read(kind)
         if self._publisher is not None:
@@ -109,7 +115,7 @@ class SharedMetricsConnector(_LoggerConnector):
         """Mark a moment, and publish what was logged up to it.
 
         Args:
-            returned: What an evaluation returns of a loader.
+            returned: What an evaluation returns for one loader, by name.
             outputs: Numbers that a step has returned, by name.
         """
         self._tick += 1

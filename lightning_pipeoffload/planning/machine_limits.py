@@ -29,7 +29,7 @@ class MachineLimits:
         """Say which rank would take more of its host than it may; empty where none does.
 
         Args:
-            schedule: With its copies.
+            schedule: A schedule with its copies.
             costs: Costs in seconds and bytes.
         """
         peaks = peak_host_memory(schedule, _in_pieces(costs, schedule.num_stages))

@@ -28,7 +28,7 @@ _NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
 
 
 class Measurements:
-    """Of one rank, and with the other ranks'.
+    """What was measured on this rank, and with it what the other ranks measured.
 
     Args:
         executor: The executor of this rank.
@@ -67,7 +67,7 @@ class Measurements:
         """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.
 
         Args:
-            keeps_device_limit: Whether it is to heed what the devices have.
+            keeps_device_limit: Whether the plan is to heed what the devices have.
         """
         memory = self._executor.memory
         left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
@@ -94,7 +94,7 @@ class Measurements:
             may_copy: Whether to measure copies too.
 
         Returns:
-            Whether there are any.
+            Whether there are any measurements.
         """
         if not self._executor.timer.num_steps:
             return False

@@ -41,10 +41,10 @@ def plan_before_measuring(
         settings: The strategy's settings.
         num_ranks: The number of ranks of the pipeline.
         num_microbatches: The number of microbatches of a batch.
-        on_accelerator: The ranks' devices have a memory of their own.
+        on_accelerator: Whether the ranks' devices have a memory of their own.
 
     Raises:
-        ScheduleError: There is none for these numbers, or it offloads of its own accord.
+        ScheduleError: There is no schedule for these numbers, or it offloads of its own accord.
     """
     schedule = settings.make_schedule(num_ranks, num_microbatches)
     if settings.offload not in ("auto", "none") and schedule.has_copies:

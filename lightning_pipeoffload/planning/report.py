@@ -14,8 +14,8 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
     """Say what the plan promises.
 
     Args:
-        plan: Lowered.
-        pipeline: What runs it.
+        plan: The lowered plan.
+        pipeline: What runs the plan.
         measured: Costs in seconds and bytes; None: the pipeline's estimate, in units of an average
             block's work and activation.
     """

@@ -49,7 +49,7 @@ class PipelineSettings:
     """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
 
     Raises:
-        ValueError: A value that cannot be, or is not built yet.
+        ValueError: A value cannot be, or is not built yet.
     """
 
     pipeline_parallel_size: int | str = "auto"
@@ -119,7 +119,7 @@ class PipelineSettings:
         """Whether a plan has a memory limit to keep, given or the devices' own.
 
         Args:
-            on_accelerator: The devices have a memory of their own.
+            on_accelerator: Whether the devices have a memory of their own.
         """
         return self.memory_limit is not None or self.keeps_device_limit(on_accelerator)
 
@@ -127,7 +127,7 @@ class PipelineSettings:
         """Whether a plan is to fit what the devices have left, for want of a limit.
 
         Args:
-            on_accelerator: The devices have a memory of their own.
+            on_accelerator: Whether the devices have a memory of their own.
         """
         return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
@@ -151,8 +151,8 @@ class PipelineSettings:
             memory_limit: The most memory of a rank, in the unit of the costs; None: any.
 
         Raises:
-            ScheduleError: There is none, a given one is of another size, or it needs more memory
-                than it may.
+            ScheduleError: There is no schedule, a given one is of another size, or it needs more
+                memory than it may.
         """
         schedule = self._make(num_ranks, num_microbatches, costs, memory_limit)
         if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):

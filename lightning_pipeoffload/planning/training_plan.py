@@ -34,13 +34,13 @@ class TrainingPlan:
         settings: The strategy's settings.
         num_ranks: The number of ranks of the pipeline.
         executor: The executor of this rank.
-        on_accelerator: The ranks' devices have a memory of their own.
+        on_accelerator: Whether the ranks' devices have a memory of their own.
 
     Attributes:
         schedule: The schedule of a full training batch; until there is one, with a provisional
             number of microbatches.
-        offloaded: What it offloads and why, where that was planned.
-        costs: Measured, by which it was planned; None before.
+        offloaded: What the schedule offloads and why, where that was planned.
+        costs: The measured costs by which it was planned; None before there are any.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Between two calls of the trainer the ranks do not talk; who launched the others watches them."""
+"""Watches the ranks between two calls of the trainer, when they do not talk to each other.
+
+The process that launched the others does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 class BetweenRuns:
     """Ends this process and those that it launched when one of them ends badly.
 
-    As Lightning's own launcher does: the next call would wait for ever.
+    As Lightning's own launcher does, for the next call would wait for ever.
 
     Args:
         global_rank: The global rank of this process.
@@ -32,7 +35,7 @@ class BetweenRuns:
 
     @classmethod
     def end(cls) -> None:
-        """Watch no longer: a run begins, which watches by itself."""
+        """Watch no longer, for a run begins, which watches by itself."""
         if cls._current is not None:
             cls._current._is_over.set()
             cls._current = None

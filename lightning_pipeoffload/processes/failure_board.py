@@ -3,7 +3,13 @@
 The rank at fault writes what happened onto a board that every rank can read (the run's TCPStore)
 and waits until they have. A thread of each rank reads it, because a rank that waits inside gloo or
 NCCL runs no Python. What stops without a word (a killed process) is noticed by who talks to it, or
-by the machine's other processes, which watch each other already while the ranks connect.
+by the machine's other processes, which watch each other already while the ranks connect::
+
+    rank at fault   main thread: report() -> "rank 2: ..."    waits until seen    ends
+                                               v
+    store           ......................... the cause ..... seen by 0, 1, 3
+                                               v
+    other ranks     thread: looks . . looks . reads it, says why, ends this process
 """
 
 from __future__ import annotations
@@ -63,8 +69,8 @@ class FailureBoard:
         timeout: How long global rank 0, which hosts the store, may leave this rank without answer.
 
     Attributes:
-        also_look: Called with the store whenever this rank looks at it and nothing has failed; they
-            return why the run is to end, if it is.
+        also_look: Functions that are called with the store whenever this rank looks at it and
+            nothing has failed; they return why the run is to end, if it is.
     """
 
     also_look: Sequence[Callable[[Store], str | None]] = ()
@@ -106,7 +112,7 @@ class FailureBoard:
         Args:
             exception: What happened.
             place: The place in the plan, such as "stage 3, B of microbatch 5"; empty between steps.
-            status: With which this process ends; the others take it over.
+            status: The exit status of this process; the others take it over.
 
         Returns:
             Whether every rank has raised the same, and goes on; else this process ends soon.
@@ -141,7 +147,7 @@ class FailureBoard:
 
         Args:
             exception: What happened.
-            where: What the thread does.
+            where: What the thread does, in words.
         """
         traceback.print_exception(exception)
         failure = Failure(f"{self._name}: {describe(exception)} ({where})")
@@ -162,7 +168,7 @@ class FailureBoard:
         self._leave(self._find_failure(suspicion))
 
     def expect_end(self) -> None:
-        """From now on a rank that is gone is one that is done."""
+        """Take a rank that is gone for one that is done, from now on."""
         self._is_ending = True
 
     def stop(self) -> None:

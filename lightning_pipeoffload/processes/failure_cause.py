@@ -23,8 +23,8 @@ class Failure:
 
     Attributes:
         cause: One line that names the rank at fault.
-        status: With which every rank ends.
-        is_deaf: The rank at fault is gone, so it will not hear of it.
+        status: The exit status of every rank.
+        is_deaf: Whether the rank at fault is gone, so that it will not hear of it.
     """
 
     cause: str

@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class FailureNotes:
-    """One rank's view of them.
+    """One rank's view of what the ranks write when the run fails.
 
     Args:
         store: A connection to the run's TCPStore that nothing else uses.
@@ -53,8 +53,8 @@ class FailureNotes:
         """Return whether every rank has raised the same; None: not known yet.
 
         Args:
-            cause: What this one has raised.
-            ended: Ranks that are gone.
+            cause: What this rank has raised.
+            ended: Global ranks that are gone.
         """
         is_open = False
         for rank in self._others:

@@ -39,12 +39,13 @@ class JointLauncher(_SubprocessScriptLauncher):
     Args:
         environment: Who starts processes; if it is not this launcher, it starts none.
         num_processes: The number of processes of this machine.
-        num_nodes: Machines.
+        num_nodes: The number of machines.
         leave: A function that waits for the other ranks.
         fail: A function that tells them of an exception.
 
     Attributes:
-        started: What this process has started, by whichever launcher; later trainers use it too.
+        started: The processes that this one has started, by whichever launcher; later trainers use
+            them too.
     """
 
     started: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -84,7 +85,8 @@ class JointLauncher(_SubprocessScriptLauncher):
         """Whether a notebook can run this, which is the only place where Lightning asks.
 
         Raises:
-            ValueError: It cannot start the ranks; Lightning's own message would be of ddp_notebook.
+            ValueError: A notebook cannot start the ranks; Lightning's own message would be of
+                ddp_notebook.
         """
         # Of one rank before it, Lightning's own environment says that others start processes.
         is_local = isinstance(self.cluster_environment, LightningEnvironment)

@@ -31,7 +31,7 @@ class Meeting:
         """Wait for all ranks.
 
         Args:
-            what: This one is about to do.
+            what: What this rank is about to do.
 
         Returns:
             What each global rank is about to do; those that have not come are left out.

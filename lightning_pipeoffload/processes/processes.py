@@ -77,7 +77,7 @@ class PipelineProcesses(ParallelStrategy):
         """The pipeline's processes.
 
         Raises:
-            RuntimeError: Before they are connected.
+            RuntimeError: They are not connected yet.
         """
         if self._group is None:
             raise RuntimeError("the pipeline's processes are not connected yet")
@@ -254,12 +254,16 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """All is told by now; a Ctrl-C would end with Lightning's status 1."""
+        """Let a Ctrl-C end with a shell's status, not with Lightning's 1; all else is told by now.
+
+        Raises:
+            SystemExit: The exception is a Ctrl-C.
+        """
         if isinstance(exception, KeyboardInterrupt):
             raise SystemExit(SIGINT_STATUS)
 
     def give_back(self) -> None:
-        """After the run's last hook: leave the user's objects as they were."""
+        """Leave the user's objects as they were; called after the run's last hook."""
 
     def _fail(self, exception: BaseException) -> None:
         self.give_back()

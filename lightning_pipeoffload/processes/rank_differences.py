@@ -49,7 +49,8 @@ def refuse_differences(described: Mapping[str, str], group: Any) -> None:
         group: The group of processes, on the host.
 
     Raises:
-        ValueError: Names the first thing that differs, and what it is on two ranks.
+        ValueError: Something differs; the message names the first such thing, and what it is on two
+            ranks.
     """
     text = repr(sorted(described.items())).encode()
     digests = _gather(hashlib.blake2b(text, digest_size=16).digest(), group)

@@ -30,7 +30,7 @@ _LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
 def signing_as_launcher() -> Iterator[None]:
     """Let the ranks that this process starts meanwhile know who started them.
 
-    Not those that it starts at another time, by other means: they have another parent.
+    Ranks that are started at another time, by other means, are not told: their parent is another.
     """
     os.environ[_LAUNCHER] = str(os.getpid())
     try:

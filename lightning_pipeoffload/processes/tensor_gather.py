@@ -24,7 +24,7 @@ def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> T
         tensor: A parameter, a buffer or a gradient of the module's.
 
     Raises:
-        ValueError: It is none of these, or not the one that the other ranks ask for.
+        ValueError: The tensor is none of these, or not the one that the other ranks ask for.
     """
     name = next((name for name, found in _known(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
