@@ -28,7 +28,7 @@ class MemoryPicture(Callback):
     them. Times are the host's; an accelerator may be behind.
 
     Args:
-        path: Where to; ``.svg``, or ``.png``, which needs matplotlib.
+        path: The file to write: ``.svg``, or ``.png``, which needs matplotlib.
 
     Raises:
         ValueError: The path ends otherwise.

@@ -61,7 +61,7 @@ def compare(
         **sizes: ``num_ranks`` and ``num_microbatches``.
 
     Raises:
-        ScheduleError: None of them can be.
+        ScheduleError: None of the schedules can be.
     """
     plans = [_compared(name, costs, memory_limit, num_chunks, sizes) for name in names]
     if not any(plan.drawn for plan in plans):

@@ -3,7 +3,10 @@
 Every rank runs every hook, as under any strategy. But a step comes to its end on the rank of the
 last stage only. On another rank a hook of the module or of a callback is left where it reads what
 is not there: an attribute that the step has written, a metric that it has updated, outputs that are
-no plain numbers. What such a hook logs arrives on all ranks.
+no plain numbers. What such a hook logs arrives on all ranks::
+
+    global rank 0    step: self.outputs.append(loss)   hook: log("mean", mean(self.outputs))
+    another rank     step: leaves before that line     hook: leaves at self.outputs
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class GradientHooks:
         ]
 
     def start_batch(self) -> None:
-        """Before a batch's plan: let hooks in the middle of it know of the gradients."""
+        """Let hooks in the middle of the plan that comes next know of the gradients."""
         if self._before_plan:
             self._share()
 
@@ -68,7 +68,7 @@ class GradientHooks:
         return plain(*args, **kwargs)
 
     def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The gradients are there once the closure has run."""
+        """Run the optimizer's step, whose closure has to run before the gradients are there."""
         given = {name: self._sharing(value) for name, value in kwargs.items()}
         return plain(*map(self._sharing, args), **given)
 

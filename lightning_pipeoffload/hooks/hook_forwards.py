@@ -56,7 +56,7 @@ class HookForwards:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run a step, whose calls are no business of this."""
+        """Run a step, whose own calls of modules are left alone."""
         self.leave()
         try:
             yield
@@ -121,7 +121,7 @@ class HookForwards:
         """Wait for all ranks to call the same module.
 
         Raises:
-            RuntimeError: They do not.
+            RuntimeError: Another rank does not come.
         """
         found = self._meeting.come(name)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in found]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ElsewhereError(BaseException):
-    """Asked for what is on another rank; not an ``Exception``, for hooks may catch those."""
+    """A hook asked for what is on another rank; no ``Exception``, for hooks may catch those."""
 
 
 def numbers_in(outputs: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ class WrappedHook:
 
     Args:
         owner: A module or callback.
-        hook: The name.
+        hook: The name of the hook.
         run: A function that is called with the plain hook and the arguments.
     """
 
@@ -26,7 +26,7 @@ class WrappedHook:
         owner.__dict__[hook] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the hook, with what is done around it."""
         return self._run(self._plain, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -35,8 +35,8 @@ class WrittenAttributes:
     """Watches an object's attributes; buffers of a module are among them, and what classes have.
 
     Args:
-        owner: The object.
-        ignored: Names that are not the user's.
+        owner: The object that is watched.
+        ignored: Names of attributes that are not the user's.
 
     Attributes:
         names: The names of attributes that were written so far.

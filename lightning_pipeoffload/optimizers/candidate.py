@@ -39,10 +39,10 @@ class OptimizerCandidate:
 
     Args:
         optimizer: The user's optimizer.
-        device: Where the tensors are.
-        is_sparse: Whether their gradients are.
-        in_halves: Whether each is two parameters.
-        own: The places that it keeps, as a rank keeps its own parameters.
+        device: The device of the tensors.
+        is_sparse: Whether their gradients are sparse.
+        in_halves: Whether each tensor is two parameters.
+        own: Which of the two tensors it keeps, as a rank keeps its own parameters.
     """
 
     def __init__(

@@ -2,7 +2,10 @@
 
 Hooks, schedulers and callbacks see the groups that one device's optimizer would have. While it
 computes, or sets gradients to zero, they are narrowed to what this rank owns; the closure, in which
-hooks run, sees all again.
+hooks run, sees all again::
+
+    optimizer.step(closure)   groups:  this rank's   | in the closure: all |   this rank's
+    hooks, schedulers         groups:  all
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
 
     Args:
         optimizer: The optimizer of the whole module's parameters.
-        age: The age of the gradients of those that other ranks own.
+        age: The age of the gradients of parameters that other ranks own.
     """
     # Private: a user may give every fit the same optimizer.
     for hook in optimizer._optimizer_step_pre_hooks.values():
@@ -47,7 +50,7 @@ class NarrowedOptimizer:
         age: The age of those parameters' gradients.
 
     Attributes:
-        age: The same.
+        age: The age of those parameters' gradients.
     """
 
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
@@ -61,7 +64,7 @@ class NarrowedOptimizer:
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
 
     def adopt(self) -> None:
-        """Have in the groups what has taken the shapes' places in a module made whole since."""
+        """Put into the groups what has taken the shapes' places in a module made whole since."""
         self._widen()  # where a step has ended in an error
         for group in self._optimizer.param_groups:
             group["params"] = [self._real(p) for p in group["params"]]
@@ -75,7 +78,7 @@ class NarrowedOptimizer:
 
     @property
     def stateless(self) -> list[Tensor]:
-        """What this rank has from another since that one's optimizer stepped, without its state."""
+        """Parameters that came from a rank whose optimizer stepped, and left their state there."""
         state = self._optimizer.state
         return [p for p in self._adopted if state and p not in state and p.requires_grad]
 

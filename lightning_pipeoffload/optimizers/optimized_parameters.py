@@ -45,7 +45,7 @@ class OptimizedParameters:
 
     @property
     def names(self) -> list[GroupNames]:
-        """Of the whole module's parameters, in each group of each optimizer."""
+        """Names of the whole module's parameters in each group of each optimizer."""
         return name_groups(self._optimizers(), self._pipeline.module)
 
     def names_in(self, optimizer: Optimizer) -> GroupNames:
@@ -67,7 +67,7 @@ class OptimizedParameters:
             narrowed.come_last()
 
     def leave_foreign(self) -> None:
-        """Before the first training step: leave what other ranks own to them, for good."""
+        """Leave what other ranks own to them, for good; called before the first training step."""
         names = self.names
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
@@ -84,7 +84,9 @@ class OptimizedParameters:
             forget_states(optimizer, lambda p: id(p) not in own)
 
     def _refuse_lost_states(self) -> None:
-        """Of an optimizer that the user keeps: its states stay on the rank that stepped with them.
+        """Refuse an optimizer that the user keeps where its states are on another rank.
+
+        States stay on the rank that stepped with them.
 
         Raises:
             RuntimeError: This rank trains now what another trained in an earlier fit.

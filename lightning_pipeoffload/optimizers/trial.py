@@ -41,8 +41,8 @@ class OptimizerTrial:
     """What steps on small tensors have shown of an optimizer.
 
     Attributes:
-        needs_all_parameters: Two of them together take other steps than each by itself.
-        needs_whole_tensors: The halves of a tensor take other steps than the tensor.
+        needs_all_parameters: Whether two parameters together take other steps than each by itself.
+        needs_whole_tensors: Whether the halves of a tensor take other steps than the tensor.
     """
 
     needs_all_parameters: bool
@@ -57,11 +57,11 @@ def refuse_optimizer(optimizer: Any, device: torch.device, num_ranks: int) -> No
 
     Args:
         optimizer: The user's optimizer.
-        device: Where its parameters will be.
-        num_ranks: Over which they are spread, more than one.
+        device: The device that its parameters will be on.
+        num_ranks: The number of ranks over which they are spread, more than one.
 
     Raises:
-        ValueError: Names its class, why, and what to do.
+        ValueError: Its step depends on them; the message names its class, why, and what to do.
     """
     if not optimizer.param_groups:  # Lightning's, where the user has none
         return
@@ -171,7 +171,7 @@ def _without_trace() -> Iterator[None]:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Refuses to reach for other ranks, which have other parameters."""
+    """Refuses collectives: other ranks have other parameters."""
 
     @override
     def __torch_dispatch__(

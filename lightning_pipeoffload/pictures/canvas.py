@@ -53,8 +53,8 @@ class Canvas:
 
     Attributes:
         drawing: What is drawn so far.
-        timeline: What is drawn.
-        look: How.
+        timeline: The timeline that is drawn.
+        look: How it is drawn.
         copy_lanes: The lanes under the row of each rank.
         chunks: For every stage its chunk, and how many chunks its rank has.
         legend: What explains the colours, line by line.

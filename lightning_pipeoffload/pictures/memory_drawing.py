@@ -41,7 +41,7 @@ class MemoryPanel:
         name: "plan" or "measured".
         device: Seconds, and the bytes on the device from then on.
         host: The same on the host.
-        moving: The same of copies that nobody has waited for; empty where it is not known.
+        moving: The same for copies that nobody has waited for; empty where it is not known.
         end: Seconds of the step.
     """
 

@@ -41,7 +41,7 @@ def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None
 
     Args:
         timeline: What ``simulate`` gave for these costs.
-        costs: For the memory curve.
+        costs: The memory of stages, for the memory curve.
         title: The line above the picture.
         look: The part to show, and its scales; None: all, by scales of its own.
     """
@@ -69,7 +69,7 @@ def pictures_on_one_axis(
     Args:
         timelines: What ``simulate`` gave for the costs.
         costs: The costs of each schedule.
-        titles: The line above each.
+        titles: The line above each timeline.
         look: The part to show, and the scale of time.
     """
     highest = max(max(timeline.peak_memory, default=0.0) for timeline in timelines)

@@ -29,7 +29,7 @@ class _Shared(NamedTuple):
         parameter: This rank's parameter.
         group: The group of the ranks that have it.
         is_first: Whether this rank is the first of them.
-        always_trains: Tells whether each step gives one of them a gradient.
+        always_trains: A function that says whether each step gives one of them a gradient.
     """
 
     parameter: Tensor
@@ -48,9 +48,9 @@ class PipelineGroup(RankMesh):
     """What the processes of a pipeline do together, as one of them sees it.
 
     Args:
-        schedule: Tells which rank holds which stage.
+        schedule: The schedule, which says which rank holds which stage.
         global_rank: The global rank of this process.
-        device: Where it computes.
+        device: The device on which this rank computes.
         timeout: How long a rank waits for another; None: as torch does, whatever the default
             group's is.
     """
@@ -222,7 +222,7 @@ class PipelineGroup(RankMesh):
                     shared.sum()
 
     def _has_gradient(self, shared: _Shared) -> bool:
-        """Whether a gradient of it is on any rank; asks only where that is not known."""
+        """Whether any rank has a gradient of the parameter; asks only where that is not known."""
         if shared.always_trains():
             return True
         found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)

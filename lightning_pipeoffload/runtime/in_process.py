@@ -34,7 +34,7 @@ class InProcessPipeline:
         schedule: The schedule of compute actions.
         step: Calls the user's step: ``step(module, microbatch)`` returns the loss.
         memory: A function that makes each rank's place for activations.
-        device: Where the ranks compute; None: where the module is.
+        device: The device of all ranks; None: that of the module.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 

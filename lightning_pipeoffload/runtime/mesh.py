@@ -27,15 +27,15 @@ class RankMesh:
         replica 0        3  2  1  0     <- global ranks; that of the root is the lowest
 
     Args:
-        schedule: Tells which rank holds which stage.
+        schedule: The schedule, which says which rank holds which stage.
         global_rank: The global rank of this process.
         timeout: How long members of a group wait for each other; None: as torch does.
 
     Attributes:
-        mesh: Torch's, with the dimensions ``data`` (one replica) and ``pipeline``.
+        mesh: Torch's DeviceMesh, with the dimensions ``data`` (one replica) and ``pipeline``.
         rank: The rank of this process in its pipeline.
         global_rank: The global rank of this process.
-        global_ranks: The global ranks of its pipeline, by rank.
+        global_ranks: The global rank of each rank of its pipeline.
         stage_ranks: The rank of every stage.
     """
 

@@ -26,7 +26,7 @@ class TensorSpec:
     Attributes:
         shape: The shape of the tensor.
         dtype: The dtype of the tensor.
-        requires_grad: Whether autograd follows it.
+        requires_grad: Whether autograd follows the tensor.
         gets_gradient: Whether the loss leads back to it, too.
     """
 
@@ -42,7 +42,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def has_shape_of(self, tensor: Tensor) -> bool:
@@ -146,11 +146,11 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
     """Return the gradients of what was received, of those tensors of which one is expected.
 
     Args:
-        received: From the previous stage.
-        sender: Its last block.
+        received: What came from the previous stage.
+        sender: The name of that stage's last block.
 
     Raises:
-        RuntimeError: Others have one than the step's first run has shown.
+        RuntimeError: Other tensors have one than the step's first run has shown.
     """
     gradients = received.gradients or (None,) * len(received.specs)
     arrived = [gradient is not None for gradient in gradients]

@@ -105,10 +105,10 @@ def draw_seed() -> int:
 
 
 class RandomStream:
-    """Random numbers of its own: ``with stream:`` the global generators go on from its last end.
+    """A stream of random numbers: in ``with stream:`` the global generators go on where it ended.
 
     Args:
-        seed: The seed of its beginning.
+        seed: The seed that the stream begins with.
     """
 
     def __init__(self, seed: int) -> None:

@@ -92,7 +92,6 @@ class Costs:
             )
         return value
 
-
     def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds from every stage to the next one, 0 if both are on one rank.
 
