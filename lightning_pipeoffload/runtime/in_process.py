@@ -49,10 +49,11 @@ class InProcessPipeline:
     ) -> None:
         self.plan = lower(schedule)
         self._step = step
-        stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
         device = next(module.parameters()).device if device is None else device
         self.ranks = [
-            Pipeline(copy.deepcopy(module), rank, CutSettings(stage_ranks, **options), device)
+            Pipeline(
+                copy.deepcopy(module), rank, CutSettings(schedule.placement, **options), device
+            )
             for rank in range(schedule.num_ranks)
         ]
         self._transport = InProcessTransport()

@@ -58,7 +58,7 @@ class RankMesh:
         replica, self.rank = coordinate
         self.global_rank = global_rank
         self.global_ranks: list[int] = table[replica].tolist()
-        self.stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
+        self.stage_ranks = schedule.placement
 
     @property
     def num_ranks(self) -> int:

@@ -118,6 +118,11 @@ class Schedule:
     def _rank_by_stage(self) -> dict[int, int]:
         return {action.stage: rank for rank, actions in enumerate(self) for action in actions}
 
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of every stage, in model order."""
+        return tuple(map(self.rank_of, range(self.num_stages)))
+
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage."""
         return self._rank_by_stage[stage]

@@ -30,7 +30,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
         if event.lane == COMPUTE_LANE and event.action.kind in COMPUTE:
             ranks[event.rank].append(event)
     starts = {event.action: event.start for events in ranks for event in events}
-    hops = costs.per_stage("communication", schedule.num_stages)
+    hops = costs.hops(schedule.placement)
     warm_up = [event for events in ranks for event in _warm_up(events)]
     after = {
         event.action: following.action
@@ -38,7 +38,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
         for event, following in zip(events, events[1:], strict=False)
     }
     for event in sorted(warm_up, key=lambda event: event.start, reverse=True):
-        needed = _needed(schedule, event.action, starts, hops)
+        needed = _needed(event.action, starts, hops)
         limit = min(needed, starts.get(after.get(event.action, event.action), needed))
         starts[event.action] = max(event.start, limit - (event.end - event.start))
     move = _mover(starts)
@@ -50,14 +50,11 @@ def _warm_up(events: list[Event]) -> list[Event]:
     return events[:first]
 
 
-def _needed(
-    schedule: Schedule, action: Action, starts: dict[Action, float], hops: tuple[float, ...]
-) -> float:
+def _needed(action: Action, starts: dict[Action, float], hops: tuple[float, ...]) -> float:
     """Return when a forward is needed by the next stage, or by the backward of the last."""
     _, stage, microbatch = action
-    if stage + 1 < schedule.num_stages:
-        hop = hops[stage] if schedule.crosses_ranks(stage) else 0.0
-        return starts[Action(Kind.F, stage + 1, microbatch)] - hop
+    if stage + 1 < len(hops):
+        return starts[Action(Kind.F, stage + 1, microbatch)] - hops[stage]
     backwards = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.BW))
     return min(starts[backward] for backward in backwards if backward in starts)
 
