@@ -14,7 +14,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test gpu
-# One thread a rank: two ranks on two cores would otherwise wait for each other's threads.
+# Training and tests, one thread a rank: on two cores they would wait for each other's threads.
 train: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pipeoffload-train trainer=cpu
 
@@ -22,7 +22,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10
 
 gpu:
 	$(PYTHON) -m examples.benchmarks.gpu_check
