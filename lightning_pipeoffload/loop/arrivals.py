@@ -17,9 +17,9 @@ class Arrivals:
     compares.
 
     Args:
-        store: that all ranks can read.
-        global_rank: of this process.
-        world_size: of the run.
+        store: A store that all ranks can read.
+        global_rank: The global rank of this process.
+        world_size: The world size of the run.
     """
 
     def __init__(self, store: Store, global_rank: int, world_size: int) -> None:
@@ -30,7 +30,11 @@ class Arrivals:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Count a batch; where it fails because another rank has no more, say that."""
+        """Count a batch; where it fails because another rank has no more, say that.
+
+        Raises:
+            RuntimeError: The batch failed; the message says that another rank has no more.
+        """
         place, num_batches = self._position
         self._position = place, num_batches + 1
         try:
@@ -51,7 +55,7 @@ class Arrivals:
         """Name another rank that is done with fewer batches, if one is.
 
         Args:
-            store: the same, maybe by a connection of another thread's.
+            store: The same store, maybe by a connection of another thread.
         """
         place, num_batches = self._position
         for rank in self._others if num_batches else ():

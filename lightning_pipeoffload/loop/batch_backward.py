@@ -20,13 +20,13 @@ class BatchBackward:
     """The hooks before and after, and each microbatch's own backward in between.
 
     Args:
-        module: the user's.
+        module: The user's module.
         precision: Lightning's part of the backward, hooks included.
-        run: runs the module on this rank.
-        group: the pipeline's processes.
+        run: What runs the module on this rank.
+        group: The pipeline's processes.
 
     Attributes:
-        adds_up: whether the next batch's gradients add up to what there is.
+        adds_up: Whether the next batch's gradients add up to what there is.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class BatchBackward:
         self.adds_up = True
 
     def expect(self, zero_grad: Callable[[], None] | None) -> None:
-        """Before a batch.
+        """Keep what Lightning would do before a batch's backward.
 
         Args:
-            zero_grad: how Lightning sets gradients to zero; None where it does not.
+            zero_grad: A function that sets gradients to zero; None where Lightning does not.
         """
         self._zero_grad = zero_grad
         self.adds_up = zero_grad is None
@@ -58,7 +58,7 @@ class BatchBackward:
         """Do what Lightning does between a training step and its backward.
 
         Args:
-            results: of the microbatches' steps, as far as there are any on this rank.
+            results: The results of the microbatches' steps, as far as there are any on this rank.
         """
         if self._zero_grad is not None:
             self._zero_grad()
@@ -77,8 +77,8 @@ class BatchBackward:
         """Do what Lightning does after a backward.
 
         Args:
-            output: of the step; None on ranks that do not have it.
-            accumulation: the batch's.
+            output: The output of the step; None on ranks that do not have it.
+            accumulation: The batch's accumulation.
 
         Returns:
             The output, or what stands for the loss.

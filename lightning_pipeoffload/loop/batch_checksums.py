@@ -14,7 +14,7 @@ class BatchChecksums:
     """A rank's batches, one by one; on an accelerator one late, for then nobody waits for it.
 
     Args:
-        are_late: the batches are on an accelerator.
+        are_late: Whether the batches are on an accelerator.
     """
 
     def __init__(self, are_late: bool) -> None:
@@ -25,8 +25,8 @@ class BatchChecksums:
         """Take a batch.
 
         Args:
-            batch: any pytree.
-            what: it is, for an error.
+            batch: Any pytree.
+            what: What the batch is, in words, for an error.
 
         Returns:
             The checksum that is known by now, and of what it is: of the batch before, maybe.

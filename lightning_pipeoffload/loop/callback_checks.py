@@ -17,7 +17,7 @@ def check_callbacks(trainer: Trainer) -> None:
     """Refuse callbacks that would be wrong.
 
     Raises:
-        ValueError: says which, why, and what would do.
+        ValueError: There is one; the message says which, why, and what would do.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, BatchSizeFinder) and trainer.world_size > 1:
@@ -49,7 +49,7 @@ def check_profiler(trainer: Trainer) -> None:
     """Refuse a profiler that would end the processes.
 
     Raises:
-        ValueError: says why, and what would do.
+        ValueError: It would; the message says why, and what would do.
     """
     # It starts anew with each step, while messages that it has seen begin are under way.
     if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time

@@ -28,8 +28,8 @@ class PipelineLoaders:
     """The loaders of a fit or an evaluation.
 
     Args:
-        seed: of the run, the same on every rank.
-        current_epoch: tells the epoch.
+        seed: The seed of the run, the same on every rank.
+        current_epoch: A function that returns the epoch.
     """
 
     def __init__(self, seed: int, current_epoch: Callable[[], int]) -> None:
@@ -41,8 +41,8 @@ class PipelineLoaders:
     def own(self, loader: Any, is_training: bool) -> None:
         """Let passes through ``loader`` have random numbers of their own from now on.
 
-        Generators that the user has given to a loader or its sampler are left alone; they are her
-        promise. Lists, generators and the like are read as they are.
+        Generators that the user has given to a loader or its sampler are left alone; they are
+        the user's promise. Lists, generators and the like are read as they are.
         """
         # Counted by the epoch: loaders made anew in a later one are placed as the first ones were.
         siblings = is_training, self._current_epoch()
@@ -145,8 +145,9 @@ def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
     Lightning itself starts anew, unless the loader saves its state; then this does nothing.
 
     Args:
-        loader: of training batches.
-        count_seen: says how many, when the first batch is asked for.
+        loader: The loader of training batches.
+        count_seen: A function that says how many those are, called when the first batch is asked
+            for.
     """
     if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
         return

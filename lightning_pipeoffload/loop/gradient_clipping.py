@@ -18,9 +18,9 @@ def clip_over_ranks(precision: Precision, group: PipelineGroup, age: GradientAge
     """Let a precision plugin clip by the norm over all ranks, tied weights counted once.
 
     Args:
-        precision: is asked by Lightning to clip.
-        group: the pipeline's processes.
-        age: of the gradients that other ranks have, which they clip alike.
+        precision: The plugin that Lightning asks to clip.
+        group: The pipeline's processes.
+        age: The age of the gradients that other ranks have, which they clip alike.
     """
     by_norm = partial(_clip, precision, group, age)
     precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign]

@@ -17,11 +17,11 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 
 
 class JointStop:
-    """One rank's part in it, for a fit.
+    """One rank's part in a fit's common decision to stop.
 
     Args:
-        trainer: whose fit it is.
-        group: the pipeline's processes.
+        trainer: The trainer whose fit it is.
+        group: The pipeline's processes.
     """
 
     def __init__(self, trainer: Trainer, group: PipelineGroup) -> None:
@@ -34,11 +34,11 @@ class JointStop:
         self._vote: Callable[[], int] | None = None
 
     def start_batch(self, num_microbatches: int, decides: bool) -> None:
-        """Before a training batch.
+        """Begin a training batch.
 
         Args:
-            num_microbatches: whose steps end on the last stage.
-            decides: whether training may stop after it; not within a plan of several batches.
+            num_microbatches: The number of microbatches whose steps end on the last stage.
+            decides: Whether training may stop after it; not within a plan of several batches.
         """
         self._hear()  # of the same batch, if an optimizer evaluates it again
         self._decides = decides
@@ -47,13 +47,13 @@ class JointStop:
             self._told = self._group.start_sharing(0, self._group.root)
 
     def end_step(self) -> None:
-        """On the last stage, when a microbatch's step has come to its end."""
+        """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
         if self._num_steps == 0 and self._decides:
             self._told = self._group.start_sharing(self._is_asked, self._group.root)
 
     def end_batch(self) -> None:
-        """After the hooks of a batch's end: set ``should_stop`` as all ranks do."""
+        """Set ``should_stop`` as all ranks do; called after the hooks of a batch's end."""
         if not self._trainer.training:
             return
         self._hear()
@@ -68,7 +68,7 @@ class JointStop:
         self._wants = wants and not stops
 
     def settle(self) -> None:
-        """Where ranks may wait for each other: let what any of them has set count."""
+        """Let what any rank has set count; called where ranks may wait for each other."""
         if self._vote is not None:
             self._vote()
             self._vote = None

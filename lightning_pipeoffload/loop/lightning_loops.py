@@ -67,16 +67,16 @@ def join_loops(
     """Put the pipeline's pieces into the trainer's loops.
 
     Args:
-        trainer: whose loops to change; again is harmless.
-        is_root: whether this rank has the last stage.
-        metrics_store: where global rank 0 publishes metrics; None with one rank.
-        fail: ends the run by an error of the thread that publishes.
+        trainer: The trainer whose loops are changed; to call this again is harmless.
+        is_root: Whether this rank has the last stage.
+        metrics_store: The store in which global rank 0 publishes metrics; None with one rank.
+        fail: A function that ends the run by an error of the thread that publishes.
 
     Returns:
         The hooks that may use what is on global rank 0 only; None with one rank.
 
     Raises:
-        ValueError: this rank has other callbacks than global rank 0.
+        ValueError: This rank has other callbacks than global rank 0.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
@@ -178,7 +178,7 @@ def refuse_module(module: LightningModule, trainer: Trainer) -> None:
     """Refuse what cannot be run stage by stage.
 
     Raises:
-        ValueError: says what, and what would do.
+        ValueError: There is something; the message says what, and what would do.
     """
     for step in _steps_of(trainer):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

@@ -29,9 +29,9 @@ def share_loss_scale(precision: Precision, group: PipelineGroup, age: GradientAg
     """Let a precision plugin's scaler skip a step where the gradients of any rank overflow.
 
     Args:
-        precision: unscales gradients when Lightning asks it for a step.
-        group: the pipeline's processes.
-        age: of the gradients that other ranks have, which they unscale alike.
+        precision: The plugin that unscales gradients when Lightning asks it for a step.
+        group: The pipeline's processes.
+        age: The age of the gradients that other ranks have, which they unscale alike.
     """
     scaler = scaler_of(precision)
     if scaler is not None:

@@ -21,10 +21,10 @@ class QuietLogger:
     """A logger that logs nothing; all else about it is as it was.
 
     Args:
-        logger: the user's.
+        logger: The user's logger.
 
     Attributes:
-        experiment: one that does nothing.
+        experiment: One that does nothing.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -44,7 +44,7 @@ class LoggersQuiet:
     """Silences ``self.print`` and the loggers of a module's trainer.
 
     Args:
-        module: whose steps run.
+        module: The module whose steps run.
     """
 
     def __init__(self, module: LightningModule) -> None:

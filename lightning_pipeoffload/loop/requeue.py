@@ -34,8 +34,8 @@ class Requeue:
     """One rank's part in saving and requeueing, which a fit does once.
 
     Args:
-        trainer: whose fit or evaluation it is.
-        environment: says which signal it is.
+        trainer: The trainer whose fit or evaluation it is.
+        environment: Slurm's environment, which says which signal it is.
     """
 
     def __init__(self, trainer: Trainer, environment: SLURMEnvironment) -> None:
@@ -49,7 +49,7 @@ class Requeue:
         self._is_over = False
 
     def note_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Be the signal's handler."""
+        """Note that the signal has come; called by Python as its handler."""
         if self._trainer.state.fn != TrainerFn.FITTING:
             if self._trainer.is_global_zero:
                 say(f"signal {signum} is ignored: only a fit is saved and requeued")
@@ -62,7 +62,7 @@ class Requeue:
         """Tell the other ranks of the signal, and hear of it; in a thread of its own.
 
         Args:
-            store: the run's.
+            store: The run's store.
         """
         if self._has_signal:
             store.set(_WANTED, "")
@@ -75,14 +75,14 @@ class Requeue:
         return None
 
     def end_batch(self) -> None:
-        """After a training batch: save and requeue if its optimizer step is the one agreed on."""
+        """Save and requeue if a batch's optimizer step, which is over, is the one agreed on."""
         if self._asks and self._trainer.training and not self._is_over:
             self._is_agreed.wait()  # for those threads, never for a rank's work
             if self._trainer.global_step >= self._last_step:
                 self._save_and_requeue()
 
     def end_training(self, group: PipelineGroup) -> None:
-        """After the last batch, on all ranks: save and requeue if that is still to be done."""
+        """Save and requeue if that is still to be done; all ranks call it after the last batch."""
         is_told = self._has_signal or self._asks
         if group.agree(is_told and not self._is_over, unanimous=False):
             self._save_and_requeue()
@@ -105,10 +105,10 @@ def join_requeue(
     """Take the place of Lightning's handler, if there is going to be one.
 
     Args:
-        trainer: whose loops are joined already.
-        environment: who started the processes.
-        connector: of the trainer.
-        board: whose thread passes notes on; None with one rank.
+        trainer: The trainer whose loops are joined already.
+        environment: The environment that started the processes.
+        connector: The trainer's connector of metrics.
+        board: The board whose thread passes notes on; None with one rank.
     """
     if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
         return None

@@ -30,7 +30,7 @@ def batch_size(batch: Any) -> int:
     """Return the number of samples: the length of dimension 0, which all tensors share.
 
     Raises:
-        ValueError: no tensor can be cut, they differ in length, or one is sparse or nested.
+        ValueError: No tensor can be cut, they differ in length, or one is sparse or nested.
     """
     for leaf in batch_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -57,7 +57,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     cut; what has one row for all samples goes to each microbatch.
 
     Raises:
-        ValueError: there is no telling whether a list of numbers has one for each sample.
+        ValueError: It cannot be known whether a list of numbers has one for each sample.
     """
     total = batch_size(batch)
     if size < total:
@@ -82,8 +82,8 @@ def weigh_parts(
     """Return each microbatch's share of what a batch counts.
 
     Args:
-        weigh: the user's.
-        parts: the microbatches.
+        weigh: The user's function, which returns what one microbatch counts.
+        parts: The microbatches.
 
     Returns:
         The shares, which are tensors where the weights are on an accelerator; and a function that
@@ -112,7 +112,7 @@ def _check_weights(weights: Sequence[float], returned: Sequence[Any]) -> None:
     """Check what a user's function has returned.
 
     Raises:
-        ValueError: what it returned are no numbers, or none that a mean can be weighed by.
+        ValueError: The function returned no numbers, or none that a mean can be weighed by.
     """
     if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise ValueError(

@@ -36,10 +36,10 @@ def run_members(
     """Run ``func`` on the real members together, as if they were all, and on each shape alone.
 
     Args:
-        func: the operation.
-        args: of it.
-        kwargs: of it.
-        is_shape: whether a pytree has a shape-only tensor.
+        func: The operation.
+        args: The arguments of the operation.
+        kwargs: The keyword arguments of the operation.
+        is_shape: Whether a pytree has a shape-only tensor.
 
     Returns:
         What ``func`` returns: a list, or nothing where it writes in place.

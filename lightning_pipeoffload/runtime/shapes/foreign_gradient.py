@@ -20,7 +20,8 @@ class ForeignGradient(ShapeOnly):
     """A gradient without values, or what was computed from it element by element.
 
     Attributes:
-        derived: what it is of which gradient; None: nothing is known of it.
+        derived: Of which gradient this is what, such as its magnitude; None: nothing is known of
+            it.
     """
 
     derived: Derived | None = None
@@ -75,7 +76,7 @@ class ForeignGradient(ShapeOnly):
         return torch.full((), value, dtype=shape.dtype, device=self.device)
 
     def _forget(self) -> None:
-        """Nothing of what was known holds after a write."""
+        """Forget what was known, of which nothing holds after a write."""
         if self.derived is not None and self.derived.is_memory:
             self.derived.size.is_current = False
         else:

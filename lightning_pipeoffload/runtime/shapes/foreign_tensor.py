@@ -22,15 +22,16 @@ class GradientAge:
     """Tells the parameters of other ranks, without a visit to each, what became of their gradients.
 
     Attributes:
-        num_changes: of all gradients together: backwards, what sets them to zero, clipping.
-        are_none: there are none, after the last one.
+        num_changes: The number of changes of all gradients together: backwards, what sets them to
+            zero, clipping.
+        are_none: Whether there are no gradients since the last change.
     """
 
     num_changes: int = 0
     are_none: bool = True
 
     def change(self, are_none: bool = False) -> None:
-        """Nothing holds that was known of a gradient."""
+        """Note that what was known of gradients does not hold any more."""
         self.num_changes += 1
         self.are_none = are_none
 
@@ -41,8 +42,8 @@ class ForeignTensor(ShapeOnly):
     It stays in its place and under its name, so that the module is whole wherever code looks at it.
 
     Attributes:
-        age: of the gradients of all such parameters of the rank.
-        became: the real tensor in its place since, where a module was made whole again.
+        age: The age of the gradients of all such parameters of the rank.
+        became: The real tensor in its place since, where a module was made whole again.
     """
 
     _is_param = False
@@ -56,9 +57,9 @@ class ForeignTensor(ShapeOnly):
         """Return what takes the place of the tensor in ``slot``.
 
         Args:
-            slot: of the module.
-            origin: names the tensor, and where it is.
-            device: where the rank computes; the module may be on the host still.
+            slot: A place of the module.
+            origin: The name of the tensor, and where it is.
+            device: The device on which the rank computes; the module may be on the host still.
         """
         meta = cls.like(slot.tensor, origin).meta
         made = cls(meta, device, frozenset((origin,)), slot.tensor.requires_grad)

@@ -21,9 +21,9 @@ class Imagined(NamedTuple):
     """A way to make up what is not known.
 
     Attributes:
-        number: that every element is.
-        flag: that every element is, of what is true or false.
-        finds_all: whether a search finds everything, or nothing.
+        number: The number that every element is.
+        flag: The truth value that every element is, of what is true or false.
+        finds_all: Whether a search finds everything, or nothing.
     """
 
     number: int
@@ -46,10 +46,10 @@ def make_result(
     """Return what an operation whose sizes depend on values might, on the meta device.
 
     Args:
-        func: one of those that :func:`can_make_result` knows.
-        args: of it, on the meta device.
-        kwargs: of it.
-        imagined: the way.
+        func: One of those that :func:`can_make_result` knows.
+        args: The arguments of the operation, on the meta device.
+        kwargs: The keyword arguments of the operation.
+        imagined: The way to make values up.
     """
     return _MAKERS[func](imagined.finds_all, *args, **kwargs)
 

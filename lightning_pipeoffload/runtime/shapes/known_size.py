@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 @dataclass
 class KnownSize:
-    """Of a gradient.
+    """Two numbers of a gradient that another rank has.
 
     Attributes:
-        norm: 2-norm, as ``torch.linalg.vector_norm`` returns it.
-        largest: absolute value.
-        is_current: nothing was written to the gradient since.
+        norm: The 2-norm, as ``torch.linalg.vector_norm`` returns it.
+        largest: The largest absolute value of an element.
+        is_current: Whether nothing was written to the gradient since.
     """
 
     norm: float
@@ -36,7 +36,7 @@ class Derived:
     """What was computed, element by element, from a gradient.
 
     Attributes:
-        size: of the gradient.
+        size: The size of the gradient.
         what: "value", the gradient itself; "part", a view of some of it; "magnitude"; or which
             elements are "number", "bounded", "finite", "nan" or "infinite".
     """
@@ -82,11 +82,11 @@ def _is_infinite(largest: float) -> bool | None:
 
 
 def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
-    """Say what an operation makes of gradients, if what is known of them tells of it still.
+    """Say what an operation makes of gradients, if what is known of them holds for it still.
 
     Args:
-        packet: the operation.
-        operands: what is derived from gradients, and numbers.
+        packet: The operation.
+        operands: The operation's operands: what is derived from gradients, and numbers.
     """
     sizes = [operand.size for operand in operands if isinstance(operand, Derived)]
     words = [operand.what if isinstance(operand, Derived) else operand for operand in operands]
@@ -101,10 +101,10 @@ def find_answer(
     """Return what an operation over all elements gives, if it is known.
 
     Args:
-        func: the operation.
-        of: its operand.
-        args: the other arguments.
-        kwargs: by name.
+        func: The operation.
+        of: Its operand.
+        args: The other arguments.
+        kwargs: The keyword arguments.
     """
     packet = func.overloadpacket
     if packet is not aten.linalg_vector_norm:

@@ -22,11 +22,11 @@ def run_on_meta(
     """Run ``func`` on tensors of the meta device.
 
     Args:
-        func: the operation.
-        args: of it.
-        kwargs: of it.
-        device: that the tensors stand for. An operation of the user's own of which only the real
-            kernel is known runs there, on zeros.
+        func: The operation.
+        args: The arguments of the operation.
+        kwargs: The keyword arguments of the operation.
+        device: The device that the tensors stand for. An operation of the user's own of which only
+            the real kernel is known runs there, on zeros.
     """
     kernel = _KERNELS.get(func, func)
     try:
@@ -55,14 +55,14 @@ def remember_on_meta(
     device: torch.device,
     in_new_memory: bool,
 ) -> Any:
-    """Do the same, but look up what was found for the same shapes before.
+    """Do what :func:`run_on_meta` does, but look up what was found for the same shapes before.
 
     Args:
-        func: the operation.
-        args: of it.
-        kwargs: of it.
-        device: that the tensors stand for.
-        in_new_memory: whether results may not share that of those before.
+        func: The operation.
+        args: The arguments of the operation.
+        kwargs: The keyword arguments of the operation.
+        device: The device that the tensors stand for.
+        in_new_memory: Whether results may not share that of those before.
     """
     key = _key_of(func, args, kwargs)
     if key is None:
@@ -136,7 +136,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Torch's takes bfloat16 only, and demands the alignment of a GPU's kernel."""
+    """Give the result's shape; torch's own takes bfloat16 only, and asks for a GPU's alignment."""
     groups: tuple[int, ...] = ()
     if left.dim() == right.dim():
         groups = (left.shape[0] if left.dim() == 3 else _length(offsets),)

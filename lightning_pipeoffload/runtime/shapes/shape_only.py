@@ -49,9 +49,9 @@ class ShapeOnly(Tensor):
     """A tensor without a value. It reports the real device, and carries the names it comes from.
 
     Args:
-        meta: gives shape, strides and dtype; on the meta device.
-        device: the device that it pretends to be on.
-        origins: names of the parameters and block outputs it was computed from.
+        meta: A tensor on the meta device, which has the shape, strides and dtype.
+        device: The device that it pretends to be on.
+        origins: Names of the parameters and block outputs it was computed from.
     """
 
     meta: Tensor
@@ -119,7 +119,7 @@ class ShapeOnly(Tensor):
         self.meta = value.meta
 
     def written_from(self, origins: frozenset[str]) -> None:
-        """Note what its value, which was written in place, comes from."""
+        """Note what the value comes from, which was written in place."""
         self.origins = origins
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
@@ -133,7 +133,11 @@ class ShapeOnly(Tensor):
     def data_ptr(self) -> int:
         """Refuse: a kernel that asks for it is none of torch's, and would read what is not there.
 
-        But torch's RNNs ask whether their weights lie in one piece, which these do not.
+        Torch's RNNs are answered: they ask whether their weights lie in one piece, which these do
+        not.
+
+        Raises:
+            ValueNeededError: Other code asks.
         """
         if sys._getframe(1).f_globals["__name__"] == nn.modules.rnn.__name__:
             return 0

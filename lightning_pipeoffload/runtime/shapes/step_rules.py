@@ -57,7 +57,7 @@ def imagine(operation: str, origins: frozenset[str]) -> Imagined:
     """Return how to make up a value.
 
     Raises:
-        ValueNeededError: nobody says how.
+        ValueNeededError: Nobody says how.
     """
     for ask in _imagination:
         imagined = ask()

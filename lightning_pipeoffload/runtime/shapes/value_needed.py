@@ -9,7 +9,7 @@ class ValueNeededError(BaseException):
     Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
 
     Attributes:
-        origins: what the value was computed from, by name.
+        origins: What the value was computed from, by name.
     """
 
     def __init__(self, operation: str, origins: frozenset[str]) -> None:

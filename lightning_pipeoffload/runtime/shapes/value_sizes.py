@@ -22,7 +22,10 @@ def imagine_sizes(
     """Refuse an operation whose sizes depend on values, or say how to make them up.
 
     Returns:
-        None where the sizes are known.
+        The way to make them up; None where the sizes are known.
+
+    Raises:
+        ValueNeededError: They depend on values, and nothing is made up.
     """
     if not is_sized_by_values(func, args):
         return None

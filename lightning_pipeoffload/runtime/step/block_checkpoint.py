@@ -31,14 +31,14 @@ def run_checkpointed(
     A block that is checkpointed by the user's model already is run as it is.
 
     Args:
-        block: whose buffers ``call`` may write.
-        call: runs it.
-        args: of the call.
-        kwargs: of the call.
-        written: weights that steps write.
+        block: The block whose buffers ``call`` may write.
+        call: What runs the block.
+        args: The arguments of the call.
+        kwargs: The keyword arguments of the call.
+        written: Weights that steps write.
 
     Raises:
-        ValueError: the block writes its input in place, so it cannot run again.
+        ValueError: The block writes its input in place, so it cannot run again.
     """
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)
@@ -115,6 +115,6 @@ def _counts_no_versions(module: nn.Module) -> bool:
 def _is_checkpointed(block: nn.Module) -> bool:
     if getattr(block, "gradient_checkpointing", False) and block.training:
         return True  # a block of Hugging Face, which does it inside of its call
-    # Private: see deferred_node.
+    # Private: nothing public tells of a checkpoint around.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__

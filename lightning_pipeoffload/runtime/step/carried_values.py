@@ -6,7 +6,12 @@ real tensor, the receiver as a shape-only one, in the same place of the same ste
 named by its **port**, the place where the step makes it: the segment (see :mod:`.probe`) and the
 number of the call of a torch function there. Both sides count those calls alike, for they run the
 same Python code on the same batch. What the later stages need travels with the payload; a stage in
-between hands it on. Its gradient comes back the same way, summed over all uses.
+between hands it on. Its gradient comes back the same way, summed over all uses. A skip over
+three stages::
+
+    stage 0   makes h, x        sends x, h
+    stage 1   uses x, makes y   sends y, h      (hands h on)
+    stage 2   uses y and h      sends back the gradients of both
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ class Luggage(CallCounter):
     """What one F of a stage receives, uses and hands on beside the payload.
 
     Args:
-        flow: of the step.
-        incoming: cut before the stage; 0 for the first one.
-        outgoing: cut behind the stage; None for the last one.
+        flow: What goes from block to block in the step.
+        incoming: Index of the block behind the cut before the stage; 0 for the first stage.
+        outgoing: Index of the block behind the cut after the stage; None for the last stage.
     """
 
     def __init__(self, flow: Flow, incoming: int, outgoing: int | None) -> None:
@@ -74,7 +79,11 @@ class Luggage(CallCounter):
         return self._note(0, places, output) if places else output
 
     def deliver(self, tensors: Sequence[Tensor]) -> None:
-        """Give what was received to the tensors that stand for it."""
+        """Give what was received to the tensors that stand for it.
+
+        Raises:
+            RuntimeError: The step has not made one of them, unlike in its first run.
+        """
         for port, tensor in zip(self._incoming, tensors, strict=True):
             stand_in = self._awaited.get(port)
             if stand_in is None or stand_in.meta.shape != tensor.shape:
@@ -85,7 +94,11 @@ class Luggage(CallCounter):
         self._awaited.clear()
 
     def to_hand_on(self) -> list[Tensor]:
-        """Return what the next stage gets beside the payload."""
+        """Return what the next stage gets beside the payload.
+
+        Raises:
+            RuntimeError: The step has not made one of these values, unlike in its first run.
+        """
         if not self._values.keys() >= set(self._outgoing):
             raise RuntimeError(_ANOTHER_WAY)
         return [self._values[port] for port in self._outgoing]

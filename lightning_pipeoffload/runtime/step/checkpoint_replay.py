@@ -33,9 +33,10 @@ class CheckpointWatch:
     """Follows the checkpoints of one F.
 
     Attributes:
-        state: what steps write.
-        place: names the block that was called last, and says whether it is still running.
-        compares: B's results with F's.
+        state: What steps write.
+        place: A function that names the block that was called last, and says whether it is still
+            running.
+        compares: Whether B's results are compared with F's.
     """
 
     state: WrittenState
@@ -53,7 +54,7 @@ class CheckpointWatch:
             _watch = outer
 
 
-# Process-wide on purpose: see weight_grad.
+# Process-wide on purpose: autograd runs checkpoints again in threads of its own.
 _watch: CheckpointWatch | None = None
 
 
@@ -105,7 +106,7 @@ class _Rerun:
 
 
 class _ReentrantRerun(_Rerun):
-    """Is called in F too."""
+    """A function of a reentrant checkpoint, which torch calls in F too."""
 
     _is_first = True
 

@@ -14,10 +14,10 @@ class SavedMemory:
     """Bytes of one stage and microbatch; each is None before it was measured.
 
     Attributes:
-        activation_bytes: what autograd saved in F.
-        weight_input_bytes: the part of it that W alone needs.
-        residue_bytes: what waits for W after B.
-        deferred_flops: floating-point operations of the weight gradients left for W.
+        activation_bytes: What autograd saved in F.
+        weight_input_bytes: The part of it that W alone needs.
+        residue_bytes: What waits for W after B.
+        deferred_flops: Floating-point operations of the weight gradients left for W.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,8 @@ class WrittenTensors:
     """The tensors that steps write in place, and that a backward may read.
 
     Args:
-        last: of the rank's stages; the others have their own buffers and attributes in each F.
+        last: The last of the rank's stages; the others have their own buffers and attributes in
+            each F.
     """
 
     def __init__(self, last: int) -> None:
@@ -37,7 +38,7 @@ class WrittenTensors:
         self._attributes.update(attributes)
 
     def of_stage(self, stage: int, ownership: Ownership) -> list[Tensor]:
-        """List those that a stage writes."""
+        """List the tensors that a stage writes."""
         if not self._weights and not self._attributes:
             return []
         weights = [
@@ -55,7 +56,7 @@ class SeenValues:
     """What tensors hold at one moment.
 
     Args:
-        tensors: as they are now.
+        tensors: The tensors, as they are now.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -64,7 +65,7 @@ class SeenValues:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let the tensors hold it again inside."""
+        """Let the tensors hold again what they held, inside."""
         now = SeenValues(tensor for tensor, *_ in self._seen)
         self._put()
         try:

@@ -42,8 +42,8 @@ class Use(NamedTuple):
     """A read or a write.
 
     Attributes:
-        place: in the step.
-        line: of the user's code; "" for a write that was found later.
+        place: Where it is in the step.
+        line: The line of the user's code; "" for a write that was found later.
     """
 
     place: Draw
@@ -55,12 +55,13 @@ class Uses:
     """What a step does with one variable.
 
     Attributes:
-        label: its name for messages.
-        reads: of what an earlier step has left there.
-        writes: of all kinds.
-        is_assigned: it is given other values, not only changed inside.
-        reads_of_own: of numbers and the like that this step has written, with that write.
-        last_write: in this step.
+        label: Its name for messages.
+        reads: Reads of what an earlier step has left there.
+        writes: Writes of all kinds.
+        is_assigned: Whether it is given other values, not only changed inside.
+        reads_of_own: Reads of numbers and the like that this step has written, each with that
+            write.
+        last_write: The last write in this step.
     """
 
     label: str
@@ -94,9 +95,9 @@ class AttributeUses:
     """Watches variables in one run of a step.
 
     Args:
-        module: the user's.
-        blocks: of it.
-        variables: that some step writes.
+        module: The user's module.
+        blocks: The blocks of the module.
+        variables: The variables that some step writes.
     """
 
     def __init__(

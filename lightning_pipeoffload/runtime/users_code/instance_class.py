@@ -16,9 +16,9 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
     """Make a subclass of ``plain`` with its name, for ``instance.__class__``.
 
     Args:
-        plain: the instance's own class.
-        methods: of the subclass, by name.
-        marks: further bases, to tell the class by.
+        plain: The instance's own class.
+        methods: The methods of the subclass, by name.
+        marks: Further bases, to tell the class by.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     metaclass: Any = type(plain)

@@ -58,8 +58,8 @@ def is_opaque(value: object, may_draw: bool = False) -> bool:
     """Whether an object's attributes are its class's own affair, and nothing that users put there.
 
     Args:
-        value: the object.
-        may_draw: what is looked for is what draws, not what was put there.
+        value: The object.
+        may_draw: Whether what draws is looked for, not what was put there.
     """
     package = type(value).__module__.partition(".")[0]
     return package in _OPAQUE and not (may_draw and package in _WITH_SOURCES)

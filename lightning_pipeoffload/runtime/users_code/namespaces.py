@@ -1,7 +1,7 @@
 """Where a module's own code keeps what it counts, collects and draws from.
 
-In the attributes of its modules; in those of their classes, where ``losses = []`` ends up; and in
-the Python modules that define these, with those that they import of the user's.
+It is in the attributes of its modules; in those of their classes, where ``losses = []`` ends up;
+and in the Python modules that define these, with those that they import of the user's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Namespace(NamedTuple):
     """Named values: the attributes or buffers of a module, a class, a Python module, an object.
 
     Attributes:
-        owner: whose they are.
-        name: of the owner.
-        is_buffers: they are the module's buffers.
+        owner: The module, class, Python module or object that has them.
+        name: The name of the owner.
+        is_buffers: Whether they are the module's buffers.
     """
 
     owner: Any
@@ -37,7 +37,7 @@ class Namespace(NamedTuple):
 
     @classmethod
     def of_part(cls, path: str, part: nn.Module, is_buffers: bool = False) -> Namespace:
-        """Return that of a part of the user's module."""
+        """Return the namespace of a part of the user's module."""
         return cls(part, f"self.{path}" if path else "self", is_buffers)
 
     @property
@@ -47,7 +47,7 @@ class Namespace(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether they are not those of one module."""
+        """Whether the values are not those of one module alone."""
         return not isinstance(self.owner, nn.Module)
 
     @property
@@ -78,7 +78,7 @@ class Namespace(NamedTuple):
 
 
 def namespaces(module: nn.Module) -> Iterator[Namespace]:
-    """Yield those of the module tree, its classes and their Python modules."""
+    """Yield the namespaces of the module tree, its classes and their Python modules."""
     yield from starmap(Namespace.of_part, module.named_modules())
     classes = {cls for child in module.modules() for cls in type(child).__mro__}
     own = [cls for cls in classes if is_users(cls.__module__)]

@@ -1,8 +1,8 @@
 """Finds what the user's code draws from and collects in, beside the attributes of its modules.
 
 torch's, numpy's and Python's global generators are seeded for each microbatch, see
-:mod:`.randomness`, and attributes are seen to by :mod:`.unchanged` and :mod:`.step_writes`. What is
-found here has a state that can be read and set back.
+:mod:`.randomness`, and attributes are seen to by :mod:`.module_snapshot` and :mod:`.step_writes`.
+What is found here has a state that can be read and set back.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Place:
     """Where something is to be found, though it may be another object by then.
 
     Attributes:
-        namespace: in which to start.
-        keys: from value to value.
+        namespace: The namespace in which the way there starts.
+        keys: What leads from value to value on that way.
     """
 
     namespace: Namespace
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As it can be said to the user."""
+        """The place as it can be said to the user."""
         return ".".join(map(str, (self.namespace.name, *self.keys)))
 
     @property
@@ -105,8 +105,8 @@ class Source:
     """Something with a state.
 
     Attributes:
-        place: where it is.
-        kind: how to treat it.
+        place: Where it is.
+        kind: How its state is read and set back.
     """
 
     place: Place

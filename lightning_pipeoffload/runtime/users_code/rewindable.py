@@ -21,7 +21,7 @@ class Rewindable:
     """Stands where an iterator was, and remembers what it gave while somebody may come back.
 
     Args:
-        source: the user's iterator, which nobody else may read from now on.
+        source: The user's iterator, which nobody else may read from now on.
     """
 
     def __init__(self, source: Any) -> None:

@@ -29,8 +29,8 @@ class Watched:
     """Stands in a class for a variable, and tells who reads it.
 
     Args:
-        variable: of a class.
-        note: is told of the frame that reads.
+        variable: A variable of a class.
+        note: A function that is called with the frame that reads.
     """
 
     def __init__(self, variable: Variable, note: NoteRead) -> None:
@@ -81,10 +81,10 @@ def watching_names(
     """Tell of reads of globals, and of the lines that assign to anything of the variables' names.
 
     Args:
-        variables: of classes and Python modules.
-        note: is told of a variable and the frame that reads it.
-        note_store: is told of a name, the variable that it is if that is known, and the line that
-            assigns to it.
+        variables: The variables of classes and Python modules.
+        note: A function that is called with a variable and the frame that reads it.
+        note_store: A function that is called with a name, the variable that it is if that is known,
+            and the line that assigns to it.
     """
     trace, before = _NameTrace(variables, note, note_store), sys.gettrace()
     sys.settrace(trace.enter)

@@ -23,10 +23,10 @@ class SourceKind(NamedTuple):
     """How to treat one kind of object.
 
     Attributes:
-        read: returns its state.
-        write: sets it.
-        draws: whether each use gives another value; else it holds what it was given.
-        goes_on: whether a stage goes on from the state that it has left.
+        read: A function that returns its state.
+        write: A function that sets it.
+        draws: Whether each use gives another value; else it holds what it was given.
+        goes_on: Whether a stage goes on from the state that it has left.
     """
 
     read: Callable[[Any], Any]

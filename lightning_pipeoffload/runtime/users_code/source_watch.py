@@ -21,8 +21,8 @@ class Draw(NamedTuple):
     """Where a step draws.
 
     Attributes:
-        segment: of the step.
-        is_in_block: whether a block draws, not the step around it.
+        segment: The segment of the step.
+        is_in_block: Whether a block draws, not the step around it.
     """
 
     segment: int
@@ -33,10 +33,10 @@ class SourceWatch:
     """Watches the sources of a module in one run of its step.
 
     Args:
-        module: the user's.
+        module: The user's module.
 
     Attributes:
-        draws: of each source that went on, where.
+        draws: Where each source that went on did so.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -18,12 +18,12 @@ class Slot:
 
     @property
     def path(self) -> str:
-        """Its module's part of the name, up to the attribute."""
+        """The part of the name that is the module's, up to the attribute."""
         return self.name.removesuffix(self.attribute)
 
     @property
     def tensor(self) -> Tensor:
-        """What is in it."""
+        """The tensor that is in the place."""
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
         return found
 

@@ -162,8 +162,8 @@ class WrittenState:
         """Learn what a step writes.
 
         Args:
-            variables: that it assigns, or changes the parts of.
-            in_place: whose tensors it writes.
+            variables: The variables that the step assigns, or changes the parts of.
+            in_place: The attributes whose tensors it writes in place.
         """
         self._variables.update(((v.namespace.key, v.name), v) for v in variables)
         for module, name in in_place:
@@ -193,7 +193,7 @@ class Kept:
     """What there was at one moment.
 
     Args:
-        values: of each variable.
+        values: The value of each variable.
     """
 
     def __init__(self, values: list[tuple[Variable, Any]]) -> None:
@@ -212,7 +212,7 @@ class Kept:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let it be there again; afterwards everything is as if nothing had run inside."""
+        """Let it be there again, inside; afterwards all is as if nothing had run there."""
         now = Kept([(variable, variable.value) for variable, _ in self._values])
         own = [(place, place.copy()) for inside in self._insides for place, _ in inside]
         self._put()

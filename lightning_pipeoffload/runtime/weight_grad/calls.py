@@ -17,7 +17,12 @@ aten = torch.ops.aten
 class DeferredCall:
     """One call of an operation with a deferred weight; subclasses know the mathematics.
 
-    Each method runs under no_grad.
+    Each method runs under no_grad. Subclasses give all of them but the last two.
+
+    Args:
+        weight: The weight, marked or made of a marked one by views and a cast.
+        bias: The bias; None: there is none.
+        *options: Further arguments of the operation.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
@@ -40,14 +45,14 @@ class DeferredCall:
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
-        """Return the operations of :meth:`accumulate`."""
+        """Return the floating-point operations of :meth:`accumulate`; here those of a product."""
         return 2 * grad.numel() * x.shape[-1]
 
     def check_unchanged(self) -> None:
         """Refuse a weight that is no longer what the forward has used.
 
         Raises:
-            RuntimeError: it was written in place.
+            RuntimeError: The weight was written in place.
         """
         if self.weight._version != self.version:
             raise RuntimeError(
@@ -131,7 +136,7 @@ class GroupedProduct(DeferredCall):
 
 
 class Convolution(DeferredCall):
-    """``convolution(x, weight, bias, *options)`` as aten has it."""
+    """``convolution(x, weight, bias, *options)`` as aten has it; x is ``[batch, in, *pixels]``."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _ANCHORS_NODE = get_gradient_edge(_ANCHOR).node
 
-# Process-wide on purpose: see weight_grad.
+# Process-wide on purpose: autograd runs backward in threads of its own; see queue.py.
 _saving = False
 _reading = False
 _promised: Callable[[], Tensor] | None = None
@@ -38,12 +38,12 @@ def is_saving_weight_input() -> bool:
 
 
 def is_reading_weight_input() -> bool:
-    """Whether that input is read back by the B of its operation, which hands it on to W."""
+    """Whether what is read now is such an input, by its operation's B, which hands it on to W."""
     return _reading
 
 
 def promise(fetch: Callable[[], Tensor]) -> None:
-    """Say, from the hook that unpacks the input, how W gets it; B does with its shape."""
+    """Say, from the hook that unpacks the input, how W gets it; its shape is enough for B."""
     global _promised
     _promised = fetch
 

@@ -1,12 +1,20 @@
 """Weight gradients apart from input gradients: the W of a zero-bubble schedule.
 
-Kernels at the dispatcher's autograd keys (``weight_grad_kernels.py``) see each linear layer, matrix
+Kernels at the dispatcher's autograd keys (``kernels.py``) see each linear layer, matrix
 product and convolution, however the model calls it. Where the weight is marked, the backward
 returns the input gradient only and puts (input, output gradient) into the queue of that stage and
 microbatch, which W empties; nothing else of the graph stays alive.
 ``torch.distributed.pipelining`` walks the autograd graph instead and keeps all of it until W.
 
-Parameters of other operations (norms, embeddings, scales) get their gradient in B.
+Parameters of other operations (norms, embeddings, scales) get their gradient in B. Of one layer,
+``y = x @ weight.T``::
+
+    F   x --------> [ layer ] ------> y      keeps x
+    B   grad x <--- [ layer ] <-- grad y     grad x is sent to the stage before, at once
+                        |
+                  (x, grad y) waits in the queue
+                        v
+    W   weight.grad += grad y.T @ x          when the plan has room for it
 """
 
 from __future__ import annotations
@@ -37,11 +45,11 @@ class WeightGradQueue:
     """Weight gradients of one stage and microbatch, from its B to its W.
 
     Args:
-        immediate: compute each gradient at once, for a fused backward.
-        keeper: of what waits; None: it stays as it is.
+        immediate: Whether to compute each gradient at once, for a fused backward.
+        keeper: What keeps the tensors that wait; None: they stay as they are.
 
     Attributes:
-        flops: of the gradients that came through here.
+        flops: Floating-point operations of the gradients that came through here.
     """
 
     def __init__(self, immediate: bool = False, keeper: Keeper | None = None) -> None:
@@ -88,7 +96,7 @@ class WeightGradQueue:
 
 
 def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
-    """Let marked weights' gradients go to ``queue``; for F too, whose graph decides it."""
+    """Let marked weights' gradients go to ``queue``; around F too, whose graph decides it."""
     return queue
 
 
@@ -104,9 +112,9 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     parameter.
 
     Args:
-        parameter: a parameter of the model.
-        compute: returns the gradient, shaped like ``parameter``; called once, at W, or at once when
-            no split is under way.
+        parameter: A parameter of the model.
+        compute: A function that returns the gradient, shaped like ``parameter``; called once, at W,
+            or at once when no split is under way.
     """
 
     def add() -> None:
