@@ -48,16 +48,16 @@ class PipelineRun:
     """Batches of one module on one rank.
 
     Args:
-        module: the user's.
-        group: the pipeline's processes.
-        settings: the strategy's.
-        device: where this rank computes.
-        num_local_ranks: ranks on this machine.
+        module: The user's module.
+        group: The pipeline's processes.
+        settings: The strategy's settings.
+        device: The device on which this rank computes.
+        num_local_ranks: Ranks on this machine.
 
     Attributes:
-        pipeline: this rank's part of the module.
-        executor: runs its actions.
-        measurements: of what they cost.
+        pipeline: This rank's part of the module.
+        executor: What runs this rank's actions.
+        measurements: What those actions cost.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PipelineRun:
         """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
 
         Raises:
-            ValueError: the first batch cannot be cut, or the step not at its blocks.
+            ValueError: The first batch cannot be cut, or the step not at its blocks.
         """
         total = batch_size(inputs.batch)
         if self._size is None:
@@ -153,7 +153,7 @@ class PipelineRun:
         """Say so where the step fails with a microbatch, and would not with the whole batch.
 
         Raises:
-            ValueError: it is so.
+            ValueError: The step fails with a microbatch, and would not with the batch.
         """
         try:
             self._cut(inputs, total)
@@ -176,10 +176,10 @@ class PipelineRun:
         """Run all forwards of a batch, and its backwards now or with the batches that follow.
 
         Args:
-            inputs: the batch.
-            microbatches: of it.
-            accumulation: whose gradients its own are added to.
-            before_backward: called before the first backward, or at the end, with what steps have
+            inputs: The batch.
+            microbatches: The microbatches of that batch.
+            accumulation: The accumulation whose gradients its own are added to.
+            before_backward: Called before the first backward, or at the end, with what steps have
                 returned by then.
         """
         if not self._training.goes_on(accumulation):
@@ -284,8 +284,8 @@ class PipelineRun:
         """Compare the last batches of the ranks, where each is compared one late; all call it.
 
         Raises:
-            RuntimeError: they were different.
-            ValueError: the user's weights of its microbatches cannot be.
+            RuntimeError: The batches were different.
+            ValueError: The user's weights of its microbatches cannot be.
         """
         checksum, what = self._checksums.see_last()
         self._group.start_comparing(checksum, self.pipeline.trained_digest)(what, "")
@@ -303,7 +303,7 @@ class PipelineRun:
         """Agree on what several ranks own, and say what is going to run.
 
         Args:
-            accumulation: of the first batch.
+            accumulation: The accumulation of the first batch.
         """
         self._group.share(self.pipeline)
         self._training.choose(accumulation, self.pipeline.costs)
@@ -315,10 +315,10 @@ class PipelineRun:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``.
 
         Args:
-            live_bytes: with the long lists of what was kept over the last step.
+            live_bytes: Whether to add the long lists of what was kept over the last step.
 
         Raises:
-            RuntimeError: before the first batch, which decides how the module is cut.
+            RuntimeError: There was no batch yet, and the first one decides how the module is cut.
         """
         if not self.pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")

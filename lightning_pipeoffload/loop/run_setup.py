@@ -74,7 +74,7 @@ class RunSetup(CheckpointHooks):
         """What runs the module on this rank.
 
         Raises:
-            RuntimeError: before the trainer has set the strategy up.
+            RuntimeError: The trainer has not set the strategy up yet.
         """
         if self._run is None:
             raise RuntimeError("there is no pipeline before the trainer has set the strategy up")

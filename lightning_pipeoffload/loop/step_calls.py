@@ -21,13 +21,14 @@ class UsersSteps:
     """The steps of one module, for a fit or an evaluation.
 
     Args:
-        module: the user's, which has a trainer.
-        run: runs it on this rank.
-        seed: of the fit, the same on every rank.
+        module: The user's module, which has a trainer.
+        run: What runs the module on this rank.
+        seed: The seed of the fit, the same on every rank.
 
     Attributes:
-        watching: makes what each call of a step that computes runs in.
-        end_step: called when a step has come to its end, which it does on the last stage.
+        watching: A function that makes the context in which each call of a step that computes runs.
+        end_step: A function that is called when a step has come to its end, which it does on the
+            last stage.
     """
 
     def __init__(self, module: LightningModule, run: PipelineRun, seed: int) -> None:
@@ -42,9 +43,9 @@ class UsersSteps:
         """Say what to run for one batch.
 
         Args:
-            kind: name of the step.
-            args: that Lightning calls it with: the batch, and after it indices.
-            kwargs: that Lightning calls it with.
+            kind: The name of the step.
+            args: The arguments that Lightning calls it with: the batch, and after it indices.
+            kwargs: The keyword arguments that Lightning calls it with.
         """
         batch, *rest = args
         step = getattr(self._module, kind)
@@ -73,6 +74,6 @@ class UsersSteps:
         """Log what the step has logged, once for the whole batch.
 
         Args:
-            sizes: samples of each microbatch.
+            sizes: The number of samples of each microbatch.
         """
         self._capture.replay(sizes)

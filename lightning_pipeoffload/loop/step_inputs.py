@@ -12,10 +12,10 @@ class StepInputs:
     """One batch to run.
 
     Attributes:
-        kind: of the step: "training_step", say.
-        batch: any pytree.
-        call: calls the user's step on a microbatch.
-        seed: of the batch's random numbers.
+        kind: The kind of the step: "training_step", say.
+        batch: Any pytree.
+        call: Calls the user's step on a microbatch.
+        seed: The seed of the batch's random numbers.
     """
 
     kind: str
@@ -29,8 +29,8 @@ class StepOutput:
     """What a batch gave on this rank.
 
     Attributes:
-        value: what the user's steps returned, put together; None without the last stage.
-        sizes: samples of each microbatch.
+        value: What the user's steps returned, put together; None without the last stage.
+        sizes: The number of samples of each microbatch.
     """
 
     value: Any

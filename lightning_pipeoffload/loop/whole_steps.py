@@ -25,11 +25,11 @@ class WholeSteps:
     """Runs steps on every rank alike; global rank 0's results count.
 
     Args:
-        pipeline: this rank's part of the module.
-        group: the pipeline's processes.
+        pipeline: This rank's part of the module.
+        group: The pipeline's processes.
 
     Attributes:
-        is_running: right now.
+        is_running: Whether such a step is running right now.
     """
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
@@ -46,13 +46,14 @@ class WholeSteps:
         """Run a step with a batch.
 
         Args:
-            inputs: the batch.
-            microbatches: of it, where it may turn out that the step can be cut: what it computes is
-                then the same to the bit. None: it runs once.
-            finish_comparing: called after the step; refuses batches that differ between ranks.
+            inputs: The batch.
+            microbatches: The microbatches of the batch, where it may turn out that the step can be
+                cut: what it computes is then the same to the bit. None: it runs once.
+            finish_comparing: A function that is called after the step, and refuses batches that
+                differ between ranks.
 
         Returns:
-            What it gave, and whether it could be cut.
+            What the step gave, and whether it could be cut.
         """
         cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
         values, could_be_cut = [], True
@@ -78,7 +79,7 @@ class WholeSteps:
 
     @contextmanager
     def _metrics_elsewhere(self) -> Iterator[None]:
-        """Leave metrics as they are but on global rank 0, as where a step is cut."""
+        """Leave metrics as they are on all ranks but global rank 0, as where a step is cut."""
         with ExitStack() as stack:
             if not self._group.is_root:
                 for part in self._pipeline.module.modules():

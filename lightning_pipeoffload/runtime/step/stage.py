@@ -52,12 +52,12 @@ class StageRunner:
     """Runs F, B and W of one stage.
 
     Args:
-        stage: its part of the model.
-        num_stages: of the whole model.
-        chain: the blocks of the user's module.
-        ownership: the rank's parameters.
-        writes: what the rank's steps write outside of the blocks.
-        recompute: what is computed again in B: "none", "cheap" (norms, activations, dropout) or
+        stage: Its part of the model.
+        num_stages: The number of stages of the whole model.
+        chain: The blocks of the user's module.
+        ownership: The rank's parameters.
+        writes: What the rank's steps write outside of the blocks.
+        recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
             "full" (blocks).
     """
 
@@ -112,11 +112,11 @@ class StageRunner:
         """Run F.
 
         Args:
-            microbatch: what to run.
-            receive: waits for the tensors that the previous stage sends; the first stage never
-                calls it.
-            keep: a backward follows.
-            store: keeps what autograd saves; None: autograd does.
+            microbatch: The microbatch to run.
+            receive: A function that waits for the tensors that the previous stage sends; the first
+                stage never calls it.
+            keep: Whether a backward follows.
+            store: What keeps the tensors that autograd saves; None: autograd does.
 
         Returns:
             A list of the tensors for the next stage; on the last stage what the user's step
@@ -154,9 +154,10 @@ class StageRunner:
         """Run B, or BW if ``fused``.
 
         Args:
-            microbatch: what to run.
-            gradients: of the tensors sent on that get one, in their order; none on the last stage.
-            fused: compute the weight gradients too.
+            microbatch: The microbatch to run.
+            gradients: The gradients of the tensors sent on that get one, in their order; none on
+                the last stage.
+            fused: Whether to compute the weight gradients too.
 
         Returns:
             The gradients of the tensors received that get one, in their order.

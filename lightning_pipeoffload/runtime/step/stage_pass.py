@@ -2,7 +2,12 @@
 
 Blocks before the stage's first are not run, but for the last of them, which hands on what the
 previous stage sent; after the stage's last block a private exit leaves the step with its output.
-Only the last stage comes to the head and the loss.
+Only the last stage comes to the head and the loss. Three blocks, of which each stage has one::
+
+    training_step   embedding   block 0      block 1      block 2      head, loss
+    stage 0         runs        runs, exit
+    stage 1         shapes      hands on     runs, exit
+    stage 2         shapes      shapes       hands on     runs         runs, returns
 """
 
 from __future__ import annotations
@@ -39,15 +44,15 @@ class Microbatch:
     """One slice of the batch, and what the step needs to know of it.
 
     Attributes:
-        index: its place in the batch.
-        part: its samples.
-        run: calls the user's step on it.
-        flow: what goes from block to block, from the probe of its shapes.
-        device: of its tensors.
-        seed: of all its random numbers.
-        weight: its share of the batch's loss, over the batches that accumulate; a number, or a
+        index: Its place in the batch.
+        part: Its samples.
+        run: A function that calls the user's step on it.
+        flow: What goes from block to block, from the probe of its shapes.
+        device: The device of its tensors.
+        seed: The seed of all its random numbers.
+        weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
             tensor where the host does not know it.
-        differentiate: starts the backward from the weighted loss.
+        differentiate: A function that starts the backward from the weighted loss.
     """
 
     index: int
@@ -62,14 +67,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StageContext:
-    """What every F of one stage is about.
+    """What every F of one stage has in common.
 
     Attributes:
-        stage: its part of the model.
-        num_stages: of the whole model.
-        chain: the blocks of the user's module.
-        ownership: the rank's parameters.
-        writes: what the rank's steps write outside of the blocks.
+        stage: The stage's part of the model.
+        num_stages: The number of stages of the whole model.
+        chain: The blocks of the user's module.
+        ownership: The rank's parameters.
+        writes: What the rank's steps write outside of the blocks.
         recompute: "none", "cheap" or "full".
     """
 
@@ -99,7 +104,7 @@ class StageExit(BaseException):
     """Leaves the user's step behind the stage's last block.
 
     Attributes:
-        payload: the tensors of that block's output, and what goes to the next stage beside it.
+        payload: The tensors of that block's output, and what goes to the next stage beside it.
     """
 
     def __init__(self, payload: list[Tensor]) -> None:
@@ -110,10 +115,10 @@ class StagePass:
     """One F: decides what the call of each block does.
 
     Args:
-        context: the stage.
-        microbatch: what to run.
-        receive: waits for what the previous stage sends.
-        received: takes the gradients that go back; None: no backward follows.
+        context: What the stage's passes have in common.
+        microbatch: The microbatch to run.
+        receive: A function that waits for what the previous stage sends.
+        received: What takes the gradients that go back; None: no backward follows.
     """
 
     def __init__(

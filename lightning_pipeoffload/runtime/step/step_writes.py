@@ -1,11 +1,11 @@
 """What steps write outside of the blocks, once for each microbatch on a rank of several stages.
 
 Each stage of a rank runs the step's beginning on the one module that the rank has, and so would
-count every microbatch once more. So each stage has what it has written to itself, as if it were
-alone on a rank: the module's are those of the rank's last stage, which comes farthest in the step,
-and the others' stand in their place while those run. When all stages have run as many microbatches,
-the last one's are all that is left, so that what hooks write in between steps counts for every
-stage. What the first pass makes for all later ones, a flag or a cache, is made once.
+count every microbatch once more. So each stage has values of its own of what it has written, as if
+it were alone on a rank. The module has those of the rank's last stage, which comes farthest in the
+step; another stage's stand in their place while that stage runs. When all stages have run as many
+microbatches, the last one's are all that is left, so that what hooks write in between steps counts
+for every stage. What the first pass makes for all later ones, a flag or a cache, is made once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class StepWrites:
     """The attributes and buffers outside of the blocks, as each stage of a rank has written them.
 
     Args:
-        module: the user's.
-        chain: its blocks.
-        stages: of the rank.
+        module: The user's module.
+        chain: Its blocks.
+        stages: The stages of the rank.
 
     Attributes:
-        state: what the steps write anywhere, for blocks that run again.
-        tensors: that they write in place, for backwards.
+        state: What the steps write anywhere, for blocks that run again.
+        tensors: The tensors that they write in place, for backwards.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:

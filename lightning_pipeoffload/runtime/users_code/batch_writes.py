@@ -27,8 +27,8 @@ def copy_part(value: Any, known: dict[int, Any] | None = None) -> Any:
     """Copy the tensors and containers of a microbatch; what is there twice stays one object.
 
     Args:
-        value: the microbatch, or a part of it.
-        known: copies by the identity of what was copied.
+        value: The microbatch, or a part of it.
+        known: Copies by the identity of what was copied.
     """
     known = {} if known is None else known
     if id(value) not in known:
@@ -48,11 +48,11 @@ class Trial:
     """Calls a step on a new copy of a microbatch each time, and sees whether it changes it.
 
     Args:
-        run: calls the step.
-        part: the microbatch.
+        run: Calls the step.
+        part: The microbatch.
 
     Attributes:
-        has_changed: a call has changed its copy.
+        has_changed: Whether a call has changed its copy.
     """
 
     def __init__(self, run: Callable[[Any], Any], part: Any) -> None:
@@ -74,9 +74,9 @@ class CallOnCopies:
     """Calls a step on a new copy of a microbatch each time, the last time for hooks to see.
 
     Args:
-        run: calls the step.
-        part: the microbatch.
-        num_calls: after how many the microbatch is to have what the step has written.
+        run: Calls the step.
+        part: The microbatch.
+        num_calls: After how many the microbatch is to have what the step has written.
     """
 
     def __init__(self, run: Callable[[Any], Any], part: Any, num_calls: int) -> None:
