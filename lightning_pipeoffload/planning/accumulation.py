@@ -110,6 +110,7 @@ class JoinedRun:
             What the user's step returned for each microbatch; empty without the last stage.
         """
         for microbatch in microbatches:
+            # Its place among those of all batches, by which the plan names it.
             microbatch.index += self._num_batches * self._size
             self._there.add(microbatch.index)
         end = self._ends[self._num_batches]
@@ -120,6 +121,7 @@ class JoinedRun:
             pending.pop()(results)
 
         results = self._executor.go_on(self._take(end), microbatches, once)
+        # The plan has no backward yet, but the batch has its hooks around one.
         if pending:
             once(results)
         return results

@@ -73,6 +73,7 @@ class Measurements:
         left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
         budget = memory.settings.host.budget
         ranks = self._group.gather((left, budget))
+        # The limit is one for all ranks: that of the device with the least.
         device = min(left for left, _ in ranks) if keeps_device_limit else None
         return MachineLimits(device, [budget for _, budget in ranks])
 

@@ -126,7 +126,8 @@ def _within(
         ordered = settings.make_schedule(free.num_ranks, free.num_microbatches, costs, limit)
         yield ordered, None
     except ScheduleError:
-        pass
+        pass  # no order keeps the limit without copies; with them one may
+    # Where the fastest order keeps the limit as it is, copies would be for nothing.
     if ordered == free or free.has_copies:
         return
     try:

@@ -130,6 +130,7 @@ class Executor:
         Args:
             plan: A lowered plan; one without backwards evaluates.
         """
+        # By identity: step after step it is the same object, and comparing all actions takes time.
         if plan is not self._plan:
             self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
             self._sends_before = sends_before(plan, self.rank)
@@ -184,6 +185,7 @@ class Executor:
         self._results.clear()
         self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
         receives = (action for action in actions if action.kind in RECVS)
+        # Sorting is stable, so that each edge's messages stay in the order in which they are sent.
         self._to_receive = deque(sorted(receives, key=self._sends_before.__getitem__))
         for action in actions:
             yield action
@@ -257,6 +259,7 @@ class Executor:
             return handed_over
         self.timer.pause()
         tensors = self.transport.wait(receive)
+        # The peer has waited for these before it sent this message.
         for send in self._arrived_before.get(receive, ()):
             self.transport.release(send)
         self.timer.resume()

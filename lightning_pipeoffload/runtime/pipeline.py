@@ -120,6 +120,7 @@ class Pipeline:
         self._shared_weights: list[SharedWeight] = []
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         no_costs = SegmentCosts((), (), (), ())
+        # A split that cannot be is refused here, before anything runs.
         cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
         self._parameters = list(module.parameters())
         self._trained: list[bool] = []

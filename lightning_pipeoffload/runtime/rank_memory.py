@@ -92,6 +92,7 @@ class ActivationMemory:
             return None
         if not self._owned:
             self._owned = {_address(tensor) for tensor in stage.owned_tensors()}
+        # Parameters, and the microbatch itself, stay on the device whatever is offloaded.
         leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
         resident = self._owned.union(map(_address, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"

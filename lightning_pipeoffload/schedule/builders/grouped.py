@@ -105,6 +105,7 @@ def grouped(
     if group_size is not None:
         _check_group_size(group_size, sizes, num_ranks)
         return _repeated(num_ranks, num_microbatches, num_chunks, group_size)
+    # The largest groups have the least bubble. Where not even the smallest fit, ``build`` says so.
     for size in reversed(sizes):
         schedule = _repeated(num_ranks, num_microbatches, num_chunks, size)
         needed = max(peak_memory(schedule, costs or Costs.unit()))

@@ -113,6 +113,7 @@ def _search(problem: Problem, search: Search) -> None:
         order = InFlight(problem, depths, punctuality * forward)
         search.consider(order, patience * forward)
     previous = None
+    # Ends at the latest when the work that the search may do is used up.
     while search.best and search.best != previous:
         previous = search.best
         for patience, overtaking in product(PATIENCE, (False, True)):
@@ -136,10 +137,14 @@ def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tu
     """Give the phases of one rank; the last ones give more than there is."""
     down, up = rank, 2 * num_ranks - 1 - rank
     f0, b0, f1, b1 = (Kind.F, down), (Kind.B, down), (Kind.F, up), (Kind.B, up)
+    # Warm-up: the first chunk alone until the first microbatch is back, then both in turn.
     yield from [f0] * (2 * (num_ranks - rank) - 1)
     yield from [f1, f0] * rank
+    # The second chunk has its loss; the first gradient is on its way back down the ranks.
     yield from [f1, b1] * (num_ranks - rank)
+    # Steady: both chunks in turn.
     yield from [f0, b0, f1, b1] * (num_microbatches - num_ranks)
+    # Cool-down.
     yield from [b0, b1] * rank
     yield from [b0] * (num_ranks - rank)
 

@@ -51,6 +51,7 @@ def _with_late_weight_gradients(num_ranks: int, num_microbatches: int, depth: in
     def order(stage: int) -> list[Action]:
         forwards = [Action(Kind.F, stage, m) for m in range(num_microbatches)]
         weights = [Action(Kind.W, stage, m) for m in range(num_microbatches)]
+        # The k-th W follows the (k + delay)-th B.
         delay = min(depth * stage, num_microbatches)
         backwards = [[Action(Kind.B, stage, m)] for m in range(num_microbatches)]
         for backward, weight in zip(backwards[delay:], weights, strict=False):

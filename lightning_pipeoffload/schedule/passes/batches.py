@@ -81,6 +81,7 @@ def _ends_of_part(left: list[list[Action]], count: int, awaited_by: Dependencies
         for action in left[rank][start:end]:
             awaited = awaited_by.of(action) if action.microbatch < count else None
             other, place = places.get(awaited, (rank, -1)) if awaited else (rank, -1)
+            # The other rank has to go on until there; what it does on its way may wait, too.
             if place >= ends[other]:
                 spans.append((other, ends[other], place + 1))
                 ends[other] = place + 1

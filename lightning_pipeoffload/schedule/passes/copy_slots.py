@@ -111,6 +111,7 @@ def place_copies(
         late = [kept for kept, route in chosen.items() if not _in_time(route, copies, times)]
         if not late:
             return sorted(copies.values()), chosen
+        # A few at a time, for each that gives way leaves room in which others are in time.
         for kept in sorted(late, key=lambda kept: kept.lifespan)[: max(1, len(late) // 4)]:
             left[kept].pop(0)
         left = {kept: routes for kept, routes in left.items() if routes}
@@ -124,6 +125,7 @@ def _place(routes: Iterable[Route], num_lanes: int, turns: Turns, until: float) 
     copies: dict[Leg, Copy] = {}
     taken = turns.of_others(reload=True, end=until)
     limit = float("inf")
+    # From the last one on, each as late as can be: it takes device memory from its start.
     for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
         limit = latest(min(limit, leg.due - turns.slack), leg.seconds, taken)
         copies[leg] = Copy(limit, limit + leg.seconds, leg.action)
@@ -131,6 +133,7 @@ def _place(routes: Iterable[Route], num_lanes: int, turns: Turns, until: float) 
     if num_lanes == 1:
         taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
     free = 0.0
+    # Each as early as can be: its device memory is free at its end.
     for leg, after in sorted(there, key=lambda pair: pair[0].ready):
         start = earliest(max(free, leg.ready), leg.seconds, taken)
         copies[leg] = Copy(start, start + leg.seconds, leg.action)

@@ -142,6 +142,7 @@ class _Planner:
         self._has_room = has_room
         timeline = simulate(schedule, costs)
         self._makespan = timeline.makespan
+        # By the latest times of the warm-up: its activations are then on the device for less long.
         self._ranks = [
             RankOffload(events, costs, schedule.num_stages, self._turns(rank))
             for rank, events in enumerate(postponed(schedule, timeline, costs))
@@ -160,6 +161,7 @@ class _Planner:
         fewer = (
             self._offload_share(share * part / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
         )
+        # Never empty: the first part of all is nothing, which slows nothing down.
         free = [plan for plan in fewer if self._is_free(plan)]
         schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
         return schedule, _with_wanted(report, planned[1].wanted)

@@ -37,6 +37,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
         for events in ranks
         for event, following in zip(events, events[1:], strict=False)
     }
+    # The last ones first: what needs a forward has moved by then.
     for event in sorted(warm_up, key=lambda event: event.start, reverse=True):
         needed = _needed(event.action, starts, hops)
         limit = min(needed, starts.get(after.get(event.action, event.action), needed))

@@ -113,6 +113,8 @@ class RankOffload:
             return best
         best = self.most(self.num_activations)
         best = replace(best, wanted=best.chosen)
+        # The peak falls with the number as far as there is time for copies, so halve between what
+        # is too few and what is enough.
         few, many = 0, best.chosen if best.peak <= memory_limit else 0
         while many - few > 1:
             count = (few + many) // 2
@@ -161,6 +163,7 @@ class RankOffload:
 
     def _merged(self, copies: Iterable[Copy]) -> list[Action]:
         """Return the rank's order; of copies at one time, FREE comes before what takes memory."""
+        # What is copied at the place of an action comes before it.
         order = [(place, float("inf"), 0, e.action) for place, e in enumerate(self._events)]
         for copy in copies:
             kind = copy.action.kind

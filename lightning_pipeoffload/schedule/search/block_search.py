@@ -84,6 +84,7 @@ def best_schedule(
     def best(trials: Iterable[BlockTrial], number: int, length: int) -> list[BlockTrial]:
         return nsmallest(number, trials, lambda r: timing.longest_span(setting.order_of(r, length)))
 
+    # A trial visits F, B and W of each stage and microbatch once.
     budget = VISITS_OF_TRIALS // (3 * len(setting.placement) * few)
     times = simpler_times(setting.costs)
     variants = list(product(times, POLICIES))

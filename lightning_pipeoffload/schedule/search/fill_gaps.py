@@ -79,10 +79,12 @@ class _Run:
         progress, work = self.progress, self.problem.work
         while events and self.longest < shorter_than:
             now, rank = heappop(events)
+            # Something has arrived while the rank computes: it looks again when it is free.
             if progress.free[rank] > now:
                 continue
             for event in self._step(rank, now):
                 heappush(events, event)
+            # What it has idled and all of its work: the least that its span can come to.
             self.longest = max(self.longest, progress.idle[rank] + work[rank])
         num_actions = sum(map(len, progress.actions))
         complete = num_actions == 3 * self.problem.num_microbatches * self.problem.num_stages
@@ -113,6 +115,7 @@ class _Run:
         wanted = self.order.next(self.progress, rank, now)
         if wanted is None:
             return weight
+        # Nothing but the rank's own W and B frees its memory.
         if not self.progress.has_room(rank, wanted.room):
             return weight or self.order.instead(self.progress, rank, now)
         if wanted.ready <= now:

@@ -83,6 +83,7 @@ class InFlight:
         for stage in self._forward_preference(rank):
             ready, room = progress.next_forward(stage), self._room[stage]
             makes_room = ready <= now and progress.pending[rank]
+            # Of the depth a place is left for each of the rank's later stages.
             if ready == inf or self._num_later[stage] >= depth_left:
                 continue
             if makes_room or progress.has_room(rank, room):

@@ -58,6 +58,7 @@ def _repeat_round(order: list[tuple[Kind, int]], extra: int) -> list[tuple[Kind,
 def _round_near(order: Sequence[tuple[Kind, int]], middle: int, length: int) -> int | None:
     """Return where, near ``middle``, this many actions hold each action equally often."""
     num_actions = len(set(order))
+    # No farther, as the warm-up and the cool-down are at the ends.
     for distance in range(len(order) // 4):
         for start in (middle - distance, middle + distance):
             counts = Counter(order[start : start + length])

@@ -60,6 +60,7 @@ class Progress:
         problem = self.problem
         forward = kind is Kind.F
         counts = self.num_forward if forward else self.num_backward
+        # A stage takes its microbatches in order.
         microbatch = counts[stage]
         counts[stage] += 1
         seconds = (problem.forward if forward else problem.backward_input)[stage]
@@ -90,6 +91,7 @@ class Progress:
         to = stage + 1 if forward else stage - 1
         if to < 0:
             return None
+        # A hop goes by the stage before it, whichever way the message travels.
         arrival = end + self.problem.hop[min(stage, to)]
         (self.forward_ready if forward else self.backward_ready)[to].append(arrival)
         return self.problem.placement[to], arrival

@@ -53,6 +53,7 @@ class SimulatedCopies:
         if action in self._seconds:
             reload = action.kind in RELOADS
             free = self._free[rank]
+            # A device with one lane copies both ways on it, in turns.
             lane = int(reload) % len(free)
             start = max(now, free[lane], self._offloaded(action) if reload else 0.0)
             start = self._turn(rank, reload, start, self._seconds[action])

@@ -41,6 +41,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     ended: dict[Action, float] = {}
     events: list[Event] = []
     for rank, action, awaited in replay(schedule):
+        # In the replay's order what an action waits for has always ended.
         start = clocks[rank]
         if awaited is not None:
             start = max(start, ended[awaited] + hop_seconds(awaited, rank))
@@ -75,6 +76,7 @@ def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
         for action, *moved in zip(rank, device, host, strict=True):
             if action.kind in whole:
                 stage = action.stage
+                # What is moved is what comes to be on the other side: one of the two changes is 0.
                 share = max(moved) / activation[stage] if activation[stage] else 1.0
                 durations[action] = whole[action.kind][stage] * share
     return durations
