@@ -79,7 +79,7 @@ class BlockOutput:
 
     @cached_property
     def metas(self) -> list[Tensor]:
-        """Their shapes, as tensors on the meta device."""
+        """The shapes of the payload, as tensors on the meta device."""
         with torch.inference_mode(False):
             return [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.payload]
 

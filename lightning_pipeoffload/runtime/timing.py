@@ -105,7 +105,7 @@ class ActionTimer:
         self._step = _Step(self._now())
 
     def end_step(self) -> None:
-        """Mark its end."""
+        """Mark the end of a step."""
         self._step.end = self._now()
         self._steps.append(self._step)
 

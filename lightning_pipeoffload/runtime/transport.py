@@ -95,7 +95,7 @@ class InProcessTransport:
         self._arrived: defaultdict[Action, deque[list[Tensor]]] = defaultdict(deque)
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Nothing to do: the tensors themselves are handed over."""
+        """Do nothing: the tensors themselves are handed over."""
 
     def has_arrived(self, receive: Action) -> bool:
         """Whether the message was sent."""
@@ -116,10 +116,10 @@ class InProcessTransport:
         self._arrived[recv_of(send)].append(tensors)
 
     def release(self, send: Action) -> None:
-        """The tensors are the receiver's."""
+        """Do nothing: the tensors are the receiver's."""
 
     def finish_step(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: nothing is kept here of what was sent."""
 
 
 class ProcessGroupTransport:

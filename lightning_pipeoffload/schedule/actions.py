@@ -183,4 +183,4 @@ HOST_EFFECTS = {
     Kind.W: MemoryEffect(drops=WAITING),
     Kind.BW: MemoryEffect(drops=ACTIVATION),
 }
-"""The same for the host, whose copy stays until the action that needs it has run."""
+"""What each kind does to the memory of the host, whose copy stays until what needs it has run."""

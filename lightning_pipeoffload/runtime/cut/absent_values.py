@@ -59,7 +59,7 @@ class AbsentValues:
         self.settle()
 
     def settle(self) -> None:
-        """Be gone, if nothing is absent any more."""
+        """Take the hooks away, if nothing is absent any more."""
         if not absent_in(self._module):
             self._remove_hooks()
 

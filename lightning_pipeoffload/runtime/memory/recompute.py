@@ -124,7 +124,7 @@ class CheapRecompute:
         return self._store.pack(tensor)
 
     def unpack(self, handle: _Kept) -> Tensor:
-        """Return it."""
+        """Return a tensor that a recipe needs."""
         return self._store.unpack(handle)
 
     def _pack(self, tensor: Tensor) -> _Kept | _Recipe:

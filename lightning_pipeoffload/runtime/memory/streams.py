@@ -56,20 +56,20 @@ class InlineLane:
     """For the CPU: each copy is done at once, so there is nothing to wait for."""
 
     def wait_for_compute(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: every copy is done when its call returns."""
 
     def wait_for(self, moment: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: every copy is done when its call returns."""
 
     def copy(self, target: Tensor, source: Tensor, what: str) -> None:
         """Copy now."""
         _copy(target, source, what)
 
     def mark(self) -> None:
-        """Every copy is done."""
+        """Return None: every copy is done, and needs no moment."""
 
     def hold_compute(self, moment: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: every copy is done when its call returns."""
 
 
 class LateLane:
@@ -88,10 +88,10 @@ class LateLane:
         self._failure: CopyError | None = None
 
     def wait_for_compute(self) -> None:
-        """The CPU has computed what it was given."""
+        """Do nothing: the CPU has computed what it was given."""
 
     def wait_for(self, moment: Future[None]) -> None:
-        """Let the thread wait."""
+        """Let the thread wait for a moment."""
         self._thread.submit(moment.result)
 
     def copy(self, target: Tensor, source: Tensor, what: str) -> None:
@@ -103,7 +103,7 @@ class LateLane:
         return self._last
 
     def hold_compute(self, moment: Future[None]) -> None:
-        """Block until it is done."""
+        """Block until the copy of that moment is done."""
         moment.result()
 
     def _copy_late(self, target: Tensor, source: Tensor, what: str) -> None:

@@ -105,7 +105,7 @@ class ShapeOnly(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same without its part in autograd."""
+        """The same tensor without its part in autograd."""
         found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
 

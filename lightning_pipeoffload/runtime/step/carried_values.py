@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
 class Luggage(CallCounter):
-    """What one F of a stage receives, uses and hands on beside the payload.
+    """The carried values of one F of a stage: received, used and handed on beside the payload.
 
     Args:
         flow: What goes from block to block in the step.

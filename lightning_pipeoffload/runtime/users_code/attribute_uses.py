@@ -55,7 +55,7 @@ class Uses:
     """What a step does with one variable.
 
     Attributes:
-        label: Its name for messages.
+        label: What messages call the variable.
         reads: Reads of what an earlier step has left there.
         writes: Writes of all kinds.
         is_assigned: Whether it is given other values, not only changed inside.
@@ -120,7 +120,7 @@ class AttributeUses:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what is done with the variables."""
-        with torch._C.DisableTorchFunction():  # private: see probe
+        with torch._C.DisableTorchFunction():  # private: a look is no call of the step's
             self._seen = [_look(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)

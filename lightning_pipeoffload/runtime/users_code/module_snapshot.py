@@ -154,7 +154,7 @@ def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
 def _attributes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value):
         return None
-    if generator_kind(value) is not None:  # see random_sources
+    if generator_kind(value) is not None:  # random_sources sees to those
         return None
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None  # a generic alias has its class's

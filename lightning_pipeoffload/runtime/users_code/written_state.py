@@ -107,12 +107,12 @@ class Variable:
 
     @property
     def label(self) -> str:
-        """Its name for messages."""
+        """What messages call the variable."""
         return f"{self.namespace.name}.{self.name}"
 
     @property
     def value(self) -> Any:
-        """What it is now."""
+        """The value that the variable has now."""
         return self.namespace.contents.get(self.name, GONE)
 
 
