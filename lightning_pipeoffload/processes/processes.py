@@ -22,10 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
-    HashStore,
-    Store,
-)
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
