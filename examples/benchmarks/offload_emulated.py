@@ -29,6 +29,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -111,7 +112,8 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     stage_ranks = tuple(plan.rank_of(stage) for stage in range(plan.num_stages))
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
-    microbatches = pipeline.make_microbatches(batch, ROWS, model.step, "train", 0)
+    slices = pipeline.cut_batch(batch, ROWS, lambda part, _: model.step(part), "train", 0)
+    microbatches = make_microbatches(slices)
     pipeline.commit()
     transport = AbsentNeighbours(delays_of(plan, 0, costs), CPU)
     executor = Executor(0, pipeline.stages, transport, ActionTimer(CPU), memory)

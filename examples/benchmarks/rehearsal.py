@@ -28,6 +28,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
 from lightning_pipeoffload.schedule import Costs, Schedule, build, lower, one_at_a_time
 
@@ -132,12 +133,13 @@ class Rehearsal:
             costs: say when the neighbours send; None: they are always ahead.
             num_steps: to measure.
         """
-        size, step = self.size, self.model.step
+        size, model = self.size, self.model
         delays = delays_of(plan, size.rank, costs) if costs else {}
         transport = AbsentNeighbours(delays, size.device)
         shape = plan.num_microbatches, size.sequence
         tokens = torch.randint(VOCABULARY, shape, device=size.device)
-        microbatches = self.pipeline.make_microbatches(tokens, 1, step, "train", 0)
+        slices = self.pipeline.cut_batch(tokens, 1, lambda part, _: model.step(part), "train", 0)
+        microbatches = make_microbatches(slices)
         self.pipeline.commit()
         timer = ActionTimer(size.device)
         self.executor = Executor(size.rank, self.pipeline.stages, transport, timer, self.memory)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.microbatch import (
 )
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Schedule, simulate
 
@@ -102,25 +102,6 @@ class PipelineRun:
         return self._training.plan
 
     @property
-    def is_whole(self) -> bool:
-        """Whether a step is running on every rank, which cannot be cut."""
-        return self._whole.is_running
-
-    @property
-    def is_on_last_stage(self) -> bool:
-        """Whether the last stage is running right now."""
-        if self.is_whole:
-            return self._group.is_root
-        action = self.executor.current
-        return action is not None and action.stage == self._training.schedule.num_stages - 1
-
-    @property
-    def is_on_last_local_stage(self) -> bool:
-        """Whether that stage of this rank is running that comes farthest in the step."""
-        action = self.executor.current
-        return action is not None and action.stage == self.pipeline.local_stages[-1]
-
-    @property
     def place(self) -> str:
         """Where in the plan this rank is: "stage 3, B of microbatch 5"; empty between steps."""
         action = self.executor.current
@@ -128,8 +109,8 @@ class PipelineRun:
             return ""
         return f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
 
-    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
-        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
+    def cut_training_batch(self, inputs: StepInputs) -> list[BatchSlice]:
+        """Cut a batch into slices of the first batch's size; a shorter one into fewer.
 
         Raises:
             ValueError: The first batch cannot be cut, or the step not at its blocks.
@@ -169,26 +150,34 @@ class PipelineRun:
     def train(
         self,
         inputs: StepInputs,
-        microbatches: list[Microbatch],
+        slices: list[BatchSlice],
         accumulation: Accumulation,
         before_backward: BeforeBackward,
+        differentiate: Callable[[Tensor], None],
     ) -> StepOutput:
         """Run all forwards of a batch, and its backwards now or with the batches that follow.
 
         Args:
             inputs: The batch.
-            microbatches: The microbatches of that batch.
+            slices: The slices of that batch.
             accumulation: The accumulation whose gradients its own are added to.
             before_backward: Called before the first backward, or at the end, with what steps have
                 returned by then.
+            differentiate: Starts the backward from a microbatch's weighted loss.
         """
         if not self._training.goes_on(accumulation):
             if self._training.costs is None and self.measurements.suffice:
                 self._plan_by_measurement()
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
-        execute = self._training.execution(microbatches, before_backward)
-        output = self._run(inputs, microbatches, accumulation.num_batches, execute)
+
+        def execute(shares: Sequence[Any]) -> list[Any]:
+            weights = [share / accumulation.num_batches for share in shares]
+            first = self._training.num_microbatches_before
+            microbatches = make_microbatches(slices, weights, differentiate, first)
+            return self._training.run(microbatches, before_backward)
+
+        output = self._run(inputs, slices, execute)
         if accumulation.is_last:
             self._training.finish()
         return output
@@ -216,46 +205,45 @@ class PipelineRun:
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
         key = inputs.kind, shape_signature(inputs.batch)
-        microbatches = None if self._runs_whole.get(key) else self._cut_evaluation(inputs)
-        if microbatches is None or self._runs_whole[key]:
-            return self._evaluate_whole(inputs, microbatches)
-        plan = self._training.of_evaluation(len(microbatches))
-        return self._run(inputs, microbatches, 1, lambda: self.executor.run(plan, microbatches))
+        slices = None if self._runs_whole.get(key) else self._cut_evaluation(inputs)
+        if slices is None or self._runs_whole[key]:
+            return self._evaluate_whole(inputs, slices)
+        plan = self._training.of_evaluation(len(slices))
+        microbatches = make_microbatches(slices)
+        return self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))
 
-    def _cut_evaluation(self, inputs: StepInputs) -> list[Microbatch] | None:
+    def _cut_evaluation(self, inputs: StepInputs) -> list[BatchSlice] | None:
         """Cut a batch, and decide whether it runs so; None: the step cannot be cut."""
         key = inputs.kind, shape_signature(inputs.batch)
-        microbatches, obstacle = None, ""
+        slices, obstacle = None, ""
         try:
-            microbatches = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+            slices = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
         except ValueError as error:
             obstacle = str(error)
         if key not in self._runs_whole:
-            is_certain = microbatches is not None and all(m.flow.is_certain for m in microbatches)
+            is_certain = slices is not None and all(cut.flow.is_certain for cut in slices)
             self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
             if obstacle and self._group.is_root:
                 log.info(_WHOLE, inputs.kind, obstacle)
-        return microbatches
+        return slices
 
-    def _evaluate_whole(
-        self, inputs: StepInputs, microbatches: list[Microbatch] | None
-    ) -> StepOutput:
+    def _evaluate_whole(self, inputs: StepInputs, slices: list[BatchSlice] | None) -> StepOutput:
         finish_comparing = self._start_comparing(inputs)
-        output, could_be_cut = self._whole.run(inputs, microbatches, finish_comparing)
+        output, could_be_cut = self._whole.run(inputs, slices, finish_comparing)
         self._runs_whole[inputs.kind, shape_signature(inputs.batch)] = not could_be_cut
         return output
 
     def _run(
         self,
         inputs: StepInputs,
-        microbatches: list[Microbatch],
-        accumulated: int,
-        execute: Callable[[], list[Any]],
+        slices: list[BatchSlice],
+        execute: Callable[[Sequence[Any]], list[Any]],
     ) -> StepOutput:
         finish_comparing = self._start_comparing(inputs)
-        sizes = [batch_size(microbatch.part) for microbatch in microbatches]
-        shares = self._weigh(microbatches, sizes, accumulated)
-        results = execute()
+        parts = [cut.part for cut in slices]
+        sizes = [*map(batch_size, parts)]
+        shares = self._weigh(parts, sizes)
+        results = execute(shares)
         finish_comparing()
         return StepOutput(merge_outputs(results, shares) if results else None, sizes)
 
@@ -266,18 +254,13 @@ class PipelineRun:
         finish = self._group.start_comparing(checksum, self.pipeline.trained_digest, drawn.now())
         return partial(finish, what, drawn.names)
 
-    def _weigh(
-        self, microbatches: list[Microbatch], sizes: list[int], accumulated: int
-    ) -> Sequence[Any]:
-        """Set each microbatch's weight in the gradient; return its share of the batch's loss."""
+    def _weigh(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
+        """Return each microbatch's share of the batch's loss."""
         weigh = self._settings.microbatch_weight
-        shares: Sequence[Any] = [size / sum(sizes) for size in sizes]
-        if callable(weigh):
-            self._check_weights()  # of the batch before
-            parts = [microbatch.part for microbatch in microbatches]
-            shares, self._check_weights = weigh_parts(weigh, parts)
-        for microbatch, share in zip(microbatches, shares, strict=True):
-            microbatch.weight = share / accumulated
+        if not callable(weigh):
+            return [size / sum(sizes) for size in sizes]
+        self._check_weights()  # of the batch before
+        shares, self._check_weights = weigh_parts(weigh, parts)
         return shares
 
     def finish_checking(self) -> None:
@@ -294,10 +277,8 @@ class PipelineRun:
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)
 
-    def _cut(self, inputs: StepInputs, size: int) -> list[Microbatch]:
-        return self.pipeline.make_microbatches(
-            inputs.batch, size, inputs.call, inputs.kind, inputs.seed
-        )
+    def _cut(self, inputs: StepInputs, size: int) -> list[BatchSlice]:
+        return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
     def begin_training(self, accumulation: Accumulation) -> None:
         """Agree on what several ranks own, and say what is going to run.

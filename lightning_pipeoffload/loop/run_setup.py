@@ -180,7 +180,7 @@ class RunSetup(CheckpointHooks):
                 self._run.pipeline, self.group, lambda: self.optimizers
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
-        self._steps = UsersSteps(self._module, self._run, self._seed)
+        self._steps = UsersSteps(self._module, self._seed)
         self.backward_of_batch = BatchBackward(
             self._module, self.precision_plugin, self._run, self.group
         )

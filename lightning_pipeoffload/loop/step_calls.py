@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.quiet_passes import LoggersQuiet, PrintQuiet
 from lightning_pipeoffload.loop.step_inputs import StepInputs
 from lightning_pipeoffload.metrics.log_capture import LogCapture
 from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -22,7 +22,6 @@ class UsersSteps:
 
     Args:
         module: The user's module, which has a trainer.
-        run: What runs the module on this rank.
         seed: The seed of the fit, the same on every rank.
 
     Attributes:
@@ -31,9 +30,8 @@ class UsersSteps:
             last stage.
     """
 
-    def __init__(self, module: LightningModule, run: PipelineRun, seed: int) -> None:
+    def __init__(self, module: LightningModule, seed: int) -> None:
         self._module = module
-        self._run = run
         self._seed = seed
         self._capture = LogCapture(module)
         self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -48,27 +46,23 @@ class UsersSteps:
             kwargs: The keyword arguments that Lightning calls it with.
         """
         batch, *rest = args
-        step = getattr(self._module, kind)
+        plain = getattr(self._module, kind)
 
-        def call(part: Any) -> Any:
-            is_probe = self._run.executor.current is None and not self._run.is_whole
-            capturing = self._capture.capturing(self._run.is_on_last_stage, is_probe)
-            watching = nullcontext() if is_probe else self.watching()
-            with self._loggers_quiet(), self._print_quiet(), capturing, watching:
-                result = step(part, *rest, **kwargs)
-            if not is_probe:
+        def step(part: Any, call: StepCall) -> Any:
+            capturing = self._capture.capturing(call.is_last, call.is_probe)
+            watching = nullcontext() if call.is_probe else self.watching()
+            with self._loggers_quiet(call), _print_quiet(call), capturing, watching:
+                result = plain(part, *rest, **kwargs)
+            if not call.is_probe:
                 self.end_step()
             return result
 
         trainer = self._module.trainer
         position = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, *rest
-        return StepInputs(kind, batch, call, mix_seed(self._seed, _KINDS.index(kind), *position))
+        return StepInputs(kind, batch, step, mix_seed(self._seed, _KINDS.index(kind), *position))
 
-    def _loggers_quiet(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._run.is_on_last_stage else LoggersQuiet(self._module)
-
-    def _print_quiet(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._run.is_on_last_local_stage else PrintQuiet()
+    def _loggers_quiet(self, call: StepCall) -> AbstractContextManager[None]:
+        return nullcontext() if call.is_last else LoggersQuiet(self._module)
 
     def log(self, sizes: Sequence[int]) -> None:
         """Log what the step has logged, once for the whole batch.
@@ -77,3 +71,7 @@ class UsersSteps:
             sizes: The number of samples of each microbatch.
         """
         self._capture.replay(sizes)
+
+
+def _print_quiet(call: StepCall) -> AbstractContextManager[None]:
+    return nullcontext() if call.is_last_local else PrintQuiet()

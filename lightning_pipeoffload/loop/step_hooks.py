@@ -30,9 +30,10 @@ class StepHooks(RunSetup):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        backward = self.backward_of_batch
         with self.precision_plugin.train_step_context(), self._between_hooks():
             inputs = self._steps.inputs("training_step", args, kwargs)
-            microbatches = self.run.cut_training_batch(inputs)
+            slices = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
             if not self._is_split:
                 self._parameters.leave_foreign()
@@ -40,14 +41,12 @@ class StepHooks(RunSetup):
                 self.run.begin_training(accumulation)
             elif self._gradient_hooks is not None:
                 self._gradient_hooks.start_batch()
-            for microbatch in microbatches:
-                microbatch.differentiate = self.backward_of_batch.differentiate
-            self._start_batch(len(microbatches), accumulation)
+            self._start_batch(len(slices), accumulation)
             with sharing_casts(self.root_device), self._counted():
-                start = self.backward_of_batch.start
-                done = self.run.train(inputs, microbatches, accumulation, start)
+                start, differentiate = backward.start, backward.differentiate
+                done = self.run.train(inputs, slices, accumulation, start, differentiate)
             self._log(done)
-        return self.backward_of_batch.end(done.value, accumulation)
+        return backward.end(done.value, accumulation)
 
     def _start_batch(self, num_microbatches: int, accumulation: Accumulation) -> None:
         if self._stop is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_pipeoffload.runtime.users_code.step_call import UsersStep
 
 
 @dataclass(frozen=True)
@@ -14,13 +15,13 @@ class StepInputs:
     Attributes:
         kind: The kind of the step: "training_step", say.
         batch: Any pytree.
-        call: Calls the user's step on a microbatch.
+        step: The user's step.
         seed: The seed of the batch's random numbers.
     """
 
     kind: str
     batch: Any
-    call: Callable[[Any], Any]
+    step: UsersStep
     seed: int
 
 

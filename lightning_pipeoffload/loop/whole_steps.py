@@ -17,8 +17,9 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import batch_size, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 
 class WholeSteps:
@@ -27,46 +28,39 @@ class WholeSteps:
     Args:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
-
-    Attributes:
-        is_running: Whether such a step is running right now.
     """
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
         self._pipeline = pipeline
         self._group = group
-        self.is_running = False
+        self._call = StepCall(is_last=group.is_root)
 
     def run(
         self,
         inputs: StepInputs,
-        microbatches: list[Microbatch] | None,
+        slices: list[BatchSlice] | None,
         finish_comparing: Callable[[], None],
     ) -> tuple[StepOutput, bool]:
         """Run a step with a batch.
 
         Args:
             inputs: The batch.
-            microbatches: The microbatches of the batch, where it may turn out that the step can be
-                cut: what it computes is then the same to the bit. None: it runs once.
+            slices: The slices of the batch, where it may turn out that the step can be cut: what it
+                computes is then the same to the bit. None: it runs once.
             finish_comparing: A function that is called after the step, and refuses batches that
                 differ between ranks.
 
         Returns:
             What the step gave, and whether it could be cut.
         """
-        cuts = [(m.part, m.seed) for m in microbatches or ()] or [(inputs.batch, inputs.seed)]
+        cuts = [(cut.part, cut.seed) for cut in slices or ()] or [(inputs.batch, inputs.seed)]
         values, could_be_cut = [], True
-        self.is_running = True
-        try:
-            for part, seed in cuts:
-                lending = self._pipeline.lending(self._group.send_to_all, seed)
-                seed_all(mix_seed(seed, 0))
-                with self._metrics_elsewhere(), lending.running():
-                    values.append(inputs.call(part))
-                could_be_cut &= lending.could_be_cut
-        finally:
-            self.is_running = False
+        for part, seed in cuts:
+            lending = self._pipeline.lending(self._group.send_to_all, seed)
+            seed_all(mix_seed(seed, 0))
+            with self._metrics_elsewhere(), lending.running():
+                values.append(inputs.step(part, self._call))
+            could_be_cut &= lending.could_be_cut
         finish_comparing()
         return self._merge(values, [_size_of(part) for part, _ in cuts]), could_be_cut
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     JoinedPlan,
@@ -98,6 +98,11 @@ class JoinedRun:
         """Whether the plan has no more batches."""
         return self._num_batches == len(self._ends)
 
+    @property
+    def num_microbatches_before(self) -> int:
+        """Places in the plan before those of the next batch, by which the plan names microbatches."""
+        return self._num_batches * self._size
+
     def run(self, microbatches: Sequence[Microbatch], before_backward: BeforeBackward) -> list[Any]:
         """Run all forwards of the next batch, and what else the plan has until then.
 
@@ -109,10 +114,7 @@ class JoinedRun:
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
         """
-        for microbatch in microbatches:
-            # Its place among those of all batches, by which the plan names it.
-            microbatch.index += self._num_batches * self._size
-            self._there.add(microbatch.index)
+        self._there.update(microbatch.index for microbatch in microbatches)
         end = self._ends[self._num_batches]
         self._num_batches += 1
         pending = [before_backward]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from lightning_pipeoffload.planning.accumulation import Accumulation, JoinedRun, join_batches
@@ -15,7 +14,7 @@ from lightning_pipeoffload.planning.memory_plan import (
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     JoinedPlan,
@@ -127,20 +126,26 @@ class TrainingPlan:
         if self._in_use is not None and not accumulation.is_last:
             self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self._executor)
 
-    def execution(
-        self, microbatches: list[Microbatch], before_backward: BeforeBackward
-    ) -> Callable[[], list[Any]]:
-        """Return what runs a batch by the plan under way, or by one of its own.
+    @property
+    def num_microbatches_before(self) -> int:
+        """Microbatches of earlier batches in the plan under way."""
+        return 0 if self._open is None else self._open.num_microbatches_before
+
+    def run(self, microbatches: list[Microbatch], before_backward: BeforeBackward) -> list[Any]:
+        """Run a batch by the plan under way, or by one of its own.
 
         Args:
             microbatches: The microbatches of the batch.
             before_backward: Called before the first backward, or at the end, with what steps have
                 returned by then.
+
+        Returns:
+            What the user's step returned for each microbatch; empty without the last stage.
         """
         if self._open is not None:
-            return partial(self._open.run, microbatches, before_backward)
+            return self._open.run(microbatches, before_backward)
         plan = self._lowered(self.schedule, len(microbatches), training=True)
-        return partial(self._executor.run, plan, microbatches, before_backward)
+        return self._executor.run(plan, microbatches, before_backward)
 
     def finish(self) -> None:
         """Run the backwards that are left of batches that accumulate."""

@@ -19,9 +19,11 @@ from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.messages import RECVS
 
@@ -77,11 +79,11 @@ class InProcessPipeline:
         """
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
-            step = partial(self._step, pipeline.module)
             own = batch if pipeline is self.ranks[0] else copy_part(batch)
-            microbatches = pipeline.make_microbatches(own, size, step, "train", seed)
-            for microbatch in microbatches:
-                microbatch.weight = batch_size(microbatch.part) / batch_size(batch)
+            step = partial(_call, self._step, pipeline.module)
+            slices = pipeline.cut_batch(own, size, step, "train", seed)
+            weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
+            microbatches = make_microbatches(slices, weights)
             executor.stages = pipeline.stages
             runs.append(executor.steps(self.plan, microbatches))
         for pipeline in self.ranks:
@@ -118,6 +120,12 @@ class InProcessPipeline:
             gradients = [p.grad for p in parameters if p.grad is not None]
             for parameter in parameters if gradients else []:
                 parameter.grad = torch.stack(gradients).sum(0)
+
+
+def _call(
+    step: Callable[[nn.Module, Any], Any], module: nn.Module, part: Any, call: StepCall
+) -> Any:
+    return step(module, part)
 
 
 def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:

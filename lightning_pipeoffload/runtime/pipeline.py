@@ -51,11 +51,12 @@ from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs
@@ -146,15 +147,15 @@ class Pipeline:
         """Stages of this rank."""
         return [s for s, rank in enumerate(self._settings.stage_ranks) if rank == self.rank]
 
-    def make_microbatches(
-        self, batch: Any, size: int, run: Callable[[Any], Any], kind: str, seed: int
-    ) -> list[Microbatch]:
+    def cut_batch(
+        self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
+    ) -> list[BatchSlice]:
         """Cut a batch, and look at the step where the shapes are new.
 
         Args:
             batch: Any pytree.
             size: Samples of a microbatch.
-            run: Calls the user's step on one.
+            step: The user's step.
             kind: The kind of the step; "train", say.
             seed: The seed of the batch.
 
@@ -162,19 +163,19 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
-        microbatches = []
+        slices = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
-            probe = self.probes.find(kind, part, run, self._take_in, own_seed)
-            call: Callable[[], Any] = partial(run, part)
+            probe = self.probes.find(kind, part, step, self._take_in, own_seed)
+            run: Callable[[StepCall], Any] = partial(step, part)
             if probe.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
-                call = CallOnCopies(run, own, len(self.stages))
-            microbatches.append(Microbatch(index, part, call, probe.flow, self.device, own_seed))
+                run = CallOnCopies(step, own, len(self.stages))
+            slices.append(BatchSlice(part, run, probe.flow, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
-        return microbatches
+        return slices
 
     def lending(
         self,

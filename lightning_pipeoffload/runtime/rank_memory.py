@@ -17,8 +17,8 @@ from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 

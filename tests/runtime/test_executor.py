@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     COMPUTE,
@@ -34,6 +35,7 @@ from tests.support.small_modules import (
     run_pipeline,
     run_plain,
     tokens,
+    users_step,
 )
 
 PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
@@ -191,7 +193,8 @@ def test_before_backward_is_called_once_and_before_the_first_backward():
     pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 1, 2), call_step)
     pipeline.run(torch.randn(2, 4), 1)
     executor, rank, seen = pipeline.executors[0], pipeline.ranks[0], []
-    microbatches = rank.make_microbatches(torch.randn(2, 4), 1, rank.module.step, "train", 0)
+    step = users_step(rank.module.step)
+    microbatches = make_microbatches(rank.cut_batch(torch.randn(2, 4), 1, step, "train", 0))
     look = lambda results: seen.append((executor.current, len(results)))  # noqa: E731
     executor.run(pipeline.plan, microbatches, look)
     assert seen == [(Action(Kind.BW, 0, 0), 1)]

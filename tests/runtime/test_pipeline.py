@@ -26,6 +26,7 @@ from tests.support.small_modules import (
     run_pipeline,
     run_plain,
     tokens,
+    users_step,
 )
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_what_a_rank_does_not_own_is_there_as_its_shape():
 def test_memory_of_other_ranks_parameters_goes():
     pipeline = Pipeline(Regression(linear_blocks(4)), 0, CutSettings((0, 1)), CPU)
     foreign = weakref.ref(pipeline.module.blocks[3].weight)
-    pipeline.make_microbatches(torch.ones(2, 4), 1, pipeline.module.step, "train", 0)
+    pipeline.cut_batch(torch.ones(2, 4), 1, users_step(pipeline.module.step), "train", 0)
     assert foreign() is pipeline.module.blocks[3].weight
     pipeline.commit()
     gc.collect()
@@ -101,7 +102,7 @@ def test_each_entry_of_the_state_dict_is_saved_by_one_rank_that_has_it(name):
 def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
     module = Regression(linear_blocks(2))
     pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
-    pipeline.make_microbatches(torch.ones(2, 4), 1, module.step, "validation", 0)
+    pipeline.cut_batch(torch.ones(2, 4), 1, users_step(module.step), "validation", 0)
     assert not pipeline.ownership.is_local("embed.weight")
 
     def tied(x):
@@ -109,7 +110,7 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
             x = block(x)
         return (x @ module.embed.weight).sum()
 
-    pipeline.make_microbatches(torch.ones(2, 4), 1, tied, "train", 0)
+    pipeline.cut_batch(torch.ones(2, 4), 1, users_step(tied), "train", 0)
     assert pipeline.ownership.is_local("embed.weight")
     pipeline.detach()
 
@@ -137,7 +138,7 @@ def test_a_detached_module_is_plain_again():
     x = torch.randn(4, 4).double()
     expected = run_plain(module, x, 4)
     pipeline = Pipeline(module, 0, CutSettings((0,)), CPU)
-    pipeline.make_microbatches(x, 4, module.step, "train", 0)
+    pipeline.cut_batch(x, 4, users_step(module.step), "train", 0)
     pipeline.commit()
     pipeline.detach()
     assert all(type(block) is nn.Linear for block in module.blocks)
@@ -260,6 +261,6 @@ def test_what_a_rank_does_not_have_seems_to_be_on_its_device(monkeypatch):
         return module.step(part)
 
     pipeline = Pipeline(module, 1, CutSettings((0, 1)), elsewhere)
-    pipeline.make_microbatches(torch.ones(2, 4, device=elsewhere), 2, step, "train", 0)
+    pipeline.cut_batch(torch.ones(2, 4, device=elsewhere), 2, users_step(step), "train", 0)
     pipeline.commit()
     assert {*seen, module.embed.weight.device} == {elsewhere}

@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
     InProcessTransport,
@@ -35,7 +36,7 @@ from lightning_pipeoffload.runtime.transport import (
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
 from tests.support.rank_pool import RankPool
-from tests.support.small_modules import Outcome, Regression, assert_same, run_plain
+from tests.support.small_modules import Outcome, Regression, assert_same, run_plain, users_step
 
 CPU = torch.device("cpu")
 SIZE = 3
@@ -234,9 +235,8 @@ def train(name):
     memory, losses = ActivationMemory.on(CPU), []
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
-        microbatches = pipeline.make_microbatches(x, 1, module.step, "train", 0)
-        for microbatch in microbatches:
-            microbatch.weight = 1 / 12
+        slices = pipeline.cut_batch(x, 1, users_step(module.step), "train", 0)
+        microbatches = make_microbatches(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()
     pipeline.detach()

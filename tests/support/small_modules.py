@@ -14,6 +14,7 @@ from torch.nn import functional
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
+from lightning_pipeoffload.runtime.users_code.step_call import UsersStep
 from lightning_pipeoffload.schedule import Schedule, build
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
@@ -162,6 +163,11 @@ MODELS = {
     "gpt2": Case(lambda: gpt2(tied=False), tokens),
     "gpt2_tied": Case(lambda: gpt2(tied=True), tokens),
 }
+
+
+def users_step(step: Callable[[Any], Any]) -> UsersStep:
+    """Return ``step`` as a pipeline calls it, which says what for."""
+    return lambda part, call: step(part)
 
 
 def call_step(module: Any, part: Any) -> Tensor:

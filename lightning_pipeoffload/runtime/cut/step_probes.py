@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
 from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
 from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, Namespace
 from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE, UsersStep
 from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 _MOST_PROBES = 64
@@ -63,7 +64,7 @@ class StepProbes:
         self,
         kind: str,
         part: Any,
-        run: Callable[[Any], Any],
+        step: UsersStep,
         learn: Callable[[Probe], None],
         seed: int = 0,
     ) -> Probe:
@@ -72,12 +73,12 @@ class StepProbes:
         Args:
             kind: The kind of the step.
             part: The microbatch.
-            run: Calls the step on one.
+            step: The user's step.
             learn: A function that is called with a probe that is new.
             seed: The seed of what the step draws before its blocks.
         """
         key = kind, self._module.training, shape_signature(part)
-        trial = Trial(partial(_run_seeded, run, seed), part)
+        trial = Trial(partial(_probe_seeded, step, seed), part)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
@@ -200,10 +201,10 @@ class StepProbes:
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
 
 
-def _run_seeded(run: Callable[[Any], Any], seed: int, part: Any) -> Any:
+def _probe_seeded(step: UsersStep, seed: int, part: Any) -> Any:
     """Run a step so that it draws before its blocks what it will: sizes may depend on it."""
     seed_all(mix_seed(seed, 0))
-    return run(part)
+    return step(part, PROBE)
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues
-from lightning_pipeoffload.runtime.step.stage_pass import Microbatch, StageContext, StagePass
+from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part

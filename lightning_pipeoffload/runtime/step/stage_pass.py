@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
@@ -33,36 +32,12 @@ from lightning_pipeoffload.runtime.shapes.awaited import give_values
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves, uncompiled
 from lightning_pipeoffload.runtime.shapes.step_rules import dropping_writes
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.carried_values import Luggage
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
-
-
-@dataclass
-class Microbatch:
-    """One slice of the batch, and what the step needs to know of it.
-
-    Attributes:
-        index: Its place in the batch.
-        part: Its samples.
-        run: A function that calls the user's step on it.
-        flow: What goes from block to block, from the probe of its shapes.
-        device: The device of its tensors.
-        seed: The seed of all its random numbers.
-        weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
-            tensor where the host does not know it.
-        differentiate: A function that starts the backward from the weighted loss.
-    """
-
-    index: int
-    part: Any
-    run: Callable[[], Any]
-    flow: Flow
-    device: torch.device
-    seed: int = 0
-    weight: float | Tensor = 1.0
-    differentiate: Callable[[Tensor], None] = Tensor.backward
 
 
 @dataclass(frozen=True)
@@ -94,6 +69,12 @@ class StageContext:
     def is_last(self) -> bool:
         """Whether the step ends here."""
         return self.stage.index == self.num_stages - 1
+
+    @cached_property
+    def call(self) -> StepCall:
+        """What the stage's calls of the user's step are for."""
+        is_last_local = self.stage.index == self.writes.last_stage
+        return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
     def written_tensors(self) -> list[Tensor]:
         """List what the stage's steps write in place and its backwards may read."""
@@ -158,7 +139,7 @@ class StagePass:
             context.ownership.hide()
         try:
             with context.chain.running(self), self._luggage.counting():
-                result = self._microbatch.run()
+                result = self._microbatch.run(context.call)
         except StageExit as leaving:
             leaving.__traceback__ = None  # it keeps every frame, and so every activation
             return leaving.payload

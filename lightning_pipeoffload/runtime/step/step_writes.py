@@ -55,9 +55,14 @@ class StepWrites:
         self._own: dict[int, list[_Values]] = {}
         self._in_place: set[Attribute] = set()
         self.state = WrittenState()
-        self.tensors = WrittenTensors(max(self._num_passes))
+        self.tensors = WrittenTensors(self.last_stage)
         self._sources: list[Source] = []
         self._own_states: dict[int, dict[Source, Any]] = {}
+
+    @property
+    def last_stage(self) -> int:
+        """The rank's stage that comes farthest in the step."""
+        return max(self._num_passes)
 
     def expect(self, attributes: Iterable[Attribute]) -> None:
         """Learn whose values the step changes in place, which are copied for each stage."""
@@ -74,7 +79,7 @@ class StepWrites:
 
     @contextmanager
     def _taking_turns(self, stage: int) -> Iterator[None]:
-        if stage == max(self._num_passes):
+        if stage == self.last_stage:
             yield
         else:
             make_rewindable(self._sources)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.users_code.libraries import is_opaque
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 
 
 def copy_part(value: Any, known: dict[int, Any] | None = None) -> Any:
@@ -74,22 +75,22 @@ class CallOnCopies:
     """Calls a step on a new copy of a microbatch each time, the last time for hooks to see.
 
     Args:
-        run: Calls the step.
+        step: The user's step.
         part: The microbatch.
         num_calls: After how many the microbatch is to have what the step has written.
     """
 
-    def __init__(self, run: Callable[[Any], Any], part: Any, num_calls: int) -> None:
-        self._run = run
+    def __init__(self, step: UsersStep, part: Any, num_calls: int) -> None:
+        self._step = step
         self._part = part
         self._num_left = num_calls
 
-    def __call__(self) -> Any:
+    def __call__(self, call: StepCall) -> Any:
         """Call the step."""
         copies: dict[int, Any] = {}
         self._num_left -= 1
         try:
-            return self._run(copy_part(self._part, copies))
+            return self._step(copy_part(self._part, copies), call)
         finally:
             if not self._num_left:
                 self._write_back(copies)

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
-from tests.support.small_modules import Regression, call_step, linear_blocks
+from tests.support.small_modules import Regression, call_step, linear_blocks, users_step
 
 LOG, COUNTS, NUM_CALLS = [], {"calls": 0, "seen": []}, 0
 MEAN = torch.zeros(())
@@ -70,7 +70,7 @@ def test_a_probe_leaves_nothing():
     empty()
     pipeline = InProcessPipeline(Collecting(), build("zb_h1", 2, 4), call_step)
     for rank in pipeline.ranks:
-        rank.make_microbatches(torch.randn(8, 4), 2, rank.module.step, "train", 0)
+        rank.cut_batch(torch.randn(8, 4), 2, users_step(rank.module.step), "train", 0)
     assert (LOG, Collecting.losses, COUNTS, NUM_CALLS) == ([], [], {"calls": 0, "seen": []}, 0)
 
 

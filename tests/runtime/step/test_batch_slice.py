@@ -1,0 +1,21 @@
+"""The microbatches of a plan are whole when they are made."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from tests.support.small_modules import Regression, linear_blocks, users_step
+
+CPU = torch.device("cpu")
+
+
+def test_a_plan_of_several_batches_goes_on_counting():
+    pipeline = Pipeline(Regression(linear_blocks(2)), 0, CutSettings((0,)), CPU)
+    step = users_step(pipeline.module.step)
+    slices = pipeline.cut_batch(torch.ones(2, 4), 1, step, "train", 0)
+    found = make_microbatches(slices, [0.25, 0.75], first=4)
+    pipeline.detach()
+    assert [(m.index, m.weight) for m in found] == [(4, 0.25), (5, 0.75)]
+    assert {m.differentiate for m in found} == {torch.Tensor.backward}
