@@ -12,20 +12,28 @@ until W would take more memory than the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from lightning_pipeoffload.runtime.memory.call_recorder import CallRecorder
 from lightning_pipeoffload.runtime.memory.cheap_calls import ValueSource
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
-from lightning_pipeoffload.runtime.weight_grad import node as deferred_node
+from lightning_pipeoffload.runtime.weight_grad.node import (
+    Fetch,
+    Hooks,
+    WeightInputKeeper,
+    keeper_of,
+    saving_hooks,
+)
 
 RECOMPUTE = ("none", "cheap", "full")
 SMALLEST_NUMEL = 1024
@@ -71,18 +79,19 @@ class SurroundingHooks:
     """A :class:`.cheap_calls.Store`: the saved-tensors hooks in force where it is made, if any."""
 
     def __init__(self) -> None:
-        # Private: hooks do not call those around them, and nothing public tells which those are.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
-        self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
+        hooks: Hooks = saving_hooks() or (_same, _same)
+        self._pack, self._unpack = hooks
+        keeper = self._keeper = keeper_of(hooks)
+        self._pack_weight_input = self._pack if keeper is None else keeper.pack_weight_input
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept:
         """Keep a tensor; beside autograd, for a node that held its own output would never go."""
         is_in_graph = type(tensor) is Tensor and tensor.requires_grad
         # The hooks tell by its node that a cast parameter need not be kept.
         detaches = is_in_graph and cast_parameter(tensor) is None
         kept = tensor.detach() if detaches else tensor
-        return _Kept(self._pack(kept), tensor._version)
+        pack = self._pack_weight_input if is_weight_input else self._pack
+        return _Kept(pack(kept), tensor._version)
 
     def unpack(self, handle: _Kept) -> Tensor:
         """Return it.
@@ -99,8 +108,14 @@ class SurroundingHooks:
             )
         return tensor
 
+    def unpack_for_b(self, handle: _Kept) -> tuple[Tensor, Fetch | None]:
+        """Return what was packed as an input of a deferred operation, or a stand-in."""
+        if self._keeper is None:
+            return self.unpack(handle), None
+        return self._keeper.unpack_for_b(handle.handle)
 
-class CheapRecompute:
+
+class CheapRecompute(WeightInputKeeper):
     """What one stage's F of one microbatch saves."""
 
     def __init__(self) -> None:
@@ -112,59 +127,63 @@ class CheapRecompute:
     def saving(self) -> Iterator[None]:
         """Decide about what autograd saves inside."""
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), self._recorder:
+            with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield
         finally:
             self._recorder.forget()
             self._kept.clear()
 
     def pack(self, tensor: Tensor) -> _Kept:
-        """Keep a tensor that a recipe needs."""
+        """Keep a tensor that a recipe needs: as for B, whose tensors are there in W too."""
+        return self._keep(tensor, is_weight_input=False)
+
+    @override
+    def pack_weight_input(self, x: Tensor) -> _Kept | _Recipe:
+        return self._pack(x, is_weight_input=True)
+
+    @override
+    def unpack(self, packed: _Kept | _Recipe) -> Tensor:
+        return self._store.unpack(packed) if isinstance(packed, _Kept) else self._value(packed)
+
+    @override
+    def unpack_for_b(self, packed: _Kept | _Recipe) -> tuple[Tensor, Fetch | None]:
+        if isinstance(packed, _Kept):
+            return self._store.unpack_for_b(packed)
+        if not packed.for_w:
+            return self._value(packed), None
+        stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
+        return stand_in, partial(self._value, packed)
+
+    def _keep(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
         self._note(tensor)
-        return self._store.pack(tensor)
+        return self._store.pack(tensor, is_weight_input)
 
-    def unpack(self, handle: _Kept) -> Tensor:
-        """Return a tensor that a recipe needs."""
-        return self._store.unpack(handle)
-
-    def _pack(self, tensor: Tensor) -> _Kept | _Recipe:
+    def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _Recipe:
         if type(tensor) is not Tensor:
-            return self._store.pack(tensor)
+            return self._store.pack(tensor, is_weight_input)
         found = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
         if found is None:
-            return self.pack(tensor)
+            return self._keep(tensor, is_weight_input)
         source, (size, stride, offset, dtype) = found
         if tensor.dtype == dtype and self._is_worth_it(source, tensor):
-            return self._leave_out(source, offset, tensor)
-        kept = self.pack(tensor)
+            return self._leave_out(source, offset, tensor, is_weight_input)
+        kept = self._keep(tensor, is_weight_input)
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
         # What is kept for W alone may be elsewhere when B has to compute something from it.
-        if same and not deferred_node.is_saving_weight_input():
+        if same and not is_weight_input:
             source.kept_as(kept, tensor.nbytes)
         return kept
 
-    def _leave_out(self, source: ValueSource, value_offset: int, tensor: Tensor) -> _Recipe:
-        for_w = (
-            deferred_node.is_saving_weight_input()
-            and not source.is_needed_in_b
-            and source.bytes_read <= tensor.nbytes
-        )
-        with deferred_node.for_backward():  # W may compute what B has left on the device
-            source.claim(self, for_w)
+    def _leave_out(
+        self, source: ValueSource, value_offset: int, tensor: Tensor, is_weight_input: bool
+    ) -> _Recipe:
+        for_w = is_weight_input and not source.is_needed_in_b and source.bytes_read <= tensor.nbytes
+        source.claim(self, for_w)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _Recipe(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
 
-    def _unpack(self, packed: _Kept | _Recipe) -> Tensor:
-        if isinstance(packed, _Kept):
-            return self._store.unpack(packed)
-        if packed.for_w and deferred_node.is_reading_weight_input():
-            deferred_node.promise(lambda: self._value(packed))
-            return make_stand_in(packed.size, packed.dtype, packed.device)
-        return self._value(packed)
-
     def _value(self, packed: _Recipe) -> Tensor:
-        with deferred_node.for_backward():
-            value = packed.source.value(self, packed.for_w)
+        value = packed.source.value(self, packed.for_w)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)
 

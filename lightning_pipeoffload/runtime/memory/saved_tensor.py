@@ -145,11 +145,9 @@ class SavedTensor:
     Args:
         storage: The storage of the tensor.
         tensor: What autograd saved.
-        is_weight_input: Whether a weight gradient alone reads it.
     """
 
-    def __init__(self, storage: SavedStorage, tensor: Tensor, is_weight_input: bool) -> None:
-        self.is_weight_input = is_weight_input
+    def __init__(self, storage: SavedStorage, tensor: Tensor) -> None:
         self._storage = storage
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()

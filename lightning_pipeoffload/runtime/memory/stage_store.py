@@ -10,14 +10,16 @@ on the host until W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
 from lightning_pipeoffload.runtime.memory.host_copies import HostCopies
@@ -31,7 +33,7 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     cast_parameter,
 )
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes
-from lightning_pipeoffload.runtime.weight_grad import node as deferred_node
+from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.schedule.actions import Part
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
@@ -56,7 +58,7 @@ class OffloadSettings:
     largest_to_stay: int = 1024
 
 
-class ActivationStore:
+class ActivationStore(WeightInputKeeper):
     """One stage's saved tensors of one microbatch.
 
     Args:
@@ -82,13 +84,11 @@ class ActivationStore:
 
     def pack(self, tensor: Tensor) -> Saved:
         """Keep a tensor that autograd saves."""
-        if self._stays(tensor):
-            return Resident(tensor)
-        parameter = cast_parameter(tensor)
-        if parameter is not None:
-            return Cast(parameter, tensor)
-        for_weight = deferred_node.is_saving_weight_input()
-        return self._keep(tensor, Part.FOR_W if for_weight else Part.FOR_B)
+        return self._pack(tensor, Part.FOR_B)
+
+    @override
+    def pack_weight_input(self, x: Tensor) -> Saved:
+        return self._pack(x, Part.FOR_W)
 
     def pack_for_weight(self, tensor: Tensor) -> Saved:
         """Keep a tensor that waits for W from now on."""
@@ -96,30 +96,25 @@ class ActivationStore:
             return Resident(tensor)
         return self._keep(tensor, Part.GRADIENT)
 
-    def unpack(self, saved: Saved) -> Tensor:
-        """Return a kept tensor; to a backward that leaves it for W, a stand-in.
+    @override
+    def unpack(self, packed: Saved) -> Tensor:
+        """Return a kept tensor.
 
         Raises:
             RuntimeError: The tensor is not on the device, or has been written to.
         """
-        if (
-            isinstance(saved, SavedTensor)
-            and saved.is_weight_input
-            and deferred_node.is_reading_weight_input()
-        ):
-            deferred_node.promise(self.fetch(saved))
-            return saved.stand_in()
         with self._named():
-            return saved.unpack()
+            return packed.unpack()
 
-    def fetch(self, saved: Saved) -> Callable[[], Tensor]:
+    @override
+    def unpack_for_b(self, packed: Saved) -> tuple[Tensor, Fetch | None]:
+        if isinstance(packed, SavedTensor):
+            return packed.stand_in(), self.fetch(packed)
+        return self.unpack(packed), None
+
+    def fetch(self, saved: Saved) -> Fetch:
         """Return what W calls to have a kept tensor."""
-
-        def unpack() -> Tensor:
-            with self._named():
-                return saved.unpack()
-
-        return unpack
+        return partial(self.unpack, saved)
 
     def offload(self) -> None:
         """Start the copy of everything here to the host.
@@ -171,6 +166,12 @@ class ActivationStore:
         """Bytes of copies that nobody has waited for yet."""
         return self._copies.moving_bytes
 
+    def _pack(self, tensor: Tensor, part: Part) -> Saved:
+        if self._stays(tensor):
+            return Resident(tensor)
+        parameter = cast_parameter(tensor)
+        return self._keep(tensor, part) if parameter is None else Cast(parameter, tensor)
+
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
@@ -193,7 +194,7 @@ class ActivationStore:
             self._num_storages += 1
         if part == Part.FOR_B:
             storage.part = part
-        return SavedTensor(storage, tensor, part == Part.FOR_W)
+        return SavedTensor(storage, tensor)
 
     def _on_device(self) -> list[SavedStorage]:
         return [s for s in self._storages.values() if s.device_bytes is not None]

@@ -1,19 +1,20 @@
 """The autograd node of an operation whose weight gradient waits for W, and the input that it saves.
 
-That input is read by W; B needs its shape only. Hooks that put saved tensors elsewhere ask here
-whether what they are given is such an input.
+That input is read by W; B needs its shape only. Hooks that put saved tensors elsewhere and want to
+know which are such inputs are those of a :class:`WeightInputKeeper`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
@@ -25,69 +26,89 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 # gradient, and then something must ask for one.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _ANCHORS_NODE = get_gradient_edge(_ANCHOR).node
+_NO_GRADIENTS = (None,) * 5
 
-# Process-wide on purpose: autograd runs backward in threads of its own; see queue.py.
-_saving = False
-_reading = False
-_promised: Callable[[], Tensor] | None = None
-
-
-def is_saving_weight_input() -> bool:
-    """Whether what autograd saves now is the input of a deferred operation: only W reads it."""
-    return _saving
+Fetch = Callable[[], Tensor]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def is_reading_weight_input() -> bool:
-    """Whether what is read now is such an input, by its operation's B, which hands it on to W."""
-    return _reading
+class WeightInputKeeper(ABC):
+    """Owner of saved-tensors hooks, its bound methods, that keeps what only W reads in its way."""
+
+    @abstractmethod
+    def pack_weight_input(self, x: Tensor) -> Any:
+        """Keep the input of a deferred operation."""
+
+    @abstractmethod
+    def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
+        """Return such an input, or what stands for it in B and what W gets it by."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> Tensor:
+        """Return such an input."""
 
 
-def promise(fetch: Callable[[], Tensor]) -> None:
-    """Say, from the hook that unpacks the input, how W gets it; its shape is enough for B."""
-    global _promised
-    _promised = fetch
+def saving_hooks() -> Hooks | None:
+    """Return the hooks through which goes what autograd saves, as inside a checkpoint."""
+    # Private: nothing public tells; hooks do not call those around them, and without any the second
+    # node of a deferred operation would be paid for nothing.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
-@contextmanager
-def for_backward() -> Iterator[None]:
-    """Let what a hook itself saves or reads inside be for B, whatever it does that for."""
-    global _saving, _reading
-    outer = _saving, _reading
-    _saving = _reading = False
-    try:
-        yield
-    finally:
-        _saving, _reading = outer
+def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
+    """Return whose hooks these are, if it wants to know what only W reads."""
+    owner = getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, WeightInputKeeper) else None
+
+
+class _WeightInput:
+    """One operation's input while autograd keeps it; its node has this, and so knows it is for W.
+
+    Args:
+        keeper: The keeper whose hooks are in force.
+    """
+
+    def __init__(self, keeper: WeightInputKeeper) -> None:
+        self._keeper = keeper
+        self._is_read_by_b = False
+        self._fetch: Fetch | None = None
+
+    def saving(self) -> saved_tensors_hooks:
+        """Let autograd save it inside, and nothing else."""
+        return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
+
+    def read(self, node: Any) -> tuple[Tensor, Fetch | None]:
+        """Return what ``node`` saved, and how W gets it if this is a stand-in."""
+        self._is_read_by_b = True
+        try:
+            (x,) = node.saved_tensors
+            return x.detach(), self._fetch
+        finally:
+            self._is_read_by_b, self._fetch = False, None
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not self._is_read_by_b:  # by somebody who looks at the graph
+            return self._keeper.unpack(packed)
+        # Autograd returns another object than this tensor, on which nothing can travel.
+        x, self._fetch = self._keeper.unpack_for_b(packed)
+        return x
 
 
 def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     """Run an operation on x whose backward leaves the weight's gradient for W."""
-    if not x.requires_grad:
-        with _saving_input():
-            return _Deferred.apply(x, _ANCHOR, None, call)
-    if not _is_saving_hooked():
-        return _Deferred.apply(x, _ANCHOR, None, call)
-    # A Function saves after its forward has run; a checkpoint's recomputation, which stops at the
-    # last tensor saved, would so run the block's last operation in vain.
-    with _saving_input():
+    hooks = saving_hooks()
+    if hooks is None:
+        return _Deferred.apply(x, _ANCHOR, None, None, call)
+    keeper = keeper_of(hooks)
+    saved = None if keeper is None else _WeightInput(keeper)
+    with nullcontext() if saved is None else saved.saving():
+        if not x.requires_grad:
+            return _Deferred.apply(x, _ANCHOR, None, saved, call)
+        # A Function saves after its forward has run; a checkpoint's recomputation, which stops at
+        # the last tensor saved, would so run the block's last operation in vain.
         kept = _Keep.apply(x)
-    return _Deferred.apply(kept, _ANCHOR, kept.grad_fn, call)
-
-
-@contextmanager
-def _saving_input() -> Iterator[None]:
-    global _saving
-    _saving = True
-    try:
-        yield
-    finally:
-        _saving = False
-
-
-def _is_saving_hooked() -> bool:
-    """Whether what autograd saves goes through hooks, as inside a checkpoint."""
-    # Private: nothing public tells, and without hooks the second node would be paid for nothing.
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _Deferred.apply(kept, _ANCHOR, kept.grad_fn, saved, call)
 
 
 class _Keep(torch.autograd.Function):
@@ -107,33 +128,41 @@ class _Keep(torch.autograd.Function):
 class _Deferred(torch.autograd.Function):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
-    ``keeper`` is the node that has saved x; None: this one does.
+    ``saver`` is the node that has saved x; None: this one does. ``saved`` is None where what only W
+    reads is kept as everything is.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, keeper: Any, call: DeferredCall) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        saver: Any,
+        saved: _WeightInput | None,
+        call: DeferredCall,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        if keeper is None:
+        if saver is None:
             ctx.save_for_backward(x)
-        ctx.keeper = keeper
+        ctx.saver, ctx.saved = saver, saved
         ctx.call = call
         with _below_autograd():
             return call.forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:  # as where a function of the user's returns no gradient
-            return None, None, None, None
+            return _NO_GRADIENTS
         call: DeferredCall = ctx.call
         call.check_unchanged()
-        x, fetch = _read_input(ctx.keeper or ctx)
+        x, fetch = _read_input(ctx.saver or ctx, ctx.saved)
         if _is_for_weights():
             _queue_or_run(call, x, fetch, grad)
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return _NO_GRADIENTS
         with _below_autograd():
-            return call.input_gradient(x, grad), None, None, None
+            return call.input_gradient(x, grad), *_NO_GRADIENTS[1:]
 
 
 def _is_for_weights() -> bool:
@@ -145,20 +174,15 @@ def _is_for_weights() -> bool:
     return torch._C._will_engine_execute_node(_ANCHORS_NODE)
 
 
-def _read_input(node: Any) -> tuple[Tensor, Callable[[], Tensor] | None]:
+def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | None]:
     """Return what ``node`` saved, and how W gets it if this is a stand-in."""
-    global _reading, _promised
-    _reading, _promised = True, None
-    try:
-        (x,) = node.saved_tensors
-        return x.detach(), _promised
-    finally:
-        _reading, _promised = False, None
+    if saved is not None:
+        return saved.read(node)
+    (x,) = node.saved_tensors
+    return x.detach(), None
 
 
-def _queue_or_run(
-    call: DeferredCall, x: Tensor, fetch: Callable[[], Tensor] | None, grad: Tensor
-) -> None:
+def _queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
     queue = active_queue()
     if queue is None:
         call.accumulate(fetch() if fetch else x, grad)
