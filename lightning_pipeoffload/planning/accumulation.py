@@ -100,7 +100,7 @@ class JoinedRun:
 
     @property
     def num_microbatches_before(self) -> int:
-        """Places in the plan before those of the next batch, by which the plan names microbatches."""
+        """Places before those of the next batch, by which the plan names microbatches."""
         return self._num_batches * self._size
 
     def run(self, microbatches: Sequence[Microbatch], before_backward: BeforeBackward) -> list[Any]:
