@@ -22,9 +22,8 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.checkpoints.scattered_values import bring_values
+from lightning_pipeoffload.checkpoints.scattered_values import bring_values, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.checkpoints.state_collector import shapes_of
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state
 from lightning_pipeoffload.processes.processes import PipelineProcesses
@@ -114,7 +113,7 @@ class CheckpointHooks(PipelineProcesses):
         checkpoint[_SEED] = self._seed
         if self._is_split:
             by_ranks = {"state_dict", "optimizer_states"} if self._saves_folder else set()
-            bring_values(checkpoint, by_ranks, self.group)
+            bring_values(checkpoint, self.group, ready=by_ranks)
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

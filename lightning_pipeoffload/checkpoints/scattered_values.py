@@ -1,15 +1,16 @@
-"""What callbacks and hooks add to a checkpoint, where its values are on several ranks.
+"""Values of a checkpoint that are on several ranks, brought to the one that writes it.
 
-A callback that averages weights has on each rank the average of that rank's part. Global rank 0,
-which writes, has shapes in place of the others.
+Each rank has its own part of the module and of the optimizers' states, and a callback that averages
+weights the average of that part. Global rank 0, which writes, has shapes in place of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -19,15 +20,18 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 _Place = tuple[Any, ...]
 
 
-def bring_values(checkpoint: dict[str, Any], ready: Collection[str], group: PipelineGroup) -> None:
+def bring_values(
+    checkpoint: dict[str, Any], group: PipelineGroup, ready: Collection[str] = ()
+) -> None:
     """Let global rank 0's checkpoint have the values that others have in the same place.
 
-    All ranks call it. What a callback has given is left as it is: it may be in use.
+    All ranks call it; one tensor after another comes to global rank 0. What a callback has given is
+    left as it is: it may be in use.
 
     Args:
-        checkpoint: This rank's checkpoint.
-        ready: Keys of the checkpoint whose values are as they are to be.
+        checkpoint: This rank's checkpoint, or a part of it.
         group: The pipeline's processes.
+        ready: Keys of the checkpoint whose values are as they are to be.
 
     Raises:
         RuntimeError: No rank has a value; all of them raise it.
@@ -40,12 +44,34 @@ def bring_values(checkpoint: dict[str, Any], ready: Collection[str], group: Pipe
         return
     have = group.gather([_has_value(mine.get(place)) for place in places])
     values = {}
-    with blaming_peers("lost a rank while collecting what callbacks save"):
+    with blaming_peers("lost a rank while bringing a checkpoint together"):
         for place, on_rank in zip(places, zip(*have, strict=True), strict=True):
             owner = _owner(place, on_rank, group)
             values[place] = group.bring(mine.get(place), owner)
     if group.is_root:
         checkpoint.update(_with_values(rest, values))
+
+
+def shapes_of(tree: Any, global_rank: int) -> Any:
+    """Return a state, nested as it may be, without its values, which are on ``global_rank``."""
+    host = torch.device("cpu")
+
+    def shape(place: _Place, tensor: Tensor) -> Tensor:
+        name = ".".join(map(str, place))
+        origin = frozenset((f"{name} (on global rank {global_rank})",))
+        return ShapeOnly(tensor.to("meta"), host, origin)
+
+    return _map_tensors(shape, tree)
+
+
+def on_host(tree: Any) -> Any:
+    """Return a state, nested as it may be, with its tensors on the host."""
+    return _map_tensors(lambda place, tensor: tensor.cpu(), tree)
+
+
+def _map_tensors(function: Callable[[_Place, Tensor], Tensor], tree: Any) -> Any:
+    leaves = ((place, leaf) for place, leaf in _leaves(tree) if isinstance(leaf, Tensor))
+    return _with_values(tree, {place: function(place, leaf) for place, leaf in leaves})
 
 
 def _has_value(found: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.absent_values import (
@@ -38,11 +37,5 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
         source = min(rank for rank, names in places if name not in names)
         tensor = make_real(absent[name], made) if name in absent else present[name]
         with blaming_peers("lost a rank while bringing the module together"):
-            _receive(tensor, source, group)
+            tensor.detach().copy_(group.bring_to_all(tensor, source))
     settle(module)
-
-
-def _receive(tensor: Tensor, source: int, group: PipelineGroup) -> None:
-    values = tensor.detach().cpu().contiguous()
-    dist.broadcast(values, source, group=group.host_group)
-    tensor.detach().copy_(values)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -31,7 +29,8 @@ def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> T
     asked = group.gather((name, has_value))
     _check_alike([each for each, _ in asked], tensor)
     owner = next(rank for rank, (_, has) in zip(group.global_ranks, asked, strict=True) if has)
-    return _broadcast(tensor, owner, group)
+    with blaming_peers("lost a rank while gathering a tensor"):
+        return group.bring_to_all(tensor, owner).to(tensor.device)
 
 
 def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
@@ -53,13 +52,3 @@ def _check_alike(names: list[str], tensor: Tensor) -> None:
             f"the ranks ask trainer.strategy.gather() for different tensors, {', '.join(names)}; "
             f"call it in the same order on all of them"
         )
-
-
-def _broadcast(tensor: Tensor, owner: int, group: PipelineGroup) -> Tensor:
-    value = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if not isinstance(tensor, ShapeOnly):
-        value.copy_(tensor.detach())
-    # As bytes: gloo does not know every dtype.
-    with blaming_peers("lost a rank while gathering a tensor"):
-        dist.broadcast(value.view(-1).view(torch.uint8), owner, group=group.host_group)
-    return value.to(tensor.device)

@@ -165,6 +165,20 @@ class PipelineGroup(RankMesh):
 
         return compare
 
+    def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
+        """Return, on each rank's host, a copy of a tensor that one of them has.
+
+        Args:
+            tensor: That rank's tensor, or what has its shape.
+            source: The global rank that has it.
+        """
+        found = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self.global_rank == source:
+            found.copy_(tensor.detach())
+        # As bytes: gloo does not know every dtype.
+        dist.broadcast(as_bytes(found), source, group=self.host_group)
+        return found
+
     def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
         """Return, on this rank's device, a tensor that a rank of the pipeline has.
 
@@ -180,7 +194,7 @@ class PipelineGroup(RankMesh):
         if is_source:
             found.copy_(tensor.detach())
         with blaming_peers("lost a rank while weights were lent"):
-            dist.broadcast(found, source, group=self._device_group)
+            dist.broadcast(as_bytes(found), source, group=self._device_group)
         return tensor if is_source and tensor.device == self.device else found
 
     def bring(self, value: Any, owner: int) -> Any:
