@@ -19,7 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 
 from lightning_pipeoffload.hooks.outputs_elsewhere import ElsewhereError, OutputsElsewhere
-from lightning_pipeoffload.hooks.users_hooks import is_users_hook, owners_of_hooks
+from lightning_pipeoffload.hooks.users_hooks import (
+    is_users_hook,
+    owners_of_hooks,
+    refuse_others,
+)
 from lightning_pipeoffload.hooks.wrapped_hook import WrappedHook
 from lightning_pipeoffload.hooks.written_attributes import WrittenAttributes, attributes_watched
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -174,14 +178,9 @@ def refuse_other_callbacks(trainer: Trainer) -> None:
         ValueError: This rank has others; it raises there alone.
     """
     mine = [type(owner).__qualname__ for owner in _owners_of_end_hooks(trainer)]
-    root: list[str] = trainer.strategy.broadcast(mine)
-    if mine != root:
-        raise ValueError(
-            f"the ranks of a pipeline run hooks together and need the same ones in the same order; "
-            f"those at the end of batches and epochs are of {', '.join(root)} on global rank 0, of "
-            f"{', '.join(mine)} on global rank {trainer.global_rank}; give every rank the same "
-            f"module and callbacks"
-        )
+    refuse_others(
+        trainer, mine, "run hooks at the end of batches and epochs together, in one order"
+    )
 
 
 def _owners_of_end_hooks(trainer: Trainer) -> list[Any]:

@@ -8,7 +8,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_pipeoffload.hooks.gradient_readers import may_read_gradients
-from lightning_pipeoffload.hooks.users_hooks import is_users_hook, owners_of_hooks
+from lightning_pipeoffload.hooks.users_hooks import (
+    is_users_hook,
+    owners_of_hooks,
+    refuse_others,
+)
 from lightning_pipeoffload.hooks.wrapped_hook import WrappedHook
 
 # In the middle of the plan, where the ranks are at different places: what these look at has been
@@ -44,7 +48,8 @@ class GradientHooks:
             and is_users_hook(owner, hook)
             and may_read_gradients(owner, hook, trainer.lightning_module)
         ]
-        _refuse_others(trainer, [f"{type(owner).__qualname__}.{hook}" for owner, hook in found])
+        names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in found]
+        refuse_others(trainer, names, "compare gradients before the hooks that may look at them")
         self._before_plan = any(hook in _IN_THE_PLAN for _, hook in found)
         self._wrapped = [
             WrappedHook(owner, hook, self._step if hook == _OPTIMIZER_STEP else self._share_first)
@@ -82,13 +87,3 @@ class GradientHooks:
             return result
 
         return closure
-
-
-def _refuse_others(trainer: Trainer, mine: list[str]) -> None:
-    root: list[str] = trainer.strategy.broadcast(mine)
-    if mine != root:
-        raise ValueError(
-            f"the ranks of a pipeline compare gradients before the hooks that may look at them, "
-            f"which are {', '.join(root) or 'none'} on global rank 0, {', '.join(mine) or 'none'} "
-            f"on global rank {trainer.global_rank}; give every rank the same module and callbacks"
-        )

@@ -39,3 +39,23 @@ def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
         for hook in _BETWEEN_BATCHES
         if is_users_hook(owner, hook)
     )
+
+
+def refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None:
+    """Refuse other hooks than those of global rank 0; all ranks call it.
+
+    Args:
+        trainer: The trainer of this rank.
+        mine: The names of this rank's hooks, or of their owners, in their order.
+        what_ranks_do: What ranks do that needs the same ones.
+
+    Raises:
+        ValueError: This rank has others.
+    """
+    root: list[str] = trainer.strategy.broadcast(mine)
+    if mine != root:
+        raise ValueError(
+            f"the ranks of a pipeline {what_ranks_do}; these are those of "
+            f"{', '.join(root) or 'none'} on global rank 0, of {', '.join(mine) or 'none'} on "
+            f"global rank {trainer.global_rank}; give every rank the same module and callbacks"
+        )
