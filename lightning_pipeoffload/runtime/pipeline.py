@@ -54,6 +54,7 @@ from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, 
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
@@ -70,7 +71,7 @@ class CutSettings:
         stage_ranks: The pipeline rank of each stage.
         blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
         split: See :func:`.partition.cut`.
-        recompute: See :class:`.stage.StageRunner`.
+        recompute: See :class:`.stage_pass.StageContext`.
         global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
     """
 
@@ -320,10 +321,11 @@ class Pipeline:
         self._move()
         count = len(self.partition)
         for index in self.local_stages:
-            self.stages[index] = StageRunner(
+            context = StageContext(
                 self.partition[index], count, self._chain, self.ownership, self._writes,
                 self._settings.recompute,
             )  # fmt: skip
+            self.stages[index] = StageRunner(context)
 
     def _move(self) -> None:
         for slot in self.ownership.slots:

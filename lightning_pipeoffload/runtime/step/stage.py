@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
-from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
@@ -26,7 +23,6 @@ from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
@@ -53,28 +49,14 @@ class StageRunner:
     """Runs F, B and W of one stage.
 
     Args:
-        stage: Its part of the model.
-        num_stages: The number of stages of the whole model.
-        chain: The blocks of the user's module.
-        ownership: The rank's parameters.
-        writes: What the rank's steps write outside of the blocks.
-        recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
-            "full" (blocks).
+        context: The stage, and what each F of it is given.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        num_stages: int,
-        chain: BlockChain,
-        ownership: Ownership,
-        writes: StepWrites,
-        recompute: str = "none",
-    ) -> None:
+    def __init__(self, context: StageContext) -> None:
         self._compared: set[int] = set()
-        self._context = StageContext(stage, num_stages, chain, ownership, writes, recompute)
-        self.is_first = self._context.is_first
-        self.is_last = self._context.is_last
+        self._context = context
+        self.is_first = context.is_first
+        self.is_last = context.is_last
         self.memory = SavedMemory()
         self._alive: dict[int, _Alive] = {}
         self._last = -1

@@ -50,7 +50,8 @@ class StageContext:
         chain: The blocks of the user's module.
         ownership: The rank's parameters.
         writes: What the rank's steps write outside of the blocks.
-        recompute: "none", "cheap" or "full".
+        recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
+            "full" (blocks).
     """
 
     stage: Stage
