@@ -17,9 +17,13 @@ _TORCHS_OWN = {"aten", "prims", "prim"}
 
 
 def run_on_meta(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    in_new_memory: bool,
 ) -> Any:
-    """Run ``func`` on tensors of the meta device.
+    """Run ``func`` on tensors of the meta device, or look up what it gave for the same shapes.
 
     Args:
         func: The operation.
@@ -27,7 +31,24 @@ def run_on_meta(
         kwargs: The keyword arguments of the operation.
         device: The device that the tensors stand for. An operation of the user's own of which only
             the real kernel is known runs there, on zeros.
+        in_new_memory: Whether results may not share that of those before.
     """
+    key = _key_of(func, args, kwargs)
+    if key is not None and key not in _results:
+        if len(_results) == _MOST_RESULTS:
+            _results.clear()
+        with torch.inference_mode(False):
+            found = _run(func, args, kwargs, device)
+        _results[key] = found if _has_own_memory(found, args) else None
+    known = _results.get(key)
+    if known is None:
+        return _run(func, args, kwargs, device)
+    return map_operands(_in_new_memory, known) if in_new_memory else known
+
+
+def _run(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Any:
     kernel = _KERNELS.get(func, func)
     try:
         return kernel(*args, **kwargs)
@@ -46,37 +67,6 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
         return torch.zeros_like(leaf, device=device)
     return device if isinstance(leaf, torch.device) else leaf
-
-
-def remember_on_meta(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    in_new_memory: bool,
-) -> Any:
-    """Do what :func:`run_on_meta` does, but look up what was found for the same shapes before.
-
-    Args:
-        func: The operation.
-        args: The arguments of the operation.
-        kwargs: The keyword arguments of the operation.
-        device: The device that the tensors stand for.
-        in_new_memory: Whether results may not share that of those before.
-    """
-    key = _key_of(func, args, kwargs)
-    if key is None:
-        return run_on_meta(func, args, kwargs, device)
-    if key not in _results:
-        if len(_results) == _MOST_RESULTS:
-            _results.clear()
-        with torch.inference_mode(False):
-            found = run_on_meta(func, args, kwargs, device)
-        _results[key] = found if _has_own_memory(found, args) else None
-    known = _results[key]
-    if known is None:
-        return run_on_meta(func, args, kwargs, device)
-    return map_operands(_in_new_memory, known) if in_new_memory else known
 
 
 def _key_of(
@@ -126,7 +116,7 @@ def _in_new_memory(tensor: Tensor) -> Tensor:
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 _MOST_RESULTS = 4096
-_results: dict[tuple[Any, ...], Any] = {}
+_results: dict[tuple[Any, ...] | None, Any] = {}
 
 
 def _grouped_mm(

@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
-from lightning_pipeoffload.runtime.shapes.meta_kernels import remember_on_meta
+from lightning_pipeoffload.runtime.shapes.meta_kernels import run_on_meta
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     imagine,
@@ -195,7 +195,7 @@ class ShapeOnly(Tensor):
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = map_operands(_to_meta, args), _on_meta(kwargs)
         if imagined is None:  # observers may want to know which results share memory
-            out = remember_on_meta(func, *on_meta, device, in_new_memory=are_observed())
+            out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
             out = make_result(func, *on_meta, imagined)
         result = _wrap(func, args, out, device, origins)
