@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
-from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError
+from lightning_pipeoffload.schedule import Schedule, check_name, offload_share
 
 
 def check_count(name: str, value: Any) -> None:
@@ -50,11 +50,8 @@ def check_schedule(schedule: Any) -> None:
             f"schedule must be a name, a Schedule, a callable (num_ranks, num_microbatches) -> "
             f"Schedule, or the path of a .csv file, not {schedule!r}"
         )
-    if is_name(schedule) and schedule not in ("auto", *SCHEDULES):
-        raise ScheduleError(
-            f"schedule={schedule!r} is unknown; use auto, {', '.join(SCHEDULES)}, or the "
-            f"path of a .csv file"
-        )
+    if is_name(schedule) and schedule != "auto":
+        check_name(schedule, "auto", "the path of a .csv file")
 
 
 def is_name(schedule: Any) -> bool:
@@ -92,13 +89,8 @@ def check_offload(offload: Any) -> None:
     Raises:
         ValueError: It is neither a known word nor a share.
     """
-    named = offload in ("auto", "none", "half", "full")
-    share = isinstance(offload, (int, float)) and not isinstance(offload, bool)
-    if not named and not (share and 0 <= float(offload) <= 1):
-        raise ValueError(
-            f"offload={offload!r} must be auto, none, half, full, or a share of the "
-            f"activations from 0 to 1"
-        )
+    if offload != "auto":
+        offload_share(offload)
 
 
 def check_microbatch_weight(weight: Any) -> None:

@@ -13,12 +13,12 @@ from .actions import (
     Part,
     ScheduleError,
 )
-from .build import SCHEDULES, Recipe, accept, build
+from .build import SCHEDULES, Recipe, accept, build, check_name
 from .builders.pipe_offload import UNMEASURED
 from .costs import Costs
 from .draw import draw
 from .passes.batches import JoinedPlan, cut_at_batches, repeat_batch
-from .passes.offload import OffloadReport, offload_activations
+from .passes.offload import OffloadReport, offload_activations, offload_share
 from .passes.transfer import (
     add_transfers,
     forward_only,
@@ -58,6 +58,7 @@ __all__ = [
     "accept",
     "add_transfers",
     "build",
+    "check_name",
     "copy_ratios",
     "cut_at_batches",
     "draw",
@@ -68,6 +69,7 @@ __all__ = [
     "lower",
     "memory_changes",
     "offload_activations",
+    "offload_share",
     "one_at_a_time",
     "part_sizes",
     "peak_host_memory",

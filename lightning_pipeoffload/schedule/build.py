@@ -106,7 +106,8 @@ def build(
             the order is not valid.
         MemoryLimitError: It needs more memory than it may.
     """
-    recipe = _recipe(name)
+    check_name(name)
+    recipe = SCHEDULES[name]
     _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
     _check_options(name, recipe, options)
@@ -165,10 +166,19 @@ def accept(
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
 
 
-def _recipe(name: str) -> Recipe:
+def check_name(name: str, *others: str) -> None:
+    """Check that there is a schedule of a name.
+
+    Args:
+        name: What was given as a name.
+        *others: What else may be given there.
+
+    Raises:
+        ScheduleError: There is none.
+    """
     if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} does not exist; use one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+        known = ", ".join((*SCHEDULES, *others))
+        raise ScheduleError(f"schedule {name!r} does not exist; use one of {known}")
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -109,7 +109,7 @@ def offload_activations(
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit
     is_auto = amount == "auto"
-    planned = planner.within(limit) if is_auto else planner.most_that_is_free(_share(amount))
+    planned = planner.within(limit) if is_auto else planner.most_that_is_free(offload_share(amount))
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
         advice = "" if is_auto else ", or offload=auto"
@@ -121,14 +121,22 @@ def offload_activations(
     return planned
 
 
-def _share(amount: str | float) -> float:
+def offload_share(amount: str | float) -> float:
+    """Return the share of the activations that an amount is.
+
+    Args:
+        amount: As for :func:`offload_activations`, but not ``"auto"``.
+
+    Raises:
+        ScheduleError: The amount is none of these.
+    """
     named = {"none": 0.0, "half": 0.5, "full": 1.0}
     share = named.get(amount) if isinstance(amount, str) else amount
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ScheduleError(
-            f"offload ({amount!r}) must be none, half, full, auto, or a share from 0 to 1"
-        )
-    return share
+    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
+        return share
+    raise ScheduleError(
+        f"offload ({amount!r}) must be none, half, full, auto, or a share from 0 to 1"
+    )
 
 
 class _Planner:
