@@ -11,8 +11,7 @@ from lightning_pipeoffload.checkpoints.scattered_values import (
     on_host,
     shapes_of,
 )
-from lightning_pipeoffload.optimizers.optimizer_groups import GroupNames
-from lightning_pipeoffload.optimizers.optimizer_state import groups_with, plain_layout
+from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, groups_with, plain_layout
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.optimizers.copy import optimizer_like
 from lightning_pipeoffload.optimizers.narrowed_optimizer import narrow_steps
-from lightning_pipeoffload.optimizers.optimizer_groups import forget_states
+from lightning_pipeoffload.optimizers.optimizer_state import forget_states
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.randomness import seed_all
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge

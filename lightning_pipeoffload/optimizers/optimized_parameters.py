@@ -12,13 +12,13 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, narrow_steps
-from lightning_pipeoffload.optimizers.optimizer_groups import (
+from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
     fill_groups,
+    follow_parameters,
     forget_states,
     name_groups,
 )
-from lightning_pipeoffload.optimizers.optimizer_state import follow_parameters
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 

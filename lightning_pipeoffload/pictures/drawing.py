@@ -1,6 +1,7 @@
 """What a picture is made of, whatever it is written as: boxes, lines and words on a canvas.
 
-Lengths are pixels, from the upper left corner. SVG and PNG are written from the same drawing.
+Lengths are pixels, from the upper left corner, and colours ``#rrggbb``. SVG and PNG are written
+from the same drawing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["FONT_SIZE", "INK", "LINE", "Area", "Box", "Drawing", "Words", "stack"]
+__all__ = [
+    "FONT_SIZE",
+    "INK",
+    "LINE",
+    "Area",
+    "Box",
+    "Drawing",
+    "Words",
+    "ink_on",
+    "lighter",
+    "stack",
+]
 
 FONT_SIZE = 11.0
 LINE = 20.0
 """Height of a line of text."""
 INK = "#222222"
+DARK_INK, LIGHT_INK = "#111111", "#ffffff"
 
 
 class Box(NamedTuple):
@@ -76,3 +89,20 @@ def stack(drawings: Sequence[Drawing]) -> Drawing:
 
 def _moved_down(area: Area, down: float) -> Area:
     return area._replace(points=tuple((x, y + down) for x, y in area.points))
+
+
+def lighter(color: str, share: float) -> str:
+    """Mix a colour with white, of which ``share`` is from 0 to 1."""
+    mixed = (round(part + (255 - part) * share) for part in _parts(color))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def ink_on(color: str) -> str:
+    """Return black or white, whichever is easier to read on a colour (ITU-R BT.601 luma)."""
+    red, green, blue = _parts(color)
+    return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else LIGHT_INK
+
+
+def _parts(color: str) -> tuple[int, int, int]:
+    red, green, blue = bytes.fromhex(color.removeprefix("#"))
+    return red, green, blue

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_pipeoffload.pictures.drawing import FONT_SIZE, LINE, Box, Drawing
-from lightning_pipeoffload.pictures.shade import lighter
+from lightning_pipeoffload.pictures.drawing import FONT_SIZE, LINE, Box, Drawing, lighter
 from lightning_pipeoffload.schedule.actions import Kind
 
 __all__ = ["LETTER", "LegendEntry", "arrange", "color_of", "draw_legend", "entries_for"]

@@ -18,10 +18,10 @@ from lightning_pipeoffload.pictures.drawing import (
     Box,
     Drawing,
     Words,
+    ink_on,
     stack,
 )
 from lightning_pipeoffload.pictures.legend import LETTER, color_of, draw_legend
-from lightning_pipeoffload.pictures.shade import ink_on
 from lightning_pipeoffload.schedule.costs import Costs
 from lightning_pipeoffload.schedule.simulation.memory_curve import Curve, memory_curves
 from lightning_pipeoffload.schedule.timeline import Event, Timeline

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.optimizer_groups import GroupNames
+from lightning_pipeoffload.optimizers.optimizer_state import GroupNames
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.schedule import Schedule

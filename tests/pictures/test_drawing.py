@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipeoffload.pictures.shade import ink_on, lighter
+from lightning_pipeoffload.pictures.drawing import ink_on, lighter
 
 
 @pytest.mark.parametrize(("share", "mixed"), [(0, "#204060"), (0.5, "#90a0b0"), (1, "#ffffff")])
