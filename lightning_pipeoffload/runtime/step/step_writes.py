@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, private_copy
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
+from lightning_pipeoffload.runtime.users_code.namespaces import GONE, REGISTRIES
 from lightning_pipeoffload.runtime.users_code.random_sources import (
     Source,
     forget_readings,
@@ -31,7 +31,6 @@ from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
 
 _Values = dict[str, Any]
 
-_GONE = object()
 _COUNTS = (int, float, complex, Tensor)
 
 
@@ -158,13 +157,13 @@ def _goes_on(value: Any) -> bool:
 
 def _difference(before: _Values, after: _Values) -> _Values:
     """Return what has to be put into ``before`` to make it ``after``."""
-    found = {name: after.get(name, _GONE) for name in before.keys() | after.keys()}
-    return {name: value for name, value in found.items() if value is not before.get(name, _GONE)}
+    found = {name: after.get(name, GONE) for name in before.keys() | after.keys()}
+    return {name: value for name, value in found.items() if value is not before.get(name, GONE)}
 
 
 def _put(space: _Values, values: _Values) -> None:
     for name, value in values.items():
-        if value is _GONE:
+        if value is GONE:
             space.pop(name, None)
         else:
             space[name] = value
