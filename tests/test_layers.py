@@ -18,6 +18,7 @@ LAYERS = (
     "runtime/randomness",
     "runtime/leaves",
     "runtime/payload",
+    "runtime/stored_tensor",
     "runtime/late_values",
     "runtime/microbatch",
     "runtime/timing",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.checkpoints.scattered_values import bring_values, shapes_of
+from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state
+from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state, read_states
 from lightning_pipeoffload.processes.processes import PipelineProcesses
 
 _SEED = "pipeoffload_seed"
+_BY_RANKS = ("state_dict", "optimizer_states")  # what each rank writes of its own
 
 
 class CheckpointHooks(PipelineProcesses):
@@ -67,7 +68,7 @@ class CheckpointHooks(PipelineProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
         if self._split is not None:
-            return self._split.of_module(whole=not self._saves_folder)
+            return self._split.of_module()
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()
         return state if self.is_global_zero else shapes_of(state, global_rank=0)
@@ -84,7 +85,7 @@ class CheckpointHooks(PipelineProcesses):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._split is not None:
-            return self._split.of_optimizer(optimizer, whole=not self._saves_folder)
+            return self._split.of_optimizer(optimizer, by_name=self._saves_folder)
         if not self.is_global_zero:
             return {}
         state = super().optimizer_state(optimizer)
@@ -111,14 +112,25 @@ class CheckpointHooks(PipelineProcesses):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         checkpoint[_SEED] = self._seed
-        if self._is_split:
-            by_ranks = {"state_dict", "optimizer_states"} if self._saves_folder else set()
-            bring_values(checkpoint, self.group, ready=by_ranks)
-        if not self._saves_folder:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self._is_split:  # what is to be read still may be in what is replaced
+            for optimizer in self.optimizers:
+                read_states(optimizer)
+        if self._saves_folder:
+            refuse_remote_folder(filepath, storage_options)
+            self._save_folder(checkpoint, Path(self.broadcast(filepath)))
             return
-        refuse_remote_folder(filepath, storage_options)
-        write_checkpoint_folder(checkpoint, Path(self.broadcast(filepath)), self.group)
+        scattered = ScatteredValues(checkpoint, self.group)
+        if type(self.checkpoint_io) is not MovingCheckpointIO:  # it may copy what it is given
+            super().save_checkpoint(scattered.bring(), filepath, storage_options)
+            return
+        with scattered.coming() as coming:
+            super().save_checkpoint(coming, filepath, storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+        by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
+        rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
+        rest = ScatteredValues(rest, self.group).bring()
+        write_checkpoint_folder({**rest, **by_ranks}, path, self.group)
 
     @override
     def load_checkpoint(
@@ -129,18 +141,10 @@ class CheckpointHooks(PipelineProcesses):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-            checkpoint = read_checkpoint_folder(
-                folder, rest, self.group, weights_only, self._used_places()
-            )
+            fits = self._trainer.state.fn == TrainerFn.FITTING
+            checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
         self._loaded_seed = checkpoint.get(_SEED)
         return checkpoint
-
-    def _used_places(self) -> Callable[[Sequence[Any]], bool]:
-        """Return a function that says which entries of a checkpoint folder this rank uses."""
-        fits = self._trainer.state.fn == TrainerFn.FITTING
-        if self._split is not None:
-            return self._split.own_places(fits)
-        return lambda place: fits or place[0] == "model"
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -148,6 +152,6 @@ class CheckpointHooks(PipelineProcesses):
         if self._split is not None:
             self._split.load_optimizers(states)
             return
-        # On the host, as the parameters: what this rank keeps of it follows them.
+        # What this rank keeps of it is read, and follows the parameters, when the module is split.
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)

@@ -25,6 +25,8 @@ from lightning.pytorch.plugins.io.wrapper import (
 )
 from typing_extensions import override
 
+from lightning_pipeoffload.checkpoints.stored_file import is_archive, load_later, on_host
+
 _BEING_WRITTEN = "being-written"  # a name that nobody else gives
 _PART = ".part"
 _TOKEN_LENGTH = 8
@@ -50,8 +52,13 @@ class MovingCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)  # given a name it hides why it could not write
 
     @override
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().load_checkpoint(present(path), *args, **kwargs)
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = present(path)
+        if map_location is None and not is_remote(path) and is_archive(path):
+            return load_later(path, weights_only, _is_of_one_rank)
+        return super().load_checkpoint(path, map_location or on_host, weights_only)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -62,6 +69,11 @@ class MovingCheckpointIO(TorchCheckpointIO):
             part = _new_part(Path(path))
             os.rename(path, part)  # a folder goes file by file, and half of one is no checkpoint
             delete(part)
+
+
+def _is_of_one_rank(place: tuple[Any, ...]) -> bool:
+    """Whether a checkpoint's entry is one of those that are shared out among the ranks."""
+    return place[0] == "state_dict" or (place[0] == "optimizer_states" and place[2] == "state")
 
 
 def let_move(io: CheckpointIO) -> None:

@@ -7,31 +7,21 @@ optimizer's state by the names of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
-    DefaultLoadPlanner,
-    load,
     save,
 )
-from torch.distributed.checkpoint._nested_dict import (
-    unflatten_state_dict,  # private: the inverse of what save does
-)
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.file import is_remote, replacing
-from lightning_pipeoffload.checkpoints.metadata import MetadataReader
+from lightning_pipeoffload.checkpoints.stored_folder import StoredFolder
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
@@ -116,72 +106,24 @@ def _naming_ranks(what: str, group: PipelineGroup) -> Iterator[None]:
 
 
 def read_checkpoint_folder(
-    path: Path,
-    rest: dict[str, Any],
-    group: PipelineGroup,
-    weights_only: bool | None,
-    wanted: Callable[[Sequence[Any]], bool],
+    path: Path, rest: dict[str, Any], weights_only: bool | None, fits: bool
 ) -> dict[str, Any]:
-    """Read a checkpoint as Lightning's loops take it; every rank calls this.
+    """Read a checkpoint as Lightning's loops take it; its tensors are read when they are used.
 
     Args:
         path: The path of the folder.
         rest: What is in its ``meta.pt``.
-        group: The pipeline's processes.
         weights_only: Whether to refuse what is not plain data; None: as torch does by default.
-        wanted: A function that says of an entry's place, as ("model", "head.weight") or
-            ("optimizer_0", "state", "head.weight", "exp_avg"), whether to read it. Of the model the
-            others are shape-only.
+        fits: Whether the optimizers' states are used too.
 
     Raises:
-        RuntimeError: A rank could not read; all of them raise it.
         ValueError: The folder's ``.metadata`` is not that of a checkpoint.
     """
-    reader = MetadataReader(path)
-    metadata = reader.read_metadata()
-    places: dict[str, tuple[Any, ...]] = metadata.planner_data
-    entries = metadata.state_dict_metadata
-    flat = {key: _room_for(entry) for key, entry in entries.items() if wanted(places[key])}
-    with _naming_ranks(f"the checkpoint {path} cannot be read", group):
-        load(
-            flat,
-            storage_reader=reader,
-            planner=_CarefulPlanner(weights_only),
-            process_group=group.host_group,
-        )
-    for key in entries.keys() - flat.keys():
-        if places[key][0] == "model":
-            flat[key] = _shape_of(entries[key], f"{key} in {path}")
-    saved = unflatten_state_dict({key: flat[key] for key in entries if key in flat}, places)
+    kinds = ("model", "optimizer_") if fits else ("model",)
+    saved = StoredFolder(path, weights_only).load(kinds)
     checkpoint = {**rest, "state_dict": saved.pop("model")}
     if saved:
         checkpoint["optimizer_states"] = [
             {"state": {}, **saved[f"optimizer_{n}"]} for n in range(len(saved))
         ]
     return checkpoint
-
-
-def _room_for(entry: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
-    if isinstance(entry, TensorStorageMetadata):
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-    return None
-
-
-def _shape_of(entry: TensorStorageMetadata | BytesStorageMetadata, name: str) -> Tensor | None:
-    if isinstance(entry, TensorStorageMetadata):
-        shape = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        return ShapeOnly(shape, torch.device("cpu"), frozenset((name,)))
-    return None
-
-
-class _CarefulPlanner(DefaultLoadPlanner):
-    """Fills a flat dict; what is no tensor is unpickled as carefully as was asked for."""
-
-    def __init__(self, weights_only: bool | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._weights_only = weights_only
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        loaded = torch.load(value, weights_only=self._weights_only)
-        self.state_dict[read_item.dest_index.fqn] = loaded

@@ -1,119 +1,167 @@
-"""Values of a checkpoint that are on several ranks, brought to the one that writes it.
+"""Values of a checkpoint that ranks have as shapes in place of the others'.
 
-Each rank has its own part of the module and of the optimizers' states, and a callback that averages
-weights the average of that part. Global rank 0, which writes, has shapes in place of the others.
+Each rank makes the checkpoint of what it has: hooks saw it so, and may have changed it. Where
+global rank 0 has a shape, another rank has the value in the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeoffload.checkpoints.late_tensor import LateTensor
+from lightning_pipeoffload.checkpoints.value_places import (
+    Place,
+    leaves_with_places,
+    map_tensors,
+    with_values,
+)
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
-_Place = tuple[Any, ...]
+_DONE = -1  # asked for when all is written
 
 
-def bring_values(
-    checkpoint: dict[str, Any], group: PipelineGroup, ready: Collection[str] = ()
-) -> None:
-    """Let global rank 0's checkpoint have the values that others have in the same place.
-
-    All ranks call it; one tensor after another comes to global rank 0. What a callback has given is
-    left as it is: it may be in use.
+class ScatteredValues:
+    """A checkpoint, on global rank 0 with what it lacks. All ranks make one at a time.
 
     Args:
-        checkpoint: This rank's checkpoint, or a part of it.
+        checkpoint: This rank's checkpoint. What a callback has given is left as it is, as it may
+            be in use.
         group: The pipeline's processes.
-        ready: Keys of the checkpoint whose values are as they are to be.
 
     Raises:
         RuntimeError: No rank has a value; all of them raise it.
     """
-    rest = {key: value for key, value in checkpoint.items() if key not in ready}
-    mine = dict(_leaves(rest))
-    absent = [place for place, value in mine.items() if isinstance(value, ShapeOnly)]
-    places: list[_Place] = group.broadcast(absent, group.root)
-    if not places:
-        return
-    have = group.gather([_has_value(mine.get(place)) for place in places])
-    values = {}
-    with blaming_peers("lost a rank while bringing a checkpoint together"):
-        for place, on_rank in zip(places, zip(*have, strict=True), strict=True):
-            owner = _owner(place, on_rank, group)
-            values[place] = group.bring(mine.get(place), owner)
-    if group.is_root:
-        checkpoint.update(_with_values(rest, values))
+
+    def __init__(self, checkpoint: dict[str, Any], group: PipelineGroup) -> None:
+        self._checkpoint = checkpoint
+        self._group = group
+        self._leaves = dict(leaves_with_places(checkpoint))
+        absent = [place for place, leaf in self._leaves.items() if isinstance(leaf, ShapeOnly)]
+        self._places: list[Place] = group.broadcast(absent, group.root)
+        found = group.gather(self._number_values()) if self._places else []
+        self._owners = [
+            _owner(place, on_rank, group)
+            for place, on_rank in zip(self._places, zip(*found, strict=True), strict=True)
+        ]
+
+    def _number_values(self) -> list[int | None]:
+        """Number what this rank has; what is twice in memory that it shares has one number."""
+        numbers: dict[Any, int] = {}
+        leaves = [self._leaves.get(place) for place in self._places]
+        return [
+            numbers.setdefault(_memory_of(leaf), index) if _has_value(leaf) else None
+            for index, leaf in enumerate(leaves)
+        ]
+
+    def bring(self) -> dict[str, Any]:
+        """Return the checkpoint; on global rank 0 with all values, on the host."""
+        values = {place: leaf.cpu() for place, leaf in self._leaves.items() if _is_elsewhere(leaf)}
+        with blaming_peers("lost a rank while collecting a checkpoint"):
+            for place, (owner, _) in zip(self._places, self._owners, strict=True):
+                values[place] = self._group.bring(self._leaves.get(place), owner)
+        return with_values(self._checkpoint, values) if self._group.is_root else self._checkpoint
+
+    @contextmanager
+    def coming(self) -> Iterator[dict[str, Any]]:
+        """Give the checkpoint, whose values come to global rank 0 one by one as it writes them.
+
+        The other ranks send them when the block ends.
+        """
+        if not self._group.is_root:
+            yield self._checkpoint
+            self._send_asked()
+            return
+        try:
+            yield with_values(self._checkpoint, self._late_values())
+        finally:
+            for rank in self._group.global_ranks:
+                if rank != self._group.root:
+                    self._ask(_DONE, rank)
+
+    def _late_values(self) -> dict[Place, LateTensor]:
+        made: dict[Any, LateTensor] = {}
+        values = {}
+        for place, leaf in self._leaves.items():
+            if _is_elsewhere(leaf):
+                late = LateTensor(leaf, partial(_value_of, leaf))
+                values[place] = made.setdefault(_memory_of(leaf), late)
+        for place, (owner, number) in zip(self._places, self._owners, strict=True):
+            leaf = self._leaves[place]
+            late = LateTensor(leaf, partial(self._fetch, leaf, owner, number))
+            values[place] = made.setdefault((owner, number), late)
+        return values
+
+    def _fetch(self, leaf: Tensor, owner: int, number: int) -> Tensor:
+        with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
+            self._ask(number, owner)
+            value: Tensor = self._group.bring(leaf, owner)
+            return value
+
+    def _ask(self, number: int, rank: int) -> None:
+        dist.send(torch.tensor([number]), rank, group=self._group.host_group)
+
+    def _send_asked(self) -> None:
+        asked = torch.empty(1, dtype=torch.int64)
+        with blaming_peers("lost global rank 0 while it wrote a checkpoint"):
+            while True:
+                dist.recv(asked, self._group.root, group=self._group.host_group)
+                if int(asked) == _DONE:
+                    return
+                leaf = self._leaves[self._places[int(asked)]]
+                self._group.bring(_value_of(leaf), self._group.global_rank)
 
 
 def shapes_of(tree: Any, global_rank: int) -> Any:
     """Return a state, nested as it may be, without its values, which are on ``global_rank``."""
     host = torch.device("cpu")
 
-    def shape(place: _Place, tensor: Tensor) -> Tensor:
+    def shape(place: Place, tensor: Tensor) -> Tensor:
         name = ".".join(map(str, place))
         origin = frozenset((f"{name} (on global rank {global_rank})",))
         return ShapeOnly(tensor.to("meta"), host, origin)
 
-    return _map_tensors(shape, tree)
+    return map_tensors(shape, tree)
 
 
-def on_host(tree: Any) -> Any:
-    """Return a state, nested as it may be, with its tensors on the host."""
-    return _map_tensors(lambda place, tensor: tensor.cpu(), tree)
+def _has_value(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)
 
 
-def _map_tensors(function: Callable[[_Place, Tensor], Tensor], tree: Any) -> Any:
-    leaves = ((place, leaf) for place, leaf in _leaves(tree) if isinstance(leaf, Tensor))
-    return _with_values(tree, {place: function(place, leaf) for place, leaf in leaves})
+def _is_elsewhere(leaf: Any) -> bool:
+    """Whether a tensor has a value that is not in this process's memory."""
+    if not _has_value(leaf) or leaf.layout is not torch.strided:
+        return False
+    return isinstance(leaf, StoredTensor) or leaf.device.type != "cpu"
 
 
-def _has_value(found: Any) -> bool:
-    return isinstance(found, Tensor) and not isinstance(found, ShapeOnly)
+def _value_of(leaf: Tensor) -> Tensor:
+    return leaf.value() if isinstance(leaf, StoredTensor) else leaf
 
 
-def _owner(place: _Place, has_value: Sequence[bool], group: PipelineGroup) -> int:
-    if not any(has_value):
-        name = "".join(f"[{key!r}]" for key in place)
-        raise RuntimeError(
-            f"the checkpoint was not saved: checkpoint{name} has a value on no rank; save what a "
-            f"rank has computed from its own part of the module only"
-        )
-    return group.global_ranks[has_value.index(True)]
+def _memory_of(leaf: Any) -> Any:
+    """Return what two tensors have in common that are one; a tied weight has many names."""
+    if isinstance(leaf, StoredTensor) or leaf.layout is not torch.strided or not leaf.numel():
+        return id(leaf)
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
 
 
-def _leaves(tree: Any, place: _Place = ()) -> Iterator[tuple[_Place, Any]]:
-    for key, value in _entries(tree):
-        if isinstance(value, (Mapping, list, tuple)):
-            yield from _leaves(value, (*place, key))
-        else:
-            yield (*place, key), value
-
-
-def _entries(tree: Any) -> Iterable[tuple[Any, Any]]:
-    return tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-
-
-def _with_values(tree: Any, values: Mapping[_Place, Any], place: _Place = ()) -> Any:
-    """Return a tree with other values in some places; what has none of them is the same object."""
-    if place in values:
-        return values[place]
-    if not isinstance(tree, (Mapping, list, tuple)):
-        return tree
-    entries = [(key, old, _with_values(old, values, (*place, key))) for key, old in _entries(tree)]
-    changed = {key: new for key, old, new in entries if new is not old}
-    if not changed:
-        return tree
-    if isinstance(tree, tuple):
-        members = [new for _, _, new in entries]
-        return type(tree)(*members) if hasattr(tree, "_fields") else tuple(members)
-    made: Any = copy(tree)
-    for key, new in changed.items():
-        made[key] = new
-    return made
+def _owner(place: Place, on_rank: Sequence[int | None], group: PipelineGroup) -> tuple[int, int]:
+    """Return the global rank that has a value, and the number that it has there."""
+    for rank, number in zip(group.global_ranks, on_rank, strict=True):
+        if number is not None:
+            return rank, number
+    name = "".join(f"[{key!r}]" for key in place)
+    raise RuntimeError(
+        f"the checkpoint was not saved: checkpoint{name} has a value on no rank; save what a "
+        f"rank has computed from its own part of the module only"
+    )

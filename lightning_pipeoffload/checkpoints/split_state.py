@@ -6,7 +6,7 @@ loads into the plain module, and into a pipeline of another size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -40,22 +40,18 @@ class SplitState:
         """Whether other ranks' parts have been left to them, for good."""
         return self._pipeline.committed
 
-    def of_module(self, whole: bool) -> dict[str, Any]:
-        """Return the state dict under the plain module's keys; other ranks' entries are shapes.
+    def of_module(self) -> dict[str, Any]:
+        """Return the state dict under the plain module's keys; other ranks' entries are shapes."""
+        return self._collector.module_state()
 
-        Args:
-            whole: Whether global rank 0 is to have all of it.
-        """
-        return self._collector.module_state(whole)
-
-    def of_optimizer(self, optimizer: Optimizer, whole: bool) -> dict[str, Any]:
-        """Return the plain optimizer's state.
+    def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
+        """Return the plain optimizer's state; what other ranks have of it is shapes, or left out.
 
         Args:
             optimizer: One of the trainer's optimizers.
-            whole: Whether global rank 0 is to have all of it; else each rank has its part.
+            by_name: Whether it is to be this rank's part, by the names of the parameters.
         """
-        collect = self._collector.optimizer_state if whole else self._collector.optimizer_part
+        collect = self._collector.optimizer_part if by_name else self._collector.optimizer_state
         return collect(optimizer, self._parameters.names_in(optimizer))
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -87,20 +83,3 @@ class SplitState:
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             load_optimizer_state(optimizer, state, names, own)
-
-    def own_places(self, fits: bool) -> Callable[[Sequence[Any]], bool]:
-        """Return a function that says which entries of a checkpoint folder this rank uses.
-
-        Args:
-            fits: Whether the optimizers' states are used too.
-        """
-        keys = self._own_keys()
-        stateful = self._pipeline.tensors.canonical_parameters().keys()
-
-        def is_own(place: Sequence[Any]) -> bool:
-            kind, *inside = place
-            if kind == "model":
-                return inside[0] in keys
-            return fits and (inside[0] != "state" or inside[1] in stateful)
-
-        return is_own

@@ -1,4 +1,4 @@
-"""Brings the parts of the module and its optimizers together on global rank 0."""
+"""Tells each rank what the others have of the module and its optimizers, without the values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.checkpoints.scattered_values import (
-    bring_values,
-    on_host,
-    shapes_of,
-)
+from lightning_pipeoffload.checkpoints.scattered_values import shapes_of
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, groups_with, plain_layout
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -18,7 +14,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
 class StateCollector:
-    """Gathers states over the ranks of one pipeline.
+    """Lists states over the ranks of one pipeline.
 
     Args:
         pipeline: This rank's part of the module.
@@ -29,20 +25,14 @@ class StateCollector:
         self._pipeline = pipeline
         self._ranks = group
 
-    def module_state(self, whole: bool) -> dict[str, Any]:
+    def module_state(self) -> dict[str, Any]:
         """Return the state dict under the plain module's keys, in its order.
 
         What this rank is not the one to write is shape-only.
-
-        Args:
-            whole: Whether global rank 0 is to have all of it.
         """
         found = self._of_all(self._part())
         place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
-        state = {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
-        if whole:
-            bring_values(state, self._ranks)
-        return state
+        return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
 
     def _part(self) -> dict[str, Any]:
         """Return the entries that this rank can write: its own, and what belongs to no stage."""
@@ -59,22 +49,20 @@ class StateCollector:
         rank = self._ranks.global_rank
         listed = self._ranks.gather(shapes_of(mine, rank))
         parts = dict(zip(self._ranks.global_ranks, listed, strict=True))
-        parts[rank] = on_host(mine) if self._ranks.is_root else mine
+        parts[rank] = mine
         found: dict[str, Any] = {}
         for writer in sorted(parts, reverse=True):
             found |= parts[writer]
         return found
 
     def optimizer_state(self, optimizer: Optimizer, names: GroupNames) -> dict[str, Any]:
-        """Return the plain optimizer's state dict; elsewhere than on global rank 0 only the groups.
+        """Return the plain optimizer's state dict; what other ranks have of it is shape-only.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
             names: The names of the whole module's parameters in each of its groups.
         """
-        states = self._of_all(self._named_state(optimizer))
-        bring_values(states, self._ranks)
-        return plain_layout(optimizer, names, states if self._ranks.is_root else {})
+        return plain_layout(optimizer, names, self._of_all(self._named_state(optimizer)))
 
     def optimizer_part(self, optimizer: Optimizer, names: GroupNames) -> dict[str, Any]:
         """Return what is this rank's to write of the plain optimizer's state, by parameter name.
@@ -83,7 +71,7 @@ class StateCollector:
             optimizer: The optimizer of this rank's parameters.
             names: The names of the whole module's parameters in each of its groups.
         """
-        state = on_host(self._named_state(optimizer))
+        state = self._named_state(optimizer)
         part: dict[str, Any] = {}
         anything = self._ranks.agree(bool(state), unanimous=False)
         if state or not anything:

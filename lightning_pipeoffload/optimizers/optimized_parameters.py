@@ -18,6 +18,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     follow_parameters,
     forget_states,
     name_groups,
+    read_states,
 )
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -74,6 +75,7 @@ class OptimizedParameters:
         self._refuse_lost_states()
         self.forget_foreign()
         for optimizer in self._optimizers():
+            read_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
 

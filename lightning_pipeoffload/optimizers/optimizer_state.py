@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.runtime.stored_tensor import read_stored
+
 GroupNames = list[list[str]]
 
 
@@ -110,10 +112,18 @@ def load_optimizer_state(
                 local[place_of[id(parameters[name])]] = state["state"][index]
         groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
     optimizer.load_state_dict({"state": local, "param_groups": groups})
+    read_states(optimizer)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def read_states(optimizer: Optimizer) -> None:
+    """Read what an optimizer has from a checkpoint and was not used yet."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            state.update({name: read_stored(value) for name, value in state.items()})
 
 
 def follow_parameters(optimizer: Optimizer) -> None:

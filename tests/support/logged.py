@@ -294,8 +294,8 @@ class Writes(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def written(num_devices: int, schedule: str = "auto") -> dict[str, torch.Tensor]:
-    """Fit :class:`Writes`; one device has the microbatches as batches that accumulate."""
+def written(num_devices: int, path: str, schedule: str = "auto") -> None:
+    """Fit and save :class:`Writes`; one device's batches are microbatches that accumulate."""
     L.seed_everything(7, verbose=False)
     trainer = L.Trainer(
         **fits.SILENT,
@@ -306,7 +306,7 @@ def written(num_devices: int, schedule: str = "auto") -> dict[str, torch.Tensor]
         enable_checkpointing=False,
     )
     trainer.fit(Writes(), fits.loader(batch_size=8 if num_devices else 2))
-    return trainer.strategy.lightning_module_state_dict()
+    trainer.save_checkpoint(path)
 
 
 class LogsEverywhere(Plain):

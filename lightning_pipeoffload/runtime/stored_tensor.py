@@ -1,0 +1,119 @@
+"""Tensors whose values are in a file still, and come when they are used.
+
+A rank goes through all of a checkpoint's entries and needs the values of few of them. Code of the
+user's in between (``on_load_checkpoint``, say) may need any, so these are no mere shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.leaves import map_operands
+
+
+class StoredTensor(Tensor):
+    """A tensor on the host that reads itself anew for each operation, and keeps nothing.
+
+    But once an operation writes to it, or makes a view to which others may write, it has a value
+    like any other tensor.
+
+    Args:
+        meta: A tensor of the same shape and dtype, on the meta device.
+        read: A function that returns the value.
+    """
+
+    _read: Callable[[], Tensor]
+    _kept: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, read: Callable[[], Tensor]) -> StoredTensor:
+        """Stand for what ``read`` returns."""
+        # Private: the one way to make a tensor that has a device but no storage.
+        made: StoredTensor = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype)
+        made._read = read
+        made._kept = None
+        return made
+
+    def value(self) -> Tensor:
+        """Return the value; who calls it does not write to it."""
+        return self._read() if self._kept is None else self._kept
+
+    def kept(self) -> Tensor:
+        """Return the value, which is this tensor's from now on."""
+        self._kept = self.value()
+        return self._kept
+
+    @property
+    def data(self) -> Tensor:
+        """The same without its part in autograd."""
+        return self.kept().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take another value."""
+        self.kept().data = value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the value as an array."""
+        return self.kept().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the value as a list."""
+        return self.value().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the value's address."""
+        return self.kept().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the value's memory."""
+        return self.kept().untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.value().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the value."""
+        return self.kept().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
+        return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on the values."""
+        arguments = func._schema.arguments
+        shared = {argument.name for argument in arguments if argument.alias_info is not None}
+        values = [
+            map_operands(partial(_value_of, kept=argument.name in shared), given)
+            for argument, given in zip(arguments, args, strict=False)
+        ]
+        options = {
+            name: map_operands(partial(_value_of, kept=name in shared), given)
+            for name, given in (kwargs or {}).items()
+        }
+        return func(*values, **options)
+
+
+def _value_of(leaf: Any, kept: bool) -> Any:
+    if not isinstance(leaf, StoredTensor):
+        return leaf
+    return leaf.kept() if kept else leaf.value()
+
+
+def read_stored(tree: Any) -> Any:
+    """Return a tree of dicts, lists and tuples with values in place of what is stored."""
+    return map_operands(partial(_value_of, kept=False), tree)
