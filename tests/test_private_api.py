@@ -72,6 +72,7 @@ USED = {
     "_sequence_nr": (torch.ones(1, requires_grad=True) * 2).grad_fn,
     "_neg_view": torch.ones(1),
     "_cdata": torch.ones(1).untyped_storage(),
+    "_checkpoint_offset": torch.UntypedStorage,
     "_backward_hooks": torch.ones(1),
     "_forward_hooks": nn.Module(),
     "_forward_pre_hooks": nn.Module(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.saving_fits import fit_from
+from tests.support.saving_fits import count_values, fit_from
 
 # As (ranks, options of the strategy); the schedule of each has other stages, and elsewhere.
 FORMS = {
@@ -67,3 +67,14 @@ def test_a_plain_fit_goes_on_within_an_epoch(ranks, tmp_path_factory, tmp_path, 
     rest = ranks(2).run(fit_from, 2, str(tmp_path), path, {}, False)[0]
     assert rest["losses"] == pytest.approx(whole["losses"][step:], rel=1e-12)
     assert rest["batches"] == whole["batches"][step:]
+
+
+@pytest.mark.parametrize("form", ["zb_h1", "folder"])
+def test_a_rank_has_and_reads_its_own_part_only(ranks, tmp_path, form):
+    expected = count_values(0, str(tmp_path / "plain.ckpt"), {})
+    size, options = FORMS[form]
+    found = ranks(size).run(count_values, size, str(tmp_path / "last.ckpt"), options)
+    assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert max(rank["received"] for rank in found) <= 2  # while the last is written
+    model, optimizer, tied = 20, 19 * 3, 3
+    assert sum(rank["read"] for rank in found) == size * model + optimizer + tied

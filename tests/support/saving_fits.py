@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import fits
 
 # folder: options of the ModelCheckpoint that writes to it
@@ -146,3 +150,60 @@ def resume(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer.fit(Changing(dropout=0.0), fits.loader(), fits.loader(), ckpt_path="last")
     record, saves = trainer.callbacks[:2]
     return {"losses": record.losses, "steps": saves.steps, "described": describe(trainer, folder)}
+
+
+class SavesFirst(L.Callback):
+    """Saves before the first step, to where the fit was resumed from."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def count_values(size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit, save, and go on with the checkpoint, which is replaced before the first step.
+
+    Returns:
+        The losses, how many tensors of other ranks were in memory at a time, and how many of the
+        checkpoint's were read.
+    """
+    received: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = [0]
+    read: list[Any] = []
+    bring, value = PipelineGroup.bring, StoredTensor.value
+
+    def bring_counted(group: PipelineGroup, leaf: Any, owner: int) -> Any:
+        found = bring(group, leaf, owner)
+        if owner != group.global_rank and group.is_root:
+            received.add(found.untyped_storage())
+            counts.append(len(received))
+        return found
+
+    def value_counted(stored: StoredTensor) -> torch.Tensor:
+        read.append(id(stored))
+        return value(stored)
+
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineGroup, "bring", bring_counted)
+        patch.setattr(StoredTensor, "value", value_counted)
+        for epochs, callbacks in ((1, []), (2, []), (3, [SavesFirst(path)])):
+            record = fits.Record()
+            trainer = L.Trainer(
+                **fits.SILENT,
+                devices=size or 1,
+                strategy=fits.strategy(size, **options),
+                max_epochs=epochs,
+                callbacks=[record, *callbacks],
+                enable_checkpointing=False,
+            )
+            L.seed_everything(7, workers=True, verbose=False)
+            module = fits.Net(dropout=0.0, tie=True)
+            trainer.fit(module, fits.loader(), ckpt_path=path if epochs > 1 else None)
+            trainer.save_checkpoint(path)
+            losses += record.losses
+            if epochs == 2:
+                num_read = len(read)
+    return {"losses": losses, "received": max(counts), "read": num_read}

@@ -1,0 +1,122 @@
+"""A checkpoint's file is written and read one tensor at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import weakref
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.checkpoints import stored_file
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO
+from lightning_pipeoffload.checkpoints.late_tensor import LateTensor
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16)
+DTYPES = (*DTYPES, torch.float8_e4m3fn)
+
+
+def raw(tensor):
+    return tensor.flatten().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)], ids=str)
+def test_what_comes_late_is_loaded_as_any_other_tensor(dtype, shape, tmp_path):
+    value = torch.randint(0, 100, shape).to(dtype)
+    late = LateTensor(value.to("meta"), lambda: value)
+    torch.save({"late": [late, late], "state_dict": {"there": value}}, tmp_path / "file.ckpt")
+    first, second = torch.load(tmp_path / "file.ckpt", weights_only=True)["late"]
+    assert (first.dtype, first.shape, raw(first)) == (dtype, value.shape, raw(value))
+    assert first.data_ptr() == second.data_ptr()
+    assert zipfile.ZipFile(tmp_path / "file.ckpt").testzip() is None
+    stored = MovingCheckpointIO().load_checkpoint(tmp_path / "file.ckpt")["state_dict"]["there"]
+    assert isinstance(stored, StoredTensor)
+    assert raw(stored.value()) == raw(value)
+
+
+def test_one_value_is_there_at_a_time():
+    alive = weakref.WeakSet()
+
+    def fetch():
+        assert len(alive) <= 1  # what was written last
+        value = torch.ones(1000)
+        alive.add(value.untyped_storage())
+        return value
+
+    tensors = [LateTensor(torch.empty(1000, device="meta"), fetch) for _ in range(5)]
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    file.seek(0)
+    assert [int(tensor.sum()) for tensor in torch.load(file)] == [1000] * 5
+
+
+def test_a_part_of_a_larger_tensor_is_written_alone():
+    whole = torch.arange(10.0)
+    file = io.BytesIO()
+    torch.save(LateTensor(torch.empty(3, device="meta"), lambda: whole[4:7]), file)
+    assert len(file.getvalue()) < 2000
+    file.seek(0)
+    assert torch.load(file).tolist() == [4, 5, 6]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint with all kinds of places, and where it is."""
+    module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1))
+    module(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    shared = torch.arange(4.0)
+    checkpoint = {
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "callbacks": {"average": {"all": shared, "part": shared[1:3]}},
+        "epoch": 3,
+    }
+    torch.save(checkpoint, tmp_path / "file.ckpt")
+    return checkpoint, tmp_path / "file.ckpt"
+
+
+def test_only_what_ranks_share_out_is_read_later(saved, monkeypatch):
+    checkpoint, path = saved
+    reads = []
+    monkeypatch.setattr(stored_file, "_fill", lambda *args: reads.append(args))
+    found = MovingCheckpointIO().load_checkpoint(path, weights_only=True)
+    assert (reads, found["epoch"]) == ([], 3)
+    assert all(isinstance(value, StoredTensor) for value in found["state_dict"].values())
+    [states] = found["optimizer_states"]
+    assert isinstance(states["state"][0]["exp_avg"], StoredTensor)
+    assert type(states["param_groups"][0]["lr"]) is torch.Tensor
+    average = found["callbacks"]["average"]
+    average["all"][1] = 7
+    assert average["part"].tolist() == [7, 2]
+
+
+def test_what_is_read_is_what_was_saved(saved):
+    checkpoint, path = saved
+    found = MovingCheckpointIO().load_checkpoint(path)
+    os.remove(path)  # what is open stays
+    weight = found["state_dict"]["weight"].value()
+    assert weight.stride() == checkpoint["state_dict"]["weight"].stride()
+    for key in ("state_dict", "optimizer_states", "callbacks"):
+        torch.testing.assert_close(found[key], checkpoint[key], rtol=0, atol=0)
+
+
+def test_a_file_of_the_old_format_is_read_at_once(saved):
+    checkpoint, path = saved
+    torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
+    found = MovingCheckpointIO().load_checkpoint(path)
+    assert type(found["state_dict"]["weight"]) is torch.Tensor
+
+
+def test_a_file_that_ends_early_is_named(saved):
+    checkpoint, path = saved
+    found = MovingCheckpointIO().load_checkpoint(path)
+    os.truncate(path, 10)
+    with pytest.raises(ValueError, match=r"file\.ckpt ends early"):
+        found["state_dict"]["weight"].value()
