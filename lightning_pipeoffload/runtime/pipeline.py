@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.cut.cut_check import (
     check_crossings,
     check_hooks,
     check_imagined,
+    check_own_backwards,
     check_shared_weights,
     check_weight_writes,
 )
@@ -274,6 +275,7 @@ class Pipeline:
             self._writes.expect_sources(drawn_before(probe, last))
             check_hooks(probe, self._chain)
             check_imagined(probe, self._chain, self.partition)
+            check_own_backwards(probe, self.partition)
             check_crossings(probe, self._chain, self.partition)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later

@@ -75,6 +75,7 @@ class Flow:
         crossings: What goes beside them.
         opened: Blocks out of which a hook or an attribute lets a value that is used behind them;
             such a block has to run shape-only where another stage has it.
+        starts_backward: Whether the step starts a backward itself, of which nothing may wait for W.
         is_certain: Whether no value had to be made up behind the blocks, which might decide to call
             them again.
     """
@@ -82,6 +83,7 @@ class Flow:
     outputs: list[BlockOutput] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
     opened: set[int] = field(default_factory=set)
+    starts_backward: bool = False
     is_certain: bool = True
 
     def __post_init__(self) -> None:

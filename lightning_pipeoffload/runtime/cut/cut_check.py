@@ -43,6 +43,31 @@ def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
             )
 
 
+def check_own_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
+    """Check that no backward that the step itself starts leads from stage to stage.
+
+    Raises:
+        ValueError: One does, or could: it would end at the cut without a word.
+    """
+    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    found = probe.own_backwards
+    leads_back = [block for block in found.crossed if stage_of[block] != stage_of[block + 1]]
+    for started in found.started:
+        stage = stage_of[started.segment]
+        if leads_back or any(stage_of.get(goal) != stage for goal in started.goals):
+            raise ValueError(_own_backward(started.line))
+    if leads_back:
+        raise ValueError(_own_backward(""))
+
+
+def _own_backward(line: str) -> str:
+    return (
+        f"the step starts a backward of its own{in_brackets(line)}, which would end where its "
+        f"stage begins, for the rest of the graph is on other stages; differentiate inside of a "
+        f"block, or with respect to what the same stage has computed, or train with one stage"
+    )
+
+
 def check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
     """Check that no block has to run, with values that are made up, where another stage has it.
 

@@ -119,6 +119,8 @@ def _unite(into: Probe, other: Probe) -> None:
         into.draws.setdefault(source, set()).update(draws)
     known = into.trained is not None and other.trained is not None
     into.trained = into.trained & other.trained if known else None  # type: ignore[operator]
+    into.own_backwards.crossed |= other.own_backwards.crossed
+    into.own_backwards.started += other.own_backwards.started
     into.flow = _unite_flows(into.flow, other.flow)
 
 
@@ -129,8 +131,13 @@ def _unite_flows(one: Flow, other: Flow) -> Flow:
         key = _key_of(crossing)
         known = crossings.get(key, crossing)
         crossings[key] = _unite_crossings(known, crossing)
-    is_certain = one.is_certain and other.is_certain
-    return Flow(outputs, list(crossings.values()), one.opened | other.opened, is_certain)
+    return Flow(
+        outputs,
+        list(crossings.values()),
+        one.opened | other.opened,
+        one.starts_backward or other.starts_backward,
+        one.is_certain and other.is_certain,
+    )
 
 
 def _unite_outputs(one: BlockOutput, other: BlockOutput) -> BlockOutput:

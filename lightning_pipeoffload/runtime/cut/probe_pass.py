@@ -72,6 +72,7 @@ class ProbePass:
             [0] * count,
             weight_writes=self._weights.writes,
             aliases=self._trace.aliases,
+            own_backwards=self._trace.own_backwards,
         )
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
@@ -198,6 +199,7 @@ class ProbePass:
         self._look(Draw(self.segment, is_in_block=False))
         self.result.made = self.watch.made()
         self.result.sized_in = self.sizes.last
+        self.result.flow.starts_backward = self.result.own_backwards.any
 
 
 class BlockReached(BaseException):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import LoggedValue
 from lightning_pipeoffload.runtime.cut.value_trace import Alias
 from lightning_pipeoffload.runtime.cut.weight_writes import WeightWrite
@@ -43,6 +44,7 @@ class Probe:
         uses: The uses of what some step writes to keep, by the id of what holds it and its name.
         trained: Names of the parameters that the loss leads back to; None: it is not known.
         imagined: Blocks that ask for values, which are made up, and the line that does so first.
+        own_backwards: What the step differentiates by itself.
         sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
     """
@@ -66,6 +68,7 @@ class Probe:
     uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
     trained: set[str] | None = None
     imagined: dict[int, str] = field(default_factory=dict)
+    own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
     sized_in: int | None = None
 
 

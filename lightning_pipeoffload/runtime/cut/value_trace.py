@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_pipeoffload.runtime.cut.backward_reach import BackwardReach, Edge
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_counter import CallCounter
 from lightning_pipeoffload.runtime.cut.crossings import Crossing, Flow, Port
+from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
@@ -76,6 +78,7 @@ class ValueTrace(CallCounter):
         super().__init__()
         self._log = log
         self.flow = Flow()
+        self.own_backwards = OwnBackwards()
         self.aliases: list[Alias] = []
         self._chain = chain
         self._block: int | None = None
@@ -94,6 +97,8 @@ class ValueTrace(CallCounter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call ``func``, look at its result and note its values."""
+        segment = self.segment if self._block is None else None
+        self.own_backwards.see(func, args, kwargs or {}, segment)
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._block is None:
             self._log.note(self.segment, func, (args, kwargs), result)
@@ -134,7 +139,7 @@ class ValueTrace(CallCounter):
             if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "birth"):
                 return leaf
             self._use(leaf)
-            inner = _Alias.apply(leaf)
+            inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
             _bear(inner, leaf.birth, index, leaf.lineage[1:])  # type: ignore[attr-defined]
             return inner
@@ -145,6 +150,7 @@ class ValueTrace(CallCounter):
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
         """Return a block's output as the step is to see it; the next segment starts."""
         origin = f"the output of {self._chain.block_name(index)}"
+        backwards = ref(self.own_backwards)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -154,7 +160,11 @@ class ValueTrace(CallCounter):
             place += 1
             # One that has a value may be part of the graph: what was written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
-            outer: Any = ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf)
+            outer: Any = (
+                ShapeOnly.like(leaf, origin)
+                if has_no_graph
+                else _Alias.apply(leaf, backwards, index)
+            )
             outer.origins = frozenset((origin,))
             birth = _Birth(index + 1, Port(index + 1, 0, place))
             _bear(outer, birth, None, getattr(leaf, "lineage", ()))
@@ -237,14 +247,18 @@ class _Alias(torch.autograd.Function):
     """Another object for the same value; no view, whose use autograd would count as its base's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> ShapeOnly:
+    def forward(ctx: Any, tensor: Tensor, backwards: Any, block: int | None) -> ShapeOnly:
+        ctx.backwards, ctx.block = backwards, block
         if not isinstance(tensor, ShapeOnly):
             return ShapeOnly.like(tensor, "")
         return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
+        found = ctx.backwards() if ctx.backwards is not None else None
+        if found is not None:  # the probe starts none: it is the step's own
+            found.cross(ctx.block)
+        return *gradients, None, None
 
 
 def _bear(tensor: Any, birth: _Birth, block: int | None, lineage: tuple[_Birth, ...] = ()) -> None:

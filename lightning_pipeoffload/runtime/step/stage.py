@@ -109,7 +109,7 @@ class StageRunner:
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
         self._keep_seen()
         with (
-            deferring(alive.queue) if keep else _NOTHING,
+            deferring(alive.queue) if keep and not microbatch.flow.starts_backward else _NOTHING,
             store.recording() if store else _NOTHING,
             self._saving() if keep else _NOTHING,
             self._watching(step, microbatch) if keep else _NOTHING,
