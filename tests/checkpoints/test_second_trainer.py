@@ -10,12 +10,13 @@ from tests.support import fits
 
 
 class Net(fits.Net):
-    """With a table in each block that no state dict has."""
+    """With tables in each block, of which no state dict has the first."""
 
     def __init__(self, **options):
         super().__init__(dropout=0.0, **options)
         for number, block in enumerate(self.blocks):
             block.register_buffer("scale", torch.tensor(1 + number / 8), persistent=False)
+            block.register_buffer("shift", torch.tensor(number, dtype=torch.int16))  # gloo has none
             block.register_forward_hook(_times_scale)
 
     def test_step(self, batch, batch_idx):
@@ -23,7 +24,7 @@ class Net(fits.Net):
 
 
 def _times_scale(block, args, output):
-    return output * block.scale
+    return output * block.scale + block.shift / 8
 
 
 def make_trainer(num_devices, max_epochs=1, **options):
@@ -107,3 +108,14 @@ def test_without_its_checkpoint_a_module_in_parts_is_refused(ranks):
     for refusal in ranks(2).run(use_without_values, 2):
         assert "of Net are on other ranks since it was trained over a pipeline" in refusal
         assert "load its checkpoint (ckpt_path=..., or load_state_dict)" in refusal
+
+
+def go_on(num_devices):
+    module, _ = train(num_devices)
+    trainer = make_trainer(num_devices, schedule="zb_v" if num_devices else None)
+    trainer.test(module, fits.loader(), verbose=False)
+    return look(trainer)
+
+
+def test_a_second_pipeline_brings_together_what_the_first_has_left(ranks):
+    assert ranks(2).run(go_on, 2) == [pytest.approx(go_on(0), rel=1e-9)] * 2
