@@ -1,4 +1,4 @@
-"""Steps that start a backward themselves: right within a stage, refused where it would cross a cut."""
+"""Steps that start a backward themselves: right within a stage, refused where it crosses a cut."""
 
 import pytest
 import torch
