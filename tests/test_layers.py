@@ -18,6 +18,7 @@ LAYERS = (
     "runtime/randomness",
     "runtime/leaves",
     "runtime/payload",
+    "runtime/in_force",
     "runtime/stored_tensor",
     "runtime/late_values",
     "runtime/microbatch",

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
-from lightning_pipeoffload.runtime.users_code.running_steps import note_end, note_start
 
 
 class Pass(Protocol):
@@ -93,6 +94,9 @@ class BlockChain:
         self._intercepting = False
 
 
+_RULES = StepRules()  # of who says no others
+
+
 class _Running:
     def __init__(self, chain: BlockChain, step_pass: Pass) -> None:
         self._chain = chain
@@ -100,11 +104,11 @@ class _Running:
 
     def __enter__(self) -> None:
         self._chain._pass = self._step_pass
-        note_start(self._step_pass)
+        IN_FORCE.begin(_RULES)
 
     def __exit__(self, *error: object) -> None:
         self._chain._pass = None
-        note_end()
+        IN_FORCE.end(_RULES)
 
 
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:

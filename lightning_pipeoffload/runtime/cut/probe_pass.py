@@ -22,14 +22,11 @@ from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import (
-    dropping_writes,
-    imagining_values,
-    observing,
-)
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
 from lightning_pipeoffload.runtime.users_code.source_watch import Draw, SourceWatch
@@ -98,9 +95,7 @@ class ProbePass:
             self.chain.running(self),
             self._weights.seeing_new(module),
             self._stripped.noting_saved(),
-            observing(self._observe),
-            dropping_writes(self._drop),
-            imagining_values(self._imagine),
+            IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop)),
             self._trace,
         )
         try:

@@ -116,6 +116,7 @@ def _in_new_memory(tensor: Tensor) -> Tensor:
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 _MOST_RESULTS = 4096
+# Of the process: a result depends on its key alone, whichever step asks.
 _results: dict[tuple[Any, ...] | None, Any] = {}
 
 

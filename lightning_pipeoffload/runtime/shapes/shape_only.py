@@ -27,11 +27,11 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     imagine,
     is_dropped,
+    is_in_step,
     tell_observers,
 )
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
 from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
-from lightning_pipeoffload.runtime.users_code.running_steps import is_any_step_running
 
 aten = torch.ops.aten
 
@@ -310,7 +310,7 @@ def _refuse_reduction(
     func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
 ) -> None:
     """Refuse in hooks what makes one number: it is used, or logged, where no line tells of it."""
-    if is_any_step_running() or not isinstance(result, ShapeOnly) or result.dim():
+    if is_in_step() or not isinstance(result, ShapeOnly) or result.dim():
         return
     is_view = func._schema.returns[0].alias_info is not None
     if not is_view and any(leaf.dim() for leaf in operands):

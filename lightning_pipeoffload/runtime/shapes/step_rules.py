@@ -6,51 +6,59 @@ are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.imagined_values import Imagined
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 
 Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
-_observers: list[Observer] = []
-_imagination: list[Callable[[], Imagined | None]] = []
-_drop_rules: list[Callable[[Tensor], bool]] = []
 
 
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Call ``observer(operation, arguments, result)`` for every operation on shape-only tensors."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+@dataclass(frozen=True)
+class StepRules:
+    """The rules of one run of a step; by themselves those of a stage.
+
+    Attributes:
+        observe: Called with each operation on shape-only tensors, its arguments and its result;
+            None: results are used, not looked at.
+        imagine: Says how to make up a value that code asks for, or that it is not; None: none is.
+        drop: Says whether a write into a real tensor is left out; None: none is. For buffers such
+            as running statistics, whose true value is on the stage that computes them.
+    """
+
+    observe: Observer | None = None
+    imagine: Callable[[], Imagined | None] | None = None
+    drop: Callable[[Tensor], bool] | None = None
+
+
+_OUTSIDE = StepRules()
+
+
+def _rules() -> StepRules:
+    return IN_FORCE.latest(StepRules) or _OUTSIDE
+
+
+def is_in_step() -> bool:
+    """Whether a step is being run, of whatever pipeline: code outside is a hook, or a script's."""
+    return IN_FORCE.latest(StepRules) is not None
 
 
 def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    """Let observers know of an operation that was run."""
-    for observe in _observers:
+    """Let who runs the step know of an operation that was run."""
+    observe = _rules().observe
+    if observe is not None:
         observe(func, args, result)
 
 
 def are_observed() -> bool:
     """Whether operations are followed, and their results not used."""
-    return bool(_observers)
-
-
-@contextmanager
-def imagining_values(imagine: Callable[[], Imagined | None]) -> Iterator[None]:
-    """Let code that asks for a value have one that is made up, if ``imagine()`` says how."""
-    _imagination.append(imagine)
-    try:
-        yield
-    finally:
-        _imagination.remove(imagine)
+    return _rules().observe is not None
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:
@@ -59,31 +67,23 @@ def imagine(operation: str, origins: frozenset[str]) -> Imagined:
     Raises:
         ValueNeededError: Nobody says how.
     """
-    for ask in _imagination:
-        imagined = ask()
-        if imagined is not None:
-            return imagined
-    raise ValueNeededError(operation, origins)
+    imagined = _imagined()
+    if imagined is None:
+        raise ValueNeededError(operation, origins)
+    return imagined
 
 
 def may_imagine() -> bool:
     """Whether values are made up here."""
-    return any(ask() for ask in _imagination)
+    return _imagined() is not None
 
 
-@contextmanager
-def dropping_writes(drop: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Leave out writes into real tensors for which ``drop(tensor)`` is true.
-
-    For buffers such as running statistics, whose true value is on the stage that computes them.
-    """
-    _drop_rules.append(drop)
-    try:
-        yield
-    finally:
-        _drop_rules.remove(drop)
+def _imagined() -> Imagined | None:
+    ask = _rules().imagine
+    return None if ask is None else ask()
 
 
 def is_dropped(written: Tensor) -> bool:
     """Whether a write into a real tensor is left out."""
-    return any(drop(written) for drop in _drop_rules)
+    drop = _rules().drop
+    return drop is not None and drop(written)

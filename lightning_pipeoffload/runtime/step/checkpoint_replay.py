@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.stage_pass import StageExit
+from lightning_pipeoffload.runtime.step.stage_pass import StageExit, StagePass
 from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
 
 # Private, both: where torch makes a checkpoint, whichever name its users have imported.
@@ -34,28 +35,17 @@ class CheckpointWatch:
 
     Attributes:
         state: What steps write.
-        place: A function that names the block that was called last, and says whether it is still
-            running.
+        step: The F, which knows the block that was called last.
         compares: Whether B's results are compared with F's.
     """
 
     state: WrittenState
-    place: Callable[[], tuple[str, bool]]
+    step: StagePass
     compares: bool
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Follow what is checkpointed inside."""
-        global _watch
-        outer, _watch = _watch, self
-        try:
-            yield
-        finally:
-            _watch = outer
-
-
-# Process-wide on purpose: autograd runs checkpoints again in threads of its own.
-_watch: CheckpointWatch | None = None
+        return IN_FORCE.during(self)
 
 
 class _Rerun:
@@ -66,7 +56,7 @@ class _Rerun:
         self._watch = watch
         self._kept = watch.state.keep()
         self._digests: list[int] = []
-        self._called_before, _ = watch.place()
+        self._called_before, _ = watch.step.place()
         self._name = ""
 
     def expect(self, output: Any) -> None:
@@ -76,7 +66,7 @@ class _Rerun:
             self._name = self._find_name()
 
     def _find_name(self) -> str:
-        called, is_running = self._watch.place()
+        called, is_running = self._watch.step.place()
         if is_running or called != self._called_before:
             return called
         return getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -131,9 +121,10 @@ def _checkpoint(
 ) -> Iterator[None]:
     """Do what torch's generator does: what comes before a checkpointed function, and after it."""
     rerun: Any = function
-    if _watch is not None:
-        rerun = _Rerun(function, _watch)
-        early_stop = early_stop and not _watch.compares
+    watch = IN_FORCE.latest(CheckpointWatch)
+    if watch is not None:
+        rerun = _Rerun(function, watch)
+        early_stop = early_stop and not watch.compares
     options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
     plain = _make_checkpoint(rerun, *options, *args, **kwargs)
     next(plain)
@@ -151,7 +142,8 @@ def _checkpoint(
 
 def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Do what torch's reentrant checkpoint does."""
-    rerun = function if _watch is None else _ReentrantRerun(function, _watch)
+    watch = IN_FORCE.latest(CheckpointWatch)
+    rerun = function if watch is None else _ReentrantRerun(function, watch)
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
 
 

@@ -185,7 +185,7 @@ class StageRunner:
         state = self._context.writes.state
         if not is_first and not state:
             return _NOTHING
-        return CheckpointWatch(state, step.place, is_first).watching()
+        return CheckpointWatch(state, step, is_first).watching()
 
     def abandon(self) -> None:
         """Keep nothing for backwards that will not come."""

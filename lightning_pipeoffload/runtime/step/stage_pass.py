@@ -25,12 +25,13 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
 from lightning_pipeoffload.runtime.shapes.awaited import give_values
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves, uncompiled
-from lightning_pipeoffload.runtime.shapes.step_rules import dropping_writes
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
@@ -200,7 +201,7 @@ class StagePass:
         if output.is_template and not self._is_open(index):
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
-        dropping = dropping_writes(lambda tensor: True)
+        dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
             found = call()
         return output if output.is_template else BlockOutput.of(found)

@@ -130,6 +130,7 @@ _KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
     "convolution": _convolution,
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
 }
+# By type of device. Of the process, as torch's dispatcher is: a kernel is there for all, or not.
 _libraries: dict[str, torch.library.Library] = {}
 
 

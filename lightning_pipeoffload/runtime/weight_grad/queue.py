@@ -26,9 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Process-wide on purpose: autograd runs backward in threads of its own, which would not see a
-# thread's or a context's variable.
-_active: WeightGradQueue | None = None
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 
 
 class Keeper(Protocol):
@@ -57,15 +55,12 @@ class WeightGradQueue:
         self.keeper = keeper
         self.flops = 0
         self._entries: list[Callable[[], None]] = []
-        self._outer: WeightGradQueue | None = None
 
     def __enter__(self) -> None:
-        global _active
-        self._outer, _active = _active, self
+        IN_FORCE.begin(self)
 
     def __exit__(self, *error: object) -> None:
-        global _active
-        _active, self._outer = self._outer, None
+        IN_FORCE.end(self)
 
     def put(self, compute: Callable[[], None], flops: int = 0) -> None:
         """Keep ``compute`` for W."""
@@ -102,7 +97,7 @@ def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
 
 def active_queue() -> WeightGradQueue | None:
     """Return where weight gradients go now; None while no split is under way."""
-    return _active
+    return IN_FORCE.latest(WeightGradQueue)
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -120,8 +115,9 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     def add() -> None:
         add_to_grad(parameter, compute())
 
-    if _active is not None and not _active.immediate:
-        _active.put(add)
+    queue = active_queue()
+    if queue is not None and not queue.immediate:
+        queue.put(add)
     else:
         with torch.no_grad():
             add()

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.step_rules import dropping_writes, observing
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
 
 
@@ -85,7 +86,7 @@ def test_full_like_keeps_its_value():
 
 def test_writes_into_chosen_tensors_are_dropped():
     running, other = torch.zeros(2), torch.zeros(2)
-    with dropping_writes(lambda tensor: tensor is running):
+    with IN_FORCE.during(StepRules(drop=lambda tensor: tensor is running)):
         running.add_(shapes(2))
         with pytest.raises(ValueNeededError):
             other.add_(shapes(2))
@@ -96,14 +97,15 @@ def test_writes_into_chosen_tensors_are_dropped():
 
 def test_running_statistics_are_not_updated_from_shapes():
     norm = torch.nn.BatchNorm1d(3)
-    with dropping_writes(lambda tensor: True):
+    with IN_FORCE.during(StepRules(drop=lambda tensor: True)):
         assert norm(shapes(2, 3)).shape == (2, 3)
     assert norm.running_mean.tolist() == [0, 0, 0]
 
 
 def test_operations_are_observed():
     seen = []
-    with observing(lambda operation, arguments, result: seen.append(operation)):
+    rules = StepRules(lambda operation, arguments, result: seen.append(operation))
+    with IN_FORCE.during(rules):
         shapes(2).exp()
     shapes(2).exp()
     assert seen == [torch.ops.aten.exp.default]
@@ -140,7 +142,7 @@ def test_results_of_the_same_shapes_are_computed_once():
 
 def test_results_that_are_observed_share_memory_only_with_what_they_view():
     weight = ShapeOnly.like(torch.ones(2, 3), "w")
-    with observing(lambda *operation: None):
+    with IN_FORCE.during(StepRules(lambda *operation: None)):
         first, second = weight.sum(1), weight.sum(1)
         moments = torch.native_layer_norm(weight, [3], None, None, 1e-5)
         view = torch.ops.aten._unsafe_view.default(first, [1, 2])  # which its schema denies
@@ -174,7 +176,7 @@ def test_an_rnn_does_not_lay_out_weights_that_are_not_there(monkeypatch):
 
 def test_a_probe_draws_no_numbers():
     found, before = shapes(2, 3), torch.get_rng_state()
-    with observing(lambda *seen: None):
+    with IN_FORCE.during(StepRules(lambda *seen: None)):
         torch.native_dropout(found, 0.5, True)
     assert torch.equal(torch.get_rng_state(), before)
     torch.native_dropout(found, 0.5, True)
