@@ -33,7 +33,7 @@ class WholeSteps:
     def __init__(self, pipeline: Pipeline, group: PipelineGroup) -> None:
         self._pipeline = pipeline
         self._group = group
-        self._call = StepCall(is_last=group.is_root)
+        self._call = StepCall(is_last=group.is_root, is_last_local=True)
 
     def run(
         self,

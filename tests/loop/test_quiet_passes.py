@@ -55,6 +55,18 @@ def test_once_for_each_microbatch(schedule, capsys):
     assert trainer.logger is logger
 
 
+class TalkingWithoutBlocks(fits.Net):
+    def predict_step(self, batch, batch_idx):
+        print("printed")  # noqa: T201
+        return self.embed(batch["x"])
+
+
+def test_a_step_that_runs_whole_prints_too(capsys):
+    trainer = L.Trainer(**fits.SILENT, strategy=fits.strategy(1), enable_checkpointing=False)
+    outputs = trainer.predict(TalkingWithoutBlocks(), fits.loader())
+    assert capsys.readouterr().out.count("printed") == len(outputs) == 5
+
+
 def test_a_step_that_fails_says_what_it_has_said(capsys):
     def step():
         with PrintQuiet():
