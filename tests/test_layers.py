@@ -28,6 +28,7 @@ LAYERS = (
     "runtime/weight_grad",
     "runtime/memory",
     "runtime/cut",
+    "runtime/making",
     "runtime/step",
     "runtime/pipeline",
     "runtime/rank_memory",

@@ -207,3 +207,21 @@ def test_torchs_mesh_can_be_made_without_groups():
 
 def test_the_launcher_has_a_method_that_starts_processes():
     assert callable(_SubprocessScriptLauncher._call_children_scripts)
+
+
+def test_what_a_hook_on_registration_returns_is_registered():
+    replaced = nn.Parameter(torch.ones(1))
+    register = nn.modules.module.register_module_parameter_registration_hook
+    handle = register(lambda module, name, parameter: replaced)
+    module = nn.Module()
+    try:
+        module.weight = nn.Parameter(torch.ones(2))
+    finally:
+        handle.remove()
+    assert module.weight is replaced
+
+
+@pytest.mark.parametrize("name", ["_apply", "_load_from_state_dict", "__deepcopy__"])
+def test_what_gives_parameters_values_has_the_name_that_is_looked_for(name):
+    assert any(name in vars(kind) for kind in (nn.Module, nn.Parameter))
+    assert "_reset_parameters" in vars(nn.MultiheadAttention)

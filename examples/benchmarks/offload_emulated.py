@@ -23,11 +23,12 @@ from torch import Tensor
 from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
 from examples.benchmarks.emulated import FEATURES, EmulatedBlock
 from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer

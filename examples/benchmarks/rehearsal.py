@@ -20,13 +20,14 @@ from torch.nn import functional
 
 from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
 from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts, measure_costs
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at

@@ -37,8 +37,8 @@ class SplitState:
 
     @property
     def is_split(self) -> bool:
-        """Whether other ranks' parts have been left to them, for good."""
-        return self._pipeline.committed
+        """Whether other ranks' parts have been left to them."""
+        return self._pipeline.is_split
 
     def of_module(self) -> dict[str, Any]:
         """Return the state dict under the plain module's keys; other ranks' entries are shapes."""

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.meeting import Meeting
 from lightning_pipeoffload.runtime.cut.lending import Lending
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
@@ -47,6 +48,7 @@ class HookForwards:
         self._meeting = meeting
         self._left = left
         self._names: dict[int, str] = {}
+        self._named: Ownership | None = None
         self._handles: list[RemovableHandle] = []
         self._outermost: nn.Module | None = None
         self._depth = 0
@@ -65,7 +67,7 @@ class HookForwards:
 
     def watch(self) -> None:
         """See the calls of modules from now on, if the module is cut."""
-        if self._pipeline.committed:
+        if self._pipeline.is_split:
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._exit, always_call=True),
@@ -106,9 +108,11 @@ class HookForwards:
 
     def _apart(self) -> dict[int, str]:
         """Return the modules by identity that need what some rank lacks, and their names."""
-        if not self._names:
+        ownership = self._pipeline.ownership
+        if self._named is not ownership:  # which the first batch may change
+            self._named = ownership
             is_everywhere = self._pipeline.tensors.is_everywhere
-            slots = self._pipeline.ownership.slots
+            slots = ownership.slots
             lacking = {id(slot.module) for slot in slots if not is_everywhere(slot.name)}
             self._names = {
                 id(module): name or type(module).__name__

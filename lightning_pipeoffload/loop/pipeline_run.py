@@ -25,15 +25,17 @@ from lightning_pipeoffload.planning.report_text import (
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
     merge_outputs,
     shape_signature,
     weigh_parts,
 )
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
@@ -53,6 +55,7 @@ class PipelineRun:
         settings: The strategy's settings.
         device: The device on which this rank computes.
         num_local_ranks: Ranks on this machine.
+        parts: The module, if it was made in parts.
 
     Attributes:
         pipeline: This rank's part of the module.
@@ -67,15 +70,16 @@ class PipelineRun:
         settings: PipelineSettings,
         device: torch.device,
         num_local_ranks: int = 1,
+        parts: PartedModule | None = None,
     ) -> None:
         cut = CutSettings(
             group.stage_ranks,
             settings.blocks,
-            settings.split,
+            settings.split if parts is None else parts.counts,
             settings.recompute,
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
         )
-        self.pipeline = Pipeline(module, group.rank, cut, device)
+        self.pipeline = Pipeline(module, group.rank, cut, device, parts)
         self.executor = Executor(
             group.rank,
             self.pipeline.stages,
@@ -84,10 +88,8 @@ class PipelineRun:
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
         )
         self.measurements = Measurements(self.executor, self.pipeline, group)
-        self._on_accelerator = device.type != "cpu"
-        self._training = TrainingPlan(
-            settings, group.num_ranks, self.executor, self._on_accelerator
-        )
+        self._on_accelerator = is_accelerator = device.type != "cpu"
+        self._training = TrainingPlan(settings, group.num_ranks, self.executor, is_accelerator)
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group

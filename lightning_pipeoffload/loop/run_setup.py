@@ -9,7 +9,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.checkpoints.whole_again import make_whole
 from lightning_pipeoffload.hooks.end_hooks import EndHooks
@@ -24,6 +23,7 @@ from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_
 from lightning_pipeoffload.loop.joint_stop import JointStop
 from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
 from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_scale
+from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
 from lightning_pipeoffload.loop.step_calls import UsersSteps
@@ -43,15 +43,14 @@ from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
-    *("_hook_forwards", "_end_hooks", "_gradient_hooks", "_local_metrics"),
+    *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_local_metrics"),
     *("_requeue", "_stop", "_arrivals"),
 })  # fmt: skip
 
 
-class RunSetup(CheckpointHooks):
+class RunSetup(ModelInParts):
     """Brings a trainer and a module together with the pipeline that runs them."""
 
-    _run: PipelineRun | None = None
     _steps: UsersSteps
     backward_of_batch: BatchBackward
     _local_metrics: LocalMetrics | None = None
@@ -62,7 +61,6 @@ class RunSetup(CheckpointHooks):
     _hook_forwards: HookForwards | None = None
     _stop: JointStop | None = None
     _arrivals: Arrivals | None = None
-    _copies: ModuleCopies | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
@@ -140,7 +138,7 @@ class RunSetup(CheckpointHooks):
     def _described(self, trainer: Trainer) -> dict[str, str]:
         described = describe_trainer(trainer)
         described["the strategy's save_distributed_checkpoint"] = str(self._saves_folder)
-        if not self._is_split:  # training goes on with what each rank has written
+        if not self.run.pipeline.committed:  # training goes on with what each rank has written
             described |= describe_module(self._module)
         return described | describe_optimizers(
             self.optimizers, self._parameters.names, self.lr_scheduler_configs
@@ -170,12 +168,18 @@ class RunSetup(CheckpointHooks):
         if self._run is not None and self._run.pipeline.module is self._module:
             self._run.pipeline.attach()
         else:
-            make_whole(self._module, self.group)
+            if self._blueprint is None:
+                make_whole(self._module, self.group)
+            self._run = PipelineRun(
+                self._module,
+                self.group,
+                self.settings,
+                self.root_device,
+                self.num_processes,
+                self._take_parts(),
+            )
             if self._copies is not None:
                 self._copies.follow()
-            self._run = PipelineRun(
-                self._module, self.group, self.settings, self.root_device, self.num_processes
-            )
             self._parameters = OptimizedParameters(
                 self._run.pipeline, self.group, lambda: self.optimizers
             )

@@ -35,7 +35,7 @@ class StepHooks(RunSetup):
             inputs = self._steps.inputs("training_step", args, kwargs)
             slices = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
-            if not self._is_split:
+            if not self.run.pipeline.committed:
                 self._parameters.leave_foreign()
                 self._leave_copies()
                 self.run.begin_training(accumulation)

@@ -22,6 +22,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
 )
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 
 
 class OptimizedParameters:
@@ -47,10 +48,12 @@ class OptimizedParameters:
     @property
     def names(self) -> list[GroupNames]:
         """Names of the whole module's parameters in each group of each optimizer."""
+        self._adopt()
         return name_groups(self._optimizers(), self._pipeline.module)
 
     def names_in(self, optimizer: Optimizer) -> GroupNames:
         """Return the names in each group of one of the trainer's optimizers."""
+        self._adopt()
         return name_groups([optimizer], self._pipeline.module)[0]
 
     def named(self) -> list[tuple[Optimizer, GroupNames]]:
@@ -70,6 +73,7 @@ class OptimizedParameters:
     def leave_foreign(self) -> None:
         """Leave what other ranks own to them, for good; called before the first training step."""
         names = self.names
+        self._bring_states()
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
@@ -78,6 +82,22 @@ class OptimizedParameters:
             read_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 follow_parameters(optimizer)
+
+    def _adopt(self) -> None:
+        """Have in the groups what the first batch has brought to this rank."""
+        for narrowed in self._narrowed:
+            narrowed.adopt()
+
+    def _bring_states(self) -> None:
+        """Let the states of parameters follow these to other ranks."""
+        parts = self._pipeline.parts
+        for name, source in parts.moved.items() if parts is not None else ():
+            parameter = self._pipeline.module.get_parameter(name)
+            for optimizer in self._optimizers():
+                state = optimizer.state.get(parameter)
+                state = self._group.broadcast(state, self._group.global_ranks[source])
+                if state and not isinstance(parameter, ForeignTensor):
+                    optimizer.state[parameter] = state
 
     def forget_foreign(self) -> None:
         """Let the optimizers forget what they know of what other ranks own."""

@@ -9,8 +9,7 @@ parameter elsewhere.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from lightning_pipeoffload.runtime.cut.cut_check import (
     check_shared_weights,
     check_weight_writes,
 )
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.cut.draw_check import (
     DrawCheck,
     check_mixed_writes,
@@ -48,9 +48,10 @@ from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
 from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
 from lightning_pipeoffload.runtime.cut.use_check import UseCheck
+from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
@@ -64,25 +65,6 @@ from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_ker
 from lightning_pipeoffload.schedule import Costs
 
 
-@dataclass(frozen=True)
-class CutSettings:
-    """How to cut.
-
-    Attributes:
-        stage_ranks: The pipeline rank of each stage.
-        blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
-        split: See :func:`.partition.cut`.
-        recompute: See :class:`.stage_pass.StageContext`.
-        global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
-    """
-
-    stage_ranks: tuple[int, ...]
-    blocks: str | Sequence[str] | None = None
-    split: str | Sequence[int] = "auto"
-    recompute: str = "none"
-    global_ranks: tuple[int, ...] = ()
-
-
 class Pipeline:
     """The stages of one rank.
 
@@ -91,8 +73,10 @@ class Pipeline:
         rank: This rank in the pipeline.
         settings: How to cut.
         device: Where the stages compute.
+        parts: The module, if it was made in parts.
 
     Attributes:
+        parts: The module in parts, if it was made so.
         tensors: Parameters and buffers by name.
         probes: What was seen of the steps.
         gradient_age: The age of the gradients of what other ranks own.
@@ -104,7 +88,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, module: nn.Module, rank: int, settings: CutSettings, device: torch.device
+        self,
+        module: nn.Module,
+        rank: int,
+        settings: CutSettings,
+        device: torch.device,
+        parts: PartedModule | None = None,
     ) -> None:
         self.module = module
         self.rank = rank
@@ -122,17 +111,29 @@ class Pipeline:
         self._segments: dict[str, set[int]] = {}
         self._shared_weights: list[SharedWeight] = []
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
-        no_costs = SegmentCosts((), (), (), ())
         # A split that cannot be is refused here, before anything runs.
-        cut(self._chain, no_costs, settings.stage_ranks, self._split_to_check())
-        self._parameters = list(module.parameters())
+        split = "even" if settings.split == "auto" else settings.split
+        cut(self._chain, SegmentCosts((), (), (), ()), settings.stage_ranks, split)
         self._trained: list[bool] = []
         self.trained_digest = 0
         self.drawn = SourceDigest()
+        self.parts = parts
+        self._know_parameters()
+        if parts is not None:
+            self._own(parts.owners)
+            self._leave_foreign()
+        self.attach()
+
+    def _know_parameters(self) -> None:
+        self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
-        mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self._chain)
-        self.attach()
+        mark_slots(((slot, slot.tensor) for slot in find_slots(self.module)), self._chain)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether what other ranks own is there as shapes."""
+        return self.committed or self.parts is not None
 
     @property
     def is_in_step(self) -> bool:
@@ -194,9 +195,9 @@ class Pipeline:
         """
 
         def fetch(slot: Slot) -> Tensor:
-            if self.committed and self.tensors.is_everywhere(slot.name):
+            if self.is_split and self.tensors.is_everywhere(slot.name):
                 return slot.tensor
-            source = self.tensors.owner_of_slot(slot.name) if self.committed else None
+            source = self.tensors.owner_of_slot(slot.name) if self.is_split else None
             return send(slot.tensor, source)
 
         return Lending(self.module, self._chain, fetch, seed, part)
@@ -207,8 +208,10 @@ class Pipeline:
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
         }
-        ranks = self._settings.global_ranks or self._settings.stage_ranks
-        self.ownership.drop_foreign(self.gradient_age, ranks)
+        self._leave_foreign()
+
+    def _leave_foreign(self) -> None:
+        self.ownership.drop_foreign(self.gradient_age, self._settings.places)
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:
@@ -239,7 +242,7 @@ class Pipeline:
             self._absent = None
         self._chain.intercept()
         if self.stages:
-            self._move()
+            self.ownership.move()
         weight_grad_kernels.install_kernels(self.device.type)
         install_replay()
         install_draws()
@@ -247,14 +250,11 @@ class Pipeline:
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self._chain.release()
-        if self.committed and self._absent is None:
+        if self.is_split and self._absent is None:
             self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
         remove_replay()
         remove_draws()
-
-    def _split_to_check(self) -> str | Sequence[int]:
-        return "even" if self._settings.split == "auto" else self._settings.split
 
     def _take_in(self, probe: Probe) -> None:
         """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
@@ -316,23 +316,23 @@ class Pipeline:
             name: frozenset(s.index for s in self.partition if s.segments & segments)
             for name, segments in self._segments.items()
         }
-        self.tensors.ownership = Ownership(
-            self.module, self._chain, owners, self.local_stages, self.device
-        )
+        if self.parts is not None:
+            self.parts.bring(owners, self.tensors)
+            self._know_parameters()
+        self._own(owners)
         self._shared_weights = self.tensors.on_several_stages()
-        self._move()
-        count = len(self.partition)
+        self.ownership.move()
         for index in self.local_stages:
             context = StageContext(
-                self.partition[index], count, self._chain, self.ownership, self._writes,
-                self._settings.recompute,
+                self.partition[index], len(self.partition), self._chain, self.ownership,
+                self._writes, self._settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 
-    def _move(self) -> None:
-        for slot in self.ownership.slots:
-            if self.ownership.is_local(slot.name) or isinstance(slot.tensor, ForeignTensor):
-                slot.tensor.data = slot.tensor.data.to(self.device)
+    def _own(self, owners: Mapping[str, frozenset[int]]) -> None:
+        self.tensors.ownership = Ownership(
+            self.module, self._chain, owners, self.local_stages, self.device
+        )
 
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""

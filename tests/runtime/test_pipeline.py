@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import merge_outputs, split_batch
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import build, keep_microbatches, lower
@@ -253,7 +255,7 @@ def test_every_rank_writes_a_buffer_of_all():
 
 def test_what_a_rank_does_not_have_seems_to_be_on_its_device(monkeypatch):
     monkeypatch.setattr(weight_grad_kernels, "install_kernels", lambda device_type: None)
-    monkeypatch.setattr(Pipeline, "_move", lambda pipeline: None)
+    monkeypatch.setattr(Ownership, "move", lambda ownership: None)
     module, elsewhere, seen = Regression(linear_blocks(2)), torch.device("meta"), []
 
     def step(part):

@@ -17,11 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.runtime import transport as transport_module
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure import hop_speed
 from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer

@@ -31,7 +31,16 @@ class ModuleCopies:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._memos: list[dict[int, Any]] = []
-        for part in module.modules():
+        self.resume()
+
+    def pause(self) -> None:
+        """Note no copies for a while: the module is being made, maybe of copies of its parts."""
+        for part in self._module.modules():
+            part.__dict__.pop(_MARK, None)
+
+    def resume(self) -> None:
+        """Note copies of all the parts that the module has by now."""
+        for part in self._module.modules():
             part.__dict__[_MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:

@@ -117,6 +117,14 @@ class NamedTensors:
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
+    def parameter_names(self) -> list[list[str]]:
+        """List the names of each parameter, in the same order on every rank."""
+        found: dict[int, list[str]] = {}
+        for name, identity in self.identity.items():
+            if name in self.trainable:
+                found.setdefault(identity, []).append(name)
+        return list(found.values())
+
     def owner_of_slot(self, name: str) -> int:
         """Return the rank whose value of a parameter or buffer counts."""
         return self._stage_ranks[max(self.ownership.owners[name])]

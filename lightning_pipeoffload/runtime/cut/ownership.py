@@ -91,6 +91,12 @@ class Ownership:
         """Return what this rank owns, by name."""
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
+    def move(self) -> None:
+        """Bring what this rank owns to where it computes; what it has the shape of says so too."""
+        for slot in self.slots:
+            if self.is_local(slot.name) or isinstance(slot.tensor, ForeignTensor):
+                slot.tensor.data = slot.tensor.data.to(self._device)
+
     def drop_foreign(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
         """Let what other ranks own be shapes, in all views; a tied weight under all its names.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
@@ -65,6 +65,31 @@ def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> Segmen
         if slot.kind == "_parameters":
             parameters[min(segments[slot.name])] += slot.tensor.numel()
     return SegmentCosts(tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters))
+
+
+def costs_by_size(
+    module: nn.Module, chain: BlockChain, segments: Mapping[str, set[int]]
+) -> SegmentCosts:
+    """Estimate each segment's work before any step has run: by the sizes of what it multiplies.
+
+    Rows that an embedding looks up are no work; tied to a head, they are the head's.
+
+    Args:
+        module: the user's.
+        chain: its blocks.
+        segments: that have each parameter.
+    """
+    parameters = [0] * (len(chain) + 1)
+    sizes = [0] * (len(chain) + 1)
+    for slot in find_slots(module):
+        if slot.kind == "_parameters":
+            segment = min(segments[slot.name])
+            parameters[segment] += slot.tensor.numel()
+            if not isinstance(slot.module, nn.Embedding | nn.EmbeddingBag):
+                sizes[segment] += slot.tensor.numel()
+    unit = sum(sizes[: len(chain)]) / len(chain) or 1.0
+    work = tuple(size / unit for size in sizes)
+    return SegmentCosts(work, work, work, tuple(parameters))
 
 
 def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[str, set[int]]:

@@ -208,7 +208,7 @@ def _is_long(value: Any) -> bool:
 def _parts(value: Any, is_shared: bool) -> Iterable[tuple[Any, Any]]:
     """Return what is one step from a value, each with what it is called there."""
     if isinstance(value, dict):
-        return value.items()
+        return dict.items(value)  # a library's own might load what it holds only then
     if isinstance(value, (list, tuple, deque)):
         return enumerate(value)
     if isinstance(value, CellType):

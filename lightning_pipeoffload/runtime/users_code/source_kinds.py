@@ -159,7 +159,7 @@ def _write_list(container: Any, state: Parts) -> None:
 
 
 def _read_dict(container: dict[Any, Any]) -> Parts:
-    return Parts(part for item in container.items() for part in item)
+    return Parts(part for item in dict.items(container) for part in item)
 
 
 def _write_dict(container: dict[Any, Any], state: Parts) -> None:

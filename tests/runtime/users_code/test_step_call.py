@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.pipeline import CutSettings, Pipeline
+from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer

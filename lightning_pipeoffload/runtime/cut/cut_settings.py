@@ -1,0 +1,30 @@
+"""How a module is to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CutSettings:
+    """How to cut.
+
+    Attributes:
+        stage_ranks: The pipeline rank of each stage.
+        blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
+        split: See :func:`.partition.cut`.
+        recompute: See :class:`.stage_pass.StageContext`.
+        global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
+    """
+
+    stage_ranks: tuple[int, ...]
+    blocks: str | Sequence[str] | None = None
+    split: str | Sequence[int] = "auto"
+    recompute: str = "none"
+    global_ranks: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of each stage, as messages name it."""
+        return self.global_ranks or self.stage_ranks

@@ -1,0 +1,102 @@
+"""What parameters get their values from while a module is made: which others, which function."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
+from lightning_pipeoffload.runtime.shapes.foreign_draws import draws_by_shape
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    memory_of,
+    shape_only_leaves,
+    written_arguments,
+)
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+
+AS_MADE = "as made"
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parents[1]
+_WRITERS_OF_TORCH = {"_reset_parameters", "_load_from_state_dict"}
+_SAME = {"_load_from_state_dict": "load_state_dict"}
+
+
+class Derivations:
+    """Follows the writes into parameters, which have no values yet.
+
+    Attributes:
+        sources: Of each parameter that was written, by its place in the order of appearance: the
+            origins of what was written.
+        writers: The function that wrote each last.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[int, set[str]] = defaultdict(set)
+        self.writers: dict[int, str] = {}
+        self._memories: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # an address is another's once its owner is gone
+
+    def add(self, index: int, shape: ParameterShape) -> None:
+        """Follow the writes into a parameter."""
+        self._memories[memory_of(shape)] = index
+        self._kept.append(shape.meta)
+
+    def derive(self, index: int, origins: Iterable[str]) -> None:
+        """Note that a parameter was made from others."""
+        self.sources[index].update(origins)
+
+    def see(self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """Note what an operation writes.
+
+        Raises:
+            ValueNeededError: Nobody knows how many numbers it draws.
+        """
+        if not draws_by_shape(func):
+            found = shape_only_leaves(args)
+            origins = frozenset[str]().union(*(leaf.origins for leaf in found))
+            raise ValueNeededError(f"{func.overloadpacket.__name__}()", origins)
+        for written in shape_only_leaves(list(written_arguments(func, args))):
+            index = self._memories.get(memory_of(written))
+            if index is not None:
+                self._note(index, args)
+
+    def see_data(self, shape: ParameterShape, index: int, value: Tensor) -> None:
+        """Note that a parameter was given another tensor's value."""
+        self.add(index, shape)
+        self._note(index, value)
+
+    def _note(self, index: int, written: Any) -> None:
+        writer = _writer()
+        if writer is not None:
+            self.writers[index] = writer
+        for leaf in shape_only_leaves(written):
+            self.derive(index, leaf.origins)
+
+
+def _writer() -> str | None:
+    """Name the function that is writing a parameter; None: it is only converted."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_passed_over(frame):
+        if frame.f_code.co_name == "_apply":  # private: how a module goes to a dtype or device
+            return None
+        frame = frame.f_back
+    name = AS_MADE if frame is None else frame.f_code.co_name
+    return _SAME.get(name, name)
+
+
+def _is_passed_over(frame: FrameType) -> bool:
+    path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+    if _TORCH in path.parents:
+        is_inner = name.startswith("_") and name not in _WRITERS_OF_TORCH
+        return is_inner or _TORCH / "nn" not in path.parents or path.name == "init.py"
+    if name == "__torch_function__":  # of a mode, in which Lightning makes modules
+        return True
+    is_of_transformers = path.parts[-2:] == ("transformers", "initialization.py")
+    return is_of_transformers or _OURS in path.parents

@@ -1,0 +1,85 @@
+"""A module that was made in parts, until the first batch has shown which stage uses what.
+
+A weight that a step uses on another stage than its place among the layers tells, as that of an
+embedding which the head multiplies by, goes there then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.absent_values import make_real
+from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors
+from lightning_pipeoffload.runtime.making.blueprint import Blueprint
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+Fetch = Callable[[Tensor, int | None], Tensor]
+
+
+class PartedModule:
+    """Who has which parameter.
+
+    Args:
+        module: The user's, whose other parts are shapes on this rank.
+        blueprint: Of which it was made.
+        stage_ranks: The rank of each stage.
+        rank: This one.
+        fetch: Returns a tensor as a rank of the pipeline has it; all ranks call it.
+
+    Attributes:
+        counts: The number of blocks of each stage.
+        owners: The stages that have each parameter and buffer, by name.
+        values: What gave each parameter its value, by name.
+        moved: Names of the parameters that more ranks have since, and the rank they had it from.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        stage_ranks: Sequence[int],
+        rank: int,
+        fetch: Fetch,
+    ) -> None:
+        self._module = module
+        self._stage_ranks = stage_ranks
+        self._rank = rank
+        self._fetch = fetch
+        everywhere = frozenset(range(len(stage_ranks)))  # what a hook has added since
+        found = blueprint.owners
+        self.owners = {slot.name: found.get(slot.name, everywhere) for slot in find_slots(module)}
+        self.counts = blueprint.counts
+        self.values = blueprint.values
+        self._ranks: dict[str, set[int]] = {}
+        self.moved: dict[str, int] = {}
+
+    @torch.no_grad()
+    def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:
+        """Give ranks the parameters of which a step has shown that they need them.
+
+        Args:
+            owners: The stages that need each.
+            tensors: The module's.
+        """
+        slots = {slot.name: slot for slot in find_slots(self._module)}
+        for names in tensors.parameter_names():
+            have = self._ranks.setdefault(names[0], self._ranks_of(names, self.owners))
+            missing = self._ranks_of(names, owners) - have
+            if missing:
+                source = self.moved[names[0]] = min(have)
+                value = self._fetch(slots[names[0]].tensor, source)
+                have |= missing
+                if self._rank in missing:
+                    _fill([slots[name] for name in names], value)
+
+    def _ranks_of(self, names: Collection[str], owners: Mapping[str, frozenset[int]]) -> set[int]:
+        return {self._stage_ranks[stage] for name in names for stage in owners[name]}
+
+
+def _fill(slots: Sequence[Slot], value: Tensor) -> None:
+    made: dict[int, Tensor] = {}
+    for slot in slots:
+        make_real(slot, made).copy_(value)

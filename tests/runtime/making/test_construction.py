@@ -1,0 +1,295 @@
+"""A module made in parts has the plain module's weights to the bit, and draws what it draws."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from tests.support.built_in_parts import (
+    Later,
+    assert_made_alike,
+    make_part,
+    stage_ranks_of,
+)
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def hugging_face(config, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+def llama(tied=False, **options):
+    from transformers import LlamaConfig
+
+    return hugging_face(LlamaConfig(**SIZES, tie_word_embeddings=tied), **options)
+
+
+def qwen2():
+    from transformers import Qwen2Config
+
+    return hugging_face(Qwen2Config(**SIZES, tie_word_embeddings=True))
+
+
+def mixtral():
+    from transformers import MixtralConfig
+
+    return hugging_face(MixtralConfig(**SIZES, num_local_experts=3))
+
+
+def gpt2():
+    from transformers import GPT2Config
+
+    return hugging_face(GPT2Config(vocab_size=37, n_embd=16, n_layer=8, n_head=2, n_positions=16))
+
+
+def gpt(tied=False):
+    return GPT(vocab_size=33, context=8, width=12, depth=8, heads=2, tie_weights=tied)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ranks", "schedule"),
+    [
+        (gpt, 4, "1f1b"),
+        (lambda: gpt(tied=True), 2, "zb_v"),
+        (llama, 4, "zb_v"),
+        (lambda: llama(tied=True), 2, "1f1b"),
+        (lambda: llama(dtype=torch.bfloat16), 1, "zb_v"),
+        (gpt2, 4, "1f1b"),
+        (qwen2, 2, "zb_v"),
+        (mixtral, 4, "1f1b"),
+    ],
+    ids=["gpt", "gpt tied", "llama", "llama tied", "llama bf16", "gpt2", "qwen2", "mixtral"],
+)
+def test_families_are_the_plain_modules(make, num_ranks, schedule):
+    assert_made_alike(make, stage_ranks_of(schedule, num_ranks))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.drawn = nn.Parameter(torch.randn(width, width))
+        self.register_buffer("table", torch.randn(3))
+
+
+class Net(nn.Module):
+    def __init__(self, change=None, block=Block, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(17, width, padding_idx=0)
+        self.layers = nn.ModuleList(block(width) for _ in range(6))
+        self.head = nn.Linear(width, 17)
+        if change is not None:
+            change(self)
+
+
+def matrices(net):
+    return [p for p in net.parameters() if p.dim() > 1]
+
+
+def initialize(net):
+    for depth, layer in enumerate(net.layers):
+        nn.init.orthogonal_(layer.linear.weight)
+        nn.init.trunc_normal_(layer.drawn, std=0.5 / (depth + 1), a=-0.4, b=0.4)
+    nn.init.sparse_(net.head.weight, 0.3)
+    net.head.bias.data.exponential_()
+
+
+def draw_elsewhere(net):
+    for p in net.parameters():
+        p.data = torch.from_numpy(np.random.randn(*p.shape)).float() * random.random()
+
+
+def add_to_values(net):
+    for p in net.parameters():
+        p.data += torch.randn_like(p)
+        p.data.div_(p.data.norm() + 1)
+
+
+def copy_values(net):
+    net.head.weight.data.copy_(net.embed.weight.data)
+    net.layers[4].drawn.data[:, :4] = net.layers[0].drawn.data[:, 4:]
+    net.layers[5].linear.load_state_dict(net.layers[1].linear.state_dict())
+
+
+def keep_values(net):
+    net.register_buffer("scale", net.layers[3].linear.weight.std())
+    net.head.weight.data *= float(net.layers[0].linear.weight.detach().std())
+
+
+def copy_modules(net):
+    net.target = copy.deepcopy(net.head).requires_grad_(False)
+    net.other = nn.Parameter(net.embed.weight.detach().clone())
+
+
+def normalize(net):
+    for layer in net.layers:
+        layer.linear = nn.utils.parametrizations.weight_norm(layer.linear)
+
+
+def share_values(net):
+    weight = nn.Parameter(torch.randn(8, 8))
+    net.first, net.second = weight, weight
+    nn.init.normal_(weight)
+    for layer in net.layers[1:]:
+        layer.drawn = net.layers[0].drawn
+
+
+def convert(net):
+    net.double()
+    net.layers[1].to(torch.bfloat16)
+    net.embed.requires_grad_(False)
+
+
+def exchange(net):
+    del net.layers[-1]
+    net.layers.append(Block(8))
+    net.layers = nn.ModuleList(reversed(net.layers))
+
+
+def seed_inside(net):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        nn.init.normal_(net.head.weight)
+    nn.init.normal_(net.embed.weight, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(initialize, draw_elsewhere, add_to_values, copy_values, keep_values, copy_modules),
+        *(normalize, share_values, convert, exchange, seed_inside),
+    ],
+)
+def test_whatever_gives_values_gives_the_same(change):
+    assert_made_alike(lambda: Net(change), [0, 1, 2])
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.lstm = nn.LSTM(width, width)
+        self.attention = nn.MultiheadAttention(width, 2)
+        self.norm = nn.BatchNorm1d(width)
+
+
+def clones():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, norm_first=True), 6)
+
+
+def materialized():
+    with torch.device("meta"):
+        net = Net()
+    net.to_empty(device="cpu")
+    for part in net.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+        elif isinstance(part, Block):
+            nn.init.normal_(part.drawn)
+            part.table.zero_()
+    return net
+
+
+@pytest.mark.parametrize(
+    "make",
+    [clones, materialized, lambda: Net(block=Recurrent)],
+    ids=["clones", "meta", "recurrent"],
+)
+def test_torchs_own_modules_are_made_alike(make):
+    assert_made_alike(make, [0, 1, 2])
+
+
+def test_a_large_parameter_is_drawn_in_pieces():
+    # More than two pieces of 2**20 numbers, and no multiple of 16.
+    def make():
+        blocks = [nn.Linear(5, 5) for _ in range(3)]
+        blocks[0].large = nn.Parameter(nn.init.uniform_(torch.empty(3)))
+        blocks[0].large = nn.Parameter(torch.empty(2**21 + 2**20 + 7))
+        nn.init.normal_(blocks[0].large)
+        nn.init.uniform_(blocks[0].large)
+        return nn.Sequential(*blocks)
+
+    assert_made_alike(make, [0, 1, 2])
+
+
+def test_a_rank_has_its_part_and_what_gave_it_its_values():
+    module, blueprint = make_part(lambda: Net(copy_values), [0, 1, 2], rank=1)
+    real = {s.name for s in find_slots(module) if not isinstance(s.tensor, ForeignTensor)}
+    assert blueprint.counts == [2, 3, 1]
+    assert {name.split(".")[2] for name in real if "linear" in name} == {"2", "3", "4"}
+    assert sum("table" in name for name in real) == 6
+    assert blueprint.values["model.layers.0.linear.weight"] == "reset_parameters"
+    assert blueprint.values["model.head.weight"] == "copy_values"
+    assert blueprint.values["model.layers.0.drawn"] == "as made"
+    assert blueprint.values["model.layers.5.linear.weight"] == "load_state_dict"
+
+
+def test_a_generator_of_the_users_goes_on_as_in_the_plain_module():
+    generator = torch.Generator()
+
+    def make():
+        generator.manual_seed(3)
+        return Net(lambda net: [nn.init.normal_(p, generator=generator) for p in matrices(net)])
+
+    assert_made_alike(make, [0, 1, 2])
+
+
+class FromPretrained(nn.Module):
+    @classmethod
+    def from_pretrained(cls):
+        return Net()
+
+
+def test_from_pretrained_is_refused():
+    with pytest.raises(ValueError, match=r"load_weights\(self, path\)") as refusal:
+        make_part(FromPretrained.from_pretrained, [0, 1], rank=0)
+    assert "return FromPretrained" not in str(refusal.value)
+    assert __file__ in str(refusal.value)
+
+
+def test_what_depends_on_a_clock_is_refused():
+    made = []
+
+    def make():
+        made.append(1)
+        return Net(width=7 + len(made))
+
+    with pytest.raises(ValueError, match="has not made the same parameters: weight of Embedding"):
+        make_part(make, [0, 1], rank=0)
+
+
+def test_what_reads_all_values_is_made_whole(caplog):
+    from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
+
+    module = Later(lambda: Net(lambda net: [p.sum().item() for p in net.parameters()]))
+    assert draw_blueprint(module, module.configure_model, [0, 1]) is None
+    assert "reads the values of many parameters" in caplog.text
+    assert module.model is None
+
+
+def test_what_makes_no_parameters_is_left_alone():
+    from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
+
+    module = Later(Net)
+    module.configure_model()
+    before = {slot.name: slot.tensor for slot in find_slots(module)}
+    assert draw_blueprint(module, module.configure_model, [0, 1]) is None
+    assert all(slot.tensor is before[slot.name] for slot in find_slots(module))
