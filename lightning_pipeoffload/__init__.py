@@ -7,12 +7,20 @@ schedule, ``"pipeoffload_zb_h1"`` for instance.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
+from lightning_pipeoffload.checkpoints.load_weights import load_weights
+from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __version__ = "0.1.0"
-__all__ = ["MemoryPicture", "PipeOffloadStrategy", "defer_weight_grad"]
+__all__ = [
+    "MemoryPicture",
+    "PipeOffloadStrategy",
+    "defer_weight_grad",
+    "load_weights",
+    "save_pretrained",
+]
 
 StrategyRegistry.register(
     "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"

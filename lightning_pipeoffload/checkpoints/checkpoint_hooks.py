@@ -25,7 +25,11 @@ from lightning_pipeoffload.checkpoints.folder import (
 from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.optimizer_state import name_optimizer_state, read_states
+from lightning_pipeoffload.optimizers.optimizer_state import (
+    name_optimizer_state,
+    number_optimizer_state,
+    read_states,
+)
 from lightning_pipeoffload.processes.processes import PipelineProcesses
 
 _SEED = "pipeoffload_seed"
@@ -153,5 +157,5 @@ class CheckpointHooks(PipelineProcesses):
             self._split.load_optimizers(states)
             return
         # What this rank keeps of it is read, and follows the parameters, when the module is split.
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+            optimizer.load_state_dict(number_optimizer_state(state, names))

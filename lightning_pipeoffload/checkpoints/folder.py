@@ -119,9 +119,9 @@ def read_checkpoint_folder(
     Raises:
         ValueError: The folder's ``.metadata`` is not that of a checkpoint.
     """
-    kinds = ("model", "optimizer_") if fits else ("model",)
-    saved = StoredFolder(path, weights_only).load(kinds)
-    checkpoint = {**rest, "state_dict": saved.pop("model")}
+    weights = ("model", "state_dict")  # the second in ModelParallelStrategy's folders
+    saved = StoredFolder(path, weights_only).load((*weights, "optimizer_") if fits else weights)
+    checkpoint = {**rest, "state_dict": saved.pop(next(key for key in weights if key in saved))}
     if saved:
         checkpoint["optimizer_states"] = [
             {"state": {}, **saved[f"optimizer_{n}"]} for n in range(len(saved))

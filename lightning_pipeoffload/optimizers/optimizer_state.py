@@ -78,6 +78,44 @@ def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[st
     }
 
 
+def number_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
+    """Return a state dict with numbers in place of the parameters' names, as the plain one has.
+
+    Args:
+        state: An optimizer's state dict, by number or by name in whatever order.
+        names: The names of the parameters in each group.
+
+    Raises:
+        ValueError: The state is of other parameters.
+    """
+    groups = state["param_groups"]
+    _check_sizes(state, names)
+    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+        return dict(state)
+    for group, own in zip(groups, names, strict=True):
+        others = set(group["params"]) - set(own)
+        if others:
+            raise ValueError(
+                f"the checkpoint's optimizer has {sorted(others)[0]} in a group where this one has "
+                f"{own[0]}; resume with the same configure_optimizers"
+            )
+    place_of = {name: place for place, name in enumerate(name for own in names for name in own)}
+    numbers = [[place_of[name] for name in own] for own in names]
+    return {
+        "state": {place_of[name]: entry for name, entry in state["state"].items()},
+        "param_groups": groups_with(groups, numbers),
+    }
+
+
+def _check_sizes(state: Mapping[str, Any], names: GroupNames) -> None:
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != [len(group) for group in names]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"{[len(group) for group in names]}; resume with the same configure_optimizers"
+        )
+
+
 def load_optimizer_state(
     optimizer: Optimizer,
     state: Mapping[str, Any],
@@ -95,12 +133,7 @@ def load_optimizer_state(
     Raises:
         ValueError: The state is of other groups.
     """
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    if saved != [len(group) for group in names]:
-        raise ValueError(
-            f"the checkpoint's optimizer has groups of {saved} parameters, this one of "
-            f"{[len(group) for group in names]}; resume with the same configure_optimizers"
-        )
+    state = number_optimizer_state(state, names)
     place_of = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     local: dict[int, Any] = {}
     groups = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import sharded_fits
 from tests.support.saving_fits import count_values, fit_from
 
 # As (ranks, options of the strategy); the schedule of each has other stages, and elsewhere.
@@ -78,3 +79,20 @@ def test_a_rank_has_and_reads_its_own_part_only(ranks, tmp_path, form):
     assert max(rank["received"] for rank in found) <= 2  # while the last is written
     model, optimizer, tied = 20, 19 * 3, 3
     assert sum(rank["read"] for rank in found) == size * model + optimizer + tied
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb_v"}], ids=["auto", "zb_v"])
+def test_a_fit_goes_on_from_a_folder_of_fsdp(ranks, sharded, options):
+    path, losses = sharded
+    rest = ranks(2).run(sharded_fits.fit, "pipeline", path, True, options)[0]
+    assert rest == pytest.approx(losses[EPOCH:], rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def sharded(ranks, tmp_path_factory):
+    """A folder that two processes have written after one epoch, and one device's losses of two."""
+    path = str(tmp_path_factory.mktemp("sharded") / "first.ckpt")
+    losses = sharded_fits.fit("plain", path, False, {})
+    found = ranks(2).run(sharded_fits.fit, "sharded", path, False, {})
+    assert found[0] == pytest.approx(losses[:EPOCH], rel=1e-9)
+    return path, losses

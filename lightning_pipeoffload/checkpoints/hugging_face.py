@@ -1,0 +1,146 @@
+"""A Hugging Face model's weights under the names, and in the pieces, in which hubs have them.
+
+Transformers renames, merges and cuts weights when it loads and saves. Its own rules are applied
+here to weights that are in a file still: first to their shapes, which tells who is made of whom,
+then to the values when one of them is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+
+_Weights = dict[str, Tensor]
+_Made = Callable[[Callable[[], _Weights]], _Weights]
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def to_module(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
+    """Return a hub's weights under the names of a model.
+
+    Args:
+        model: Of transformers; its weights may be anywhere.
+        weights: By the names in the files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import (  # noqa: PLC0415
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    own = model.state_dict()
+    found: _Weights = {}
+    pieces: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(weights, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = key, None
+        if pattern is None or name not in own:
+            found[name] = weights[key]
+        else:
+            pieces.setdefault(name, []).append((key, pattern))
+    made = _keep_last()
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    for name, parts in pieces.items():
+        found |= _later(
+            partial(_convert, model, by_pattern[parts[0][1]], name, parts),
+            {key: weights[key] for key, _ in parts},
+            made,
+        )
+    return found
+
+
+def _convert(
+    model: Any, rule: Any, name: str, parts: Sequence[tuple[str, str]], values: _Weights
+) -> _Weights:
+    rule = deepcopy(rule)
+    for key, pattern in parts:
+        rule.add_tensor(name, key, pattern, values[key])
+    made = rule.convert(name, model=model, config=model.config)
+    return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
+    """Return a model's weights under the names in which hubs have them, tied ones once.
+
+    Args:
+        model: Of transformers; its weights may be anywhere.
+        weights: By the names in the model.
+    """
+    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+
+    names = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    kept = {tensor: name for name, tensor in reversed(names.items())}
+    # Of tied weights the name that is tied to: the other's is made from it.
+    kept |= {names[name]: name for name in _tied_to(model) if name in names}
+    once = {name: weights[name] for name in names if kept[names[name]] == name}
+    revert = partial(revert_weight_conversion, model)
+    made = _keep_last()
+    found: _Weights = {}
+    for name, tensor in once.items():
+        found |= _later(revert, {name: tensor}, made)
+    together = _later(revert, once, made)
+    are_alone = _sizes(found) == _sizes(together)  # no rule makes one of several
+    return found if are_alone else together
+
+
+def _tied_to(model: nn.Module) -> list[str]:
+    return list((getattr(model, "all_tied_weights_keys", None) or {}).values())
+
+
+def _sizes(weights: _Weights) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+def _keep_last() -> _Made:
+    """Return a function that calls another, and knows what the last one returned.
+
+    What is made together is used one after the other.
+    """
+
+    @lru_cache(maxsize=1)
+    def call(make: Callable[[], _Weights]) -> _Weights:
+        return make()
+
+    return call
+
+
+def _later(convert: Callable[[_Weights], _Weights], weights: _Weights, made: _Made) -> _Weights:
+    """Return what a function makes of weights, which it does when one of the results is used."""
+    shapes = convert({key: _shape_of(tensor) for key, tensor in weights.items()})
+
+    def make() -> _Weights:
+        return convert({key: read(tensor) for key, tensor in weights.items()})
+
+    def value(key: str) -> Tensor:
+        return made(make)[key]
+
+    return {key: StoredTensor(shape, partial(value, key)) for key, shape in shapes.items()}
+
+
+def read(tensor: Tensor) -> Tensor:
+    """Return the value of a tensor, whether it is in a file or not."""
+    return tensor.value() if isinstance(tensor, StoredTensor) else tensor
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,145 @@
+"""A checkpoint's weights as a folder that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.checkpoints.file import replacing
+from lightning_pipeoffload.checkpoints.hugging_face import read, to_hub
+from lightning_pipeoffload.checkpoints.stored_weights import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    open_weights,
+)
+from lightning_pipeoffload.planning.memory_limit import parse_bytes
+
+
+def save_pretrained(
+    checkpoint: str | Path,
+    folder: str | Path,
+    config: Any | None = None,
+    *,
+    prefix: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the weights of a checkpoint as ``PreTrainedModel.save_pretrained`` does.
+
+    They are read and written one shard at a time. Other files in the folder, a tokenizer's say,
+    stay.
+
+    Args:
+        checkpoint: A Lightning checkpoint, as a file or a folder.
+        folder: Where to write; ``from_pretrained`` reads it.
+        config: The model's configuration, which names its class (``config.architectures``, else the
+            class that ``AutoModelForCausalLM`` takes). None: the keys are written as they are.
+        prefix: What the checkpoint's keys begin with, "model." say, if the LightningModule has the
+            model there. None: found.
+        max_shard_size: Bytes of a file, or "5GB".
+
+    Raises:
+        ValueError: The checkpoint has no such model's weights.
+    """
+    weights = open_weights(checkpoint)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is None:
+        weights = {k.removeprefix(prefix or ""): v for k, v in weights.items()}
+    else:
+        model = _make_shapes(config)
+        weights = _of_model(model, weights, prefix, str(checkpoint))
+        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+        weights = to_hub(model, weights)
+        _write_configs(model, dtype, folder)
+    _write_shards(weights, folder, parse_bytes(max_shard_size, "max_shard_size"))
+
+
+def _make_shapes(config: Any) -> Any:
+    """Return the model of a configuration, on the meta device."""
+    import transformers  # noqa: PLC0415 - comes with the extra "hf"
+
+    with torch.device("meta"):
+        if config.architectures:
+            model = getattr(transformers, config.architectures[0])(deepcopy(config))
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(deepcopy(config))
+    model.tie_weights()
+    return model
+
+
+def _of_model(
+    model: Any, weights: Mapping[str, Tensor], prefix: str | None, path: str
+) -> dict[str, Tensor]:
+    """Return a model's weights by the names in it."""
+    own = model.state_dict()
+    if prefix is None:
+        prefix = _find_prefix(own, weights)
+    lost = [name for name in own if prefix + name not in weights]
+    shapes = [n for n in own if n not in lost and own[n].shape != weights[prefix + n].shape]
+    if lost or shapes:
+        name = prefix + (lost or shapes)[0]
+        what = "lacks" if lost else "has in another shape"
+        raise ValueError(
+            f"{path} {what} {name} of {type(model).__name__}; give the config and the prefix of "
+            f"the model that was trained"
+        )
+    return {name: weights[prefix + name] for name in own}
+
+
+def _find_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
+    """Return what stands before a model's names in a checkpoint."""
+    last = max(own, key=len)
+    found = [key.removesuffix(last) for key in weights if key.endswith(last)]
+    fits = [each for each in found if all(each + name in weights for name in own)]
+    return min(fits, key=len, default=min(found, key=len, default=""))
+
+
+def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_shards(weights: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415 - comes with the extra "hf"
+
+    shards = list(_share_out(weights, max_bytes))
+    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    for name, keys in zip(names, shards, strict=True):
+        with replacing(folder / name) as part:
+            values = {key: read(weights[key]).contiguous() for key in keys}
+            save_file(values, part, metadata={"format": "pt"})
+            del values
+    stale = {*folder.glob("model-*-of-*.safetensors"), folder / WEIGHTS_FILE, folder / INDEX_FILE}
+    for path in stale - {folder / name for name in names}:
+        path.unlink(missing_ok=True)
+    if len(shards) > 1:
+        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        size = sum(tensor.nbytes for tensor in weights.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shard_name(number: int, count: int) -> str:
+    return WEIGHTS_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _share_out(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
+    """Yield the keys of each shard, in their order."""
+    shard: list[str] = []
+    size = 0
+    for key, tensor in weights.items():
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(key)
+        size += tensor.nbytes
+    yield shard
