@@ -64,7 +64,7 @@ def _leads_to_mark(node: Any) -> bool:
 
 
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
-    if active_queue() is None or not torch.is_grad_enabled() or not _is_deferred(weight):
+    if not torch.is_grad_enabled() or active_queue() is None or not _is_deferred(weight):
         return False
     if torch.is_anomaly_enabled():  # which looks at what autograd itself computes
         return False

@@ -6,7 +6,6 @@ know which are such inputs are those of a :class:`WeightInputKeeper`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -32,20 +31,20 @@ Fetch = Callable[[], Tensor]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class WeightInputKeeper(ABC):
+class WeightInputKeeper:
     """Owner of saved-tensors hooks, its bound methods, that keeps what only W reads in its way."""
 
-    @abstractmethod
     def pack_weight_input(self, x: Tensor) -> Any:
         """Keep the input of a deferred operation."""
+        raise NotImplementedError
 
-    @abstractmethod
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
         """Return such an input, or what stands for it in B and what W gets it by."""
+        raise NotImplementedError
 
-    @abstractmethod
     def unpack(self, packed: Any) -> Tensor:
         """Return such an input."""
+        raise NotImplementedError
 
 
 def saving_hooks() -> Hooks | None:
@@ -162,7 +161,7 @@ class _Deferred(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return _NO_GRADIENTS
         with _below_autograd():
-            return call.input_gradient(x, grad), *_NO_GRADIENTS[1:]
+            return call.input_gradient(x, grad), None, None, None, None
 
 
 def _is_for_weights() -> bool:
