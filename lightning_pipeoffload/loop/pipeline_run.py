@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class PipelineRun:
         self._group = group
         self._settings = settings
         self._size: int | None = None
-        self._runs_whole: dict[Any, bool] = {}
+        self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
 
     @property
@@ -207,16 +207,17 @@ class PipelineRun:
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
         key = inputs.kind, shape_signature(inputs.batch)
-        slices = None if self._runs_whole.get(key) else self._cut_evaluation(inputs)
+        slices = None if self._runs_whole.get(key) else self._cut_evaluation(inputs, key)
         if slices is None or self._runs_whole[key]:
-            return self._evaluate_whole(inputs, slices)
+            done, could_be_cut = self._evaluate_whole(inputs, slices)
+            self._runs_whole[key] = not could_be_cut
+            return done
         plan = self._training.of_evaluation(len(slices))
         microbatches = make_microbatches(slices)
         return self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))
 
-    def _cut_evaluation(self, inputs: StepInputs) -> list[BatchSlice] | None:
-        """Cut a batch, and decide whether it runs so; None: the step cannot be cut."""
-        key = inputs.kind, shape_signature(inputs.batch)
+    def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[BatchSlice] | None:
+        """Cut a batch, and decide whether batches of its key run so; None: it cannot be cut."""
         slices, obstacle = None, ""
         try:
             slices = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
@@ -229,11 +230,10 @@ class PipelineRun:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return slices
 
-    def _evaluate_whole(self, inputs: StepInputs, slices: list[BatchSlice] | None) -> StepOutput:
-        finish_comparing = self._start_comparing(inputs)
-        output, could_be_cut = self._whole.run(inputs, slices, finish_comparing)
-        self._runs_whole[inputs.kind, shape_signature(inputs.batch)] = not could_be_cut
-        return output
+    def _evaluate_whole(
+        self, inputs: StepInputs, slices: list[BatchSlice] | None
+    ) -> tuple[StepOutput, bool]:
+        return self._whole.run(inputs, slices, self._start_comparing(inputs))
 
     def _run(
         self,
