@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, read, to_module
 from lightning_pipeoffload.checkpoints.stored_weights import open_weights
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 
@@ -61,8 +60,8 @@ def load_weights(
     fit.refuse_apart()
     with torch.no_grad():
         for name in fit.names:
-            if own[name].device.type != "meta" and not isinstance(own[name], ShapeOnly):
-                own[name].copy_(read(weights[name]))
+            if own[name].device.type != "meta":
+                own[name].copy_(weights[name])  # nothing is read for what is a shape
 
 
 def _rename(

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from lightning_pipeoffload import load_weights, save_pretrained
-from lightning_pipeoffload.checkpoints import hugging_face
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from tests.support import loaded_fits
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
 LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -103,10 +104,9 @@ def test_only_what_the_module_has_is_read(tmp_path, monkeypatch):
     module[0].to("meta")
     module[2].__dict__["_parameters"]["bias"] = ShapeOnly.like(module[2].bias, "2.bias")
     found = []
-    read = hugging_face.read
+    value = StoredTensor.value
     monkeypatch.setattr(
-        "lightning_pipeoffload.checkpoints.load_weights.read",
-        lambda tensor: found.append(tuple(tensor.shape)) or read(tensor),
+        StoredTensor, "value", lambda stored: found.append(tuple(stored.shape)) or value(stored)
     )
     load_weights(module, tmp_path / "file.pt")
     assert found == [(4,), (4,), (4,), (4,), (), (2, 4)]  # of the norm and the last weight
@@ -200,3 +200,31 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     torch.save({"state_dict": drawn()}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=r"last\.ckpt lacks .* of LlamaForCausalLM; give"):
         save_pretrained(tmp_path / "last.ckpt", tmp_path / "folder", LlamaConfig(**LLAMA))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of several shards, tied, in bfloat16; the loss; the number of its elements."""
+    folder = str(tmp_path_factory.mktemp("hub"))
+    config = LlamaConfig(**{**LLAMA, "num_hidden_layers": 6}, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    batch = loaded_fits.data()[:8]
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = plain(input_ids=batch, labels=batch).loss
+    return folder, float(loss), sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(1, {}), (2, {"schedule": "zb_v"}), (4, {"schedule": "zb_h1"})]
+)
+def test_each_rank_loads_its_own_part(ranks, hub, size, options):
+    folder, loss, num_elements = hub
+    found = ranks(size).run(loaded_fits.fit, size, folder, options)
+    assert found[0]["losses"][0] == pytest.approx(loss, rel=1e-5)
+    read = [rank["read"] for rank in found]
+    values = {name for stage in found[0]["stages"] for name in stage["values"]}
+    assert values == ({"load_weights"} if size > 1 else set())
+    assert sum(read) <= num_elements + 2 * 64 * 32  # the embedding is on two ranks
+    assert max(read) < 0.8 * num_elements or size == 1
