@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
     "own_gpt": "--steps 2 --width 16 --context 8 --batch-size 8",
     "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
+    "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
 }
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
