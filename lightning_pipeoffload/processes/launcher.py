@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,  # private: as Lightning's own strategies
 )
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from typing_extensions import override
 
+from lightning_pipeoffload.processes.copies_warning import warn_of_copies
 from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.processes.siblings import signing_as_launcher
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import explain_foreign
@@ -60,9 +62,11 @@ class JointLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._leave, self._fail = leave, fail
+        self._has_launched = False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._warn_once(kwargs["trainer"])
         try:
             with self._signing():
                 result = super().launch(function, *args, **kwargs)
@@ -78,6 +82,12 @@ class JointLauncher(_SubprocessScriptLauncher):
             self._fail(exception)
             raise
         return result
+
+    def _warn_once(self, trainer: Trainer) -> None:
+        """Warn of what each process makes of the module, before this one starts any."""
+        if not self._has_launched and self.cluster_environment.local_rank() == 0:
+            warn_of_copies(trainer.lightning_module, self.num_processes)
+        self._has_launched = True
 
     @property
     @override

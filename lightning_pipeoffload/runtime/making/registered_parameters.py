@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.making.freed_memory import FreedMemory
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
@@ -55,6 +56,7 @@ class RegisteredParameters(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.appeared: list[Appearance] = []
+        self._freed = FreedMemory()
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         for slot in parameters_in(module):
             if self.index_of(slot.tensor) is None:
@@ -85,6 +87,7 @@ class RegisteredParameters(ABC):
             with IN_FORCE.during(self.rules):
                 yield
         finally:
+            self._freed.give_back()
             remove_draws()
             nn.Parameter.__deepcopy__ = plain  # type: ignore[method-assign]
             handle.remove()
@@ -115,6 +118,8 @@ class RegisteredParameters(ABC):
 
     def _stand_in(self, index: int, parameter: Tensor) -> Tensor:
         stand_in = self.take(index, parameter)
+        if stand_in is not parameter:
+            self._freed.note(parameter.nbytes)
         self._know(stand_in, index)
         return stand_in
 
