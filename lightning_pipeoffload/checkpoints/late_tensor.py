@@ -40,11 +40,9 @@ class LateTensor:
 
 
 def _bytes_of(value: Tensor) -> torch.UntypedStorage:
-    """Return a storage on the host that has a tensor's values and nothing else."""
+    """Return a storage on the host that begins with a tensor's values."""
     value = value.detach().cpu().contiguous()
-    if value.untyped_storage().nbytes() != value.nbytes:
-        value = value.clone()
-    return value.untyped_storage()
+    return (value.clone() if value.storage_offset() else value).untyped_storage()
 
 
 def _tag(storage: Any) -> str | None:

@@ -95,16 +95,19 @@ class ScatteredValues:
             if _is_elsewhere(leaf):
                 late = LateTensor(leaf, partial(_value_of, leaf))
                 values[place] = made.setdefault(_memory_of(leaf), late)
+        # One after the other into the same memory: much that comes and goes leaves holes in it.
+        largest = max((self._leaves[place].nbytes for place in self._places), default=0)
+        room = torch.empty(largest, dtype=torch.uint8)
         for place, (owner, number) in zip(self._places, self._owners, strict=True):
             leaf = self._leaves[place]
-            late = LateTensor(leaf, partial(self._fetch, leaf, owner, number))
+            late = LateTensor(leaf, partial(self._fetch, leaf, owner, number, room))
             values[place] = made.setdefault((owner, number), late)
         return values
 
-    def _fetch(self, leaf: Tensor, owner: int, number: int) -> Tensor:
+    def _fetch(self, leaf: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
         with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
             self._ask(number, owner)
-            value: Tensor = self._group.bring(leaf, owner)
+            value: Tensor = self._group.bring(leaf, owner, room)
             return value
 
     def _ask(self, number: int, rank: int) -> None:

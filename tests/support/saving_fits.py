@@ -174,8 +174,8 @@ def count_values(size: int, path: str, options: dict[str, Any]) -> dict[str, Any
     read: list[Any] = []
     bring, value = PipelineGroup.bring, StoredTensor.value
 
-    def bring_counted(group: PipelineGroup, leaf: Any, owner: int) -> Any:
-        found = bring(group, leaf, owner)
+    def bring_counted(group: PipelineGroup, leaf: Any, owner: int, *room: Any) -> Any:
+        found = bring(group, leaf, owner, *room)
         if owner != group.global_rank and group.is_root:
             received.add(found.untyped_storage())
             counts.append(len(received))
