@@ -26,7 +26,7 @@ from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_s
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
-from lightning_pipeoffload.loop.step_calls import UsersSteps
+from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.metrics.shared_metrics import LocalMetrics, SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.trial import refuse_optimizer
@@ -51,7 +51,7 @@ _OF_A_RUN = frozenset({
 class RunSetup(ModelInParts):
     """Brings a trainer and a module together with the pipeline that runs them."""
 
-    _steps: UsersSteps
+    _steps: StepCalls
     backward_of_batch: BatchBackward
     _local_metrics: LocalMetrics | None = None
     _end_hooks: EndHooks | None = None
@@ -184,7 +184,7 @@ class RunSetup(ModelInParts):
                 self._run.pipeline, self.group, lambda: self.optimizers
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
-        self._steps = UsersSteps(self._module, self._seed)
+        self._steps = StepCalls(self._module, self._seed)
         self.backward_of_batch = BatchBackward(
             self._module, self.precision_plugin, self._run, self.group
         )

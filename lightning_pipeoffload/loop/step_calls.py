@@ -17,7 +17,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class UsersSteps:
+class StepCalls:
     """The steps of one module, for a fit or an evaluation.
 
     Args:

@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
-class Luggage(CallCounter):
+class CarriedValues(CallCounter):
     """The carried values of one F of a stage: received, used and handed on beside the payload.
 
     Args:

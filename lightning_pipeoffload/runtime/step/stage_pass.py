@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
-from lightning_pipeoffload.runtime.step.carried_values import Luggage
+from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -119,7 +119,7 @@ class StagePass:
         self._called = ""
         self._is_in_block = False
         blocks = context.stage.blocks
-        self._luggage = Luggage(
+        self._carried = CarriedValues(
             microbatch.flow, blocks.start, None if context.is_last else blocks.stop
         )
 
@@ -140,7 +140,7 @@ class StagePass:
         else:
             context.ownership.hide()
         try:
-            with context.chain.running(self), self._luggage.counting():
+            with context.chain.running(self), self._carried.counting():
                 result = self._microbatch.run(context.call)
         except StageExit as leaving:
             leaving.__traceback__ = None  # it keeps every frame, and so every activation
@@ -163,7 +163,7 @@ class StagePass:
         return output
 
     def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:
-        with self._luggage.paused():
+        with self._carried.paused():
             output = self._output_of(index, call)
             if index < self._context.stage.blocks.start - 1:
                 return self._shapes_of(index, output)
@@ -174,13 +174,13 @@ class StagePass:
         for leaf in shape_only_leaves(arguments):
             raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
         self._called, self._is_in_block = self._context.chain.block_name(index), True
-        with nullcontext() if self._is_open(index) else self._luggage.paused():
+        with nullcontext() if self._is_open(index) else self._carried.paused():
             output = self._call_owned(index, arguments)
         self._is_in_block = False
-        output = self._luggage.leave_block(index, output)
+        output = self._carried.leave_block(index, output)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
-            raise StageExit([*tensors_in(output), *self._luggage.to_hand_on()])
+            raise StageExit([*tensors_in(output), *self._carried.to_hand_on()])
         return output
 
     def _is_open(self, index: int) -> bool:
@@ -207,22 +207,22 @@ class StagePass:
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
-        return self._luggage.resumed() if self._is_open(index) else nullcontext()
+        return self._carried.resumed() if self._is_open(index) else nullcontext()
 
     def _shapes_of(self, index: int, output: BlockOutput) -> Any:
         origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
         device = self._microbatch.device
         shapes = (ShapeOnly(meta, device, origins) for meta in output.metas)
-        return self._luggage.leave_block(index, output.fill(shapes))
+        return self._carried.leave_block(index, output.fill(shapes))
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
         # As late as here: the step's own beginning has run while the tensors were on their way.
         tensors = self._receive()
         entered = tensors if self._received is None else enter(tensors, self._received)
         count = len(output.payload)
-        self._luggage.deliver(entered[count:])
+        self._carried.deliver(entered[count:])
         self._context.ownership.show(self._context.stage.index)
-        return self._luggage.leave_block(index, output.fill(iter(entered[:count])))
+        return self._carried.leave_block(index, output.fill(iter(entered[:count])))
 
     def _check_result(self, result: Any) -> Any:
         if self._left:
