@@ -162,6 +162,11 @@ class PipeOffloadStrategy(StepHooks):
     def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline: what is predicted, in units of an average block, and measured.
 
+        ``memory`` is what each rank needs, in bytes, from shapes alone and so before the first step
+        too: its parameters, gradients, the optimizer's state, activations and messages, together
+        its ``device``, and what is copied to its ``host``; None where the step does not run without
+        values.
+
         Lists are in pipeline order. Of ``measured``, other ranks' entries are None until training
         has ended. All of it can be written as JSON.
 

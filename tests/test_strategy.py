@@ -103,6 +103,10 @@ def test_the_report_has_what_the_interface_names(ranks, tmp_path):
     assert 0 < report["bubble"] < 1
     assert json.loads(json.dumps(report, allow_nan=False))["samples_per_second"] > 0
     measured = report["measured"]
+    assert report["memory"]["activations"] == measured["peak_activation_bytes"]
+    assert sum(report["memory"]["parameters"]) == 8 * sum(
+        stage["num_parameters"] for stage in report["stages"]
+    )
     assert "live_bytes" not in measured
     assert len(measured["step_seconds"]) == len(measured["peak_activation_bytes"]) == 2
     assert measured["deferred_flops"] == measured["weight_flops"]

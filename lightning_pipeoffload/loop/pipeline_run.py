@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
+from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_needs
 from lightning_pipeoffload.planning.report import predict
 from lightning_pipeoffload.planning.report_text import (
     print_accumulation,
@@ -43,6 +45,7 @@ from lightning_pipeoffload.schedule import Schedule, simulate
 
 log = logging.getLogger(__name__)
 
+_NO_ESTIMATE = "what training needs of memory is not known before it runs: %s"
 _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
 
 
@@ -97,6 +100,7 @@ class PipelineRun:
         self._size: int | None = None
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
+        self._needs: MemoryNeeds | None = None
 
     @property
     def plan(self) -> Schedule:
@@ -282,6 +286,18 @@ class PipelineRun:
     def _cut(self, inputs: StepInputs, size: int) -> list[BatchSlice]:
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
+    def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
+        """Find out what training will need, without values; all ranks call it, before they split.
+
+        Args:
+            first: The first microbatch.
+            optimizers: The user's optimizers.
+        """
+        try:
+            self._needs = MemoryNeeds.of(self.pipeline, first, measure_states(optimizers))
+        except Exception as error:  # the user's own code, which may not go without values
+            log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
+
     def begin_training(self, accumulation: Accumulation) -> None:
         """Agree on what several ranks own, and say what is going to run.
 
@@ -306,6 +322,8 @@ class PipelineRun:
         if not self.pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
         report = predict(self.plan, self.pipeline, self._training.costs)
+        needs = self._needs
+        report["memory"] = None if needs is None else describe_needs(needs.of_ranks(self.plan))
         if self._training.offloaded is not None:
             report["offload"] = asdict(self._training.offloaded)
         measured = self.measurements.report()

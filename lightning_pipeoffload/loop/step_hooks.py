@@ -36,6 +36,7 @@ class StepHooks(RunSetup):
             slices = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
             if not self.run.pipeline.committed:
+                self.run.estimate_memory(slices[0], self.optimizers)
                 self._parameters.leave_foreign()
                 self._leave_copies()
                 self.run.begin_training(accumulation)

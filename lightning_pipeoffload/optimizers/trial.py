@@ -100,7 +100,7 @@ def try_optimizer(optimizer: Any, device: torch.device) -> OptimizerTrial:
         raise NotTriedError(str(error)) from error
     if key in _TRIED:
         return _TRIED[key]
-    with _without_trace():
+    with without_trace():
         trial = _try_dense_or_sparse(optimizer, device)
     if key[-1]:
         _TRIED[key] = trial
@@ -163,7 +163,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _without_trace() -> Iterator[None]:
+def without_trace() -> Iterator[None]:
     """Leave random numbers, warnings and what is printed as if nothing had run."""
     with forked_randomness(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

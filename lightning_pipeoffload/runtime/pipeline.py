@@ -78,6 +78,7 @@ class Pipeline:
     Attributes:
         parts: The module in parts, if it was made so.
         tensors: Parameters and buffers by name.
+        chain: The blocks.
         probes: What was seen of the steps.
         gradient_age: The age of the gradients of what other ranks own.
         trained_digest: A number that tells apart which parameters train.
@@ -105,15 +106,15 @@ class Pipeline:
         self.gradient_age = GradientAge()
         self.tensors = NamedTensors(module, settings.stage_ranks)
         self._settings = settings
-        self._chain = find_chain(module, settings.blocks)
-        self._writes = StepWrites(module, self._chain, self.local_stages)
-        self.probes = StepProbes(module, self._chain, device, len(settings.stage_ranks) > 1)
+        self.chain = find_chain(module, settings.blocks)
+        self._writes = StepWrites(module, self.chain, self.local_stages)
+        self.probes = StepProbes(module, self.chain, device, len(settings.stage_ranks) > 1)
         self._segments: dict[str, set[int]] = {}
         self._shared_weights: list[SharedWeight] = []
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         # A split that cannot be is refused here, before anything runs.
         split = "even" if settings.split == "auto" else settings.split
-        cut(self._chain, SegmentCosts((), (), (), ()), settings.stage_ranks, split)
+        cut(self.chain, SegmentCosts((), (), (), ()), settings.stage_ranks, split)
         self._trained: list[bool] = []
         self.trained_digest = 0
         self.drawn = SourceDigest()
@@ -128,7 +129,12 @@ class Pipeline:
         self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
-        mark_slots(((slot, slot.tensor) for slot in find_slots(self.module)), self._chain)
+        mark_slots(((slot, slot.tensor) for slot in find_slots(self.module)), self.chain)
+
+    @property
+    def recompute(self) -> str:
+        """What is computed again in B; see :class:`.stage_pass.StageContext`."""
+        return self._settings.recompute
 
     @property
     def is_split(self) -> bool:
@@ -138,7 +144,7 @@ class Pipeline:
     @property
     def is_in_step(self) -> bool:
         """Whether the user's step is being run, or looked at."""
-        return self._chain.is_running
+        return self.chain.is_running
 
     @property
     def ownership(self) -> Ownership:
@@ -200,7 +206,7 @@ class Pipeline:
             source = self.tensors.owner_of_slot(slot.name) if self.is_split else None
             return send(slot.tensor, source)
 
-        return Lending(self.module, self._chain, fetch, seed, part)
+        return Lending(self.module, self.chain, fetch, seed, part)
 
     def commit(self) -> None:
         """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""
@@ -240,7 +246,7 @@ class Pipeline:
         if self._absent is not None:
             self._absent.leave()
             self._absent = None
-        self._chain.intercept()
+        self.chain.intercept()
         if self.stages:
             self.ownership.move()
         weight_grad_kernels.install_kernels(self.device.type)
@@ -249,7 +255,7 @@ class Pipeline:
 
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
-        self._chain.release()
+        self.chain.release()
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
@@ -265,7 +271,7 @@ class Pipeline:
             self._learn(probe)
         if len(self.partition) > 1:
             owners_of = self.tensors.owners_of
-            check_weight_writes(probe, self._chain, self.partition, owners_of)
+            check_weight_writes(probe, self.chain, self.partition, owners_of)
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
             check_mixed_writes(probe, self.partition, self._settings.stage_ranks)
@@ -273,10 +279,10 @@ class Pipeline:
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
-            check_hooks(probe, self._chain)
-            check_imagined(probe, self._chain, self.partition)
+            check_hooks(probe, self.chain)
+            check_imagined(probe, self.chain, self.partition)
             check_own_backwards(probe, self.partition)
-            check_crossings(probe, self._chain, self.partition)
+            check_crossings(probe, self.chain, self.partition)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
@@ -284,7 +290,7 @@ class Pipeline:
         self.tensors.refuse_added(self.module)
         if not self._segments:
             self._cut(probe)
-        found = find_segments(self.module, self._chain, probe)
+        found = find_segments(self.module, self.chain, probe)
         computed = {
             name for name in found if name not in self.tensors.trainable and probe.segments[name]
         }
@@ -301,11 +307,11 @@ class Pipeline:
             self._assign()
 
     def _cut(self, probe: Probe) -> None:
-        costs = estimate_costs(self.module, self._chain, probe)
+        costs = estimate_costs(self.module, self.chain, probe)
         ranks = self._settings.stage_ranks
-        self.partition = cut(self._chain, costs, ranks, self._settings.split)
+        self.partition = cut(self.chain, costs, ranks, self._settings.split)
         self._draw_check = DrawCheck(self.partition)
-        self._use_check = UseCheck(self._chain, self.partition)
+        self._use_check = UseCheck(self.chain, self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
@@ -324,16 +330,16 @@ class Pipeline:
         self.ownership.move()
         for index in self.local_stages:
             context = StageContext(
-                self.partition[index], len(self.partition), self._chain, self.ownership,
+                self.partition[index], len(self.partition), self.chain, self.ownership,
                 self._writes, self._settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 
     def _own(self, owners: Mapping[str, frozenset[int]]) -> None:
         self.tensors.ownership = Ownership(
-            self.module, self._chain, owners, self.local_stages, self.device
+            self.module, self.chain, owners, self.local_stages, self.device
         )
 
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
-        return [self._chain.block_name(index) for index in self.partition[stage].blocks]
+        return [self.chain.block_name(index) for index in self.partition[stage].blocks]

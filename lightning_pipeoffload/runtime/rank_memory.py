@@ -14,7 +14,11 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
+from lightning_pipeoffload.runtime.memory.stage_store import (
+    ActivationStore,
+    OffloadSettings,
+    address_of,
+)
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
@@ -91,10 +95,10 @@ class ActivationMemory:
         if key not in self._offloaded and stage.memory.activation_bytes is not None:
             return None
         if not self._owned:
-            self._owned = {_address(tensor) for tensor in stage.owned_tensors()}
+            self._owned = {address_of(tensor) for tensor in stage.owned_tensors()}
         # Parameters, and the microbatch itself, stay on the device whatever is offloaded.
         leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
-        resident = self._owned.union(map(_address, leaves))
+        resident = self._owned.union(map(address_of, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"
         self._stores[key] = ActivationStore(name, resident, self.settings)
         return self._stores[key]
@@ -117,7 +121,3 @@ class ActivationMemory:
         if action.kind is Kind.F:
             return memory.activation_bytes or 0
         return (memory.residue_bytes or 0) if action.kind is Kind.B else 0
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -30,6 +30,7 @@ from .passes.transfer import (
 from .schedule import Schedule
 from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
 from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
+from .simulation.message_memory import peak_message_memory
 from .simulation.simulate import simulate
 from .timeline import Event, Timeline
 from .validate import validate
@@ -74,6 +75,7 @@ __all__ = [
     "part_sizes",
     "peak_host_memory",
     "peak_memory",
+    "peak_message_memory",
     "repeat_batch",
     "simulate",
     "split_fused_backward",

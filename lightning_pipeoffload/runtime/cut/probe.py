@@ -68,7 +68,7 @@ def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave 
     probing.uses = uses
     result = probing.result
     with probing.telling_of_imagination():
-        with _looking(module, probing):
+        with looking(module, probing):
             try:
                 probing.lead_back(run())
             except ValueNeededError as error:
@@ -102,7 +102,7 @@ def repeat_step(
     """
     log = ValueLog()
     probing = RepeatedPass(module, chain, device, log, way)
-    with _looking(module, probing):
+    with looking(module, probing):
         try:
             run()
         except ValueNeededError:
@@ -127,13 +127,13 @@ def find_sizes(
     """
     probing = BeginningPass(module, chain, device, block)
     # What goes wrong goes wrong in the probe of these sizes too, which explains it.
-    with _looking(module, probing), suppress(BlockReached, ValueNeededError, Exception):
+    with looking(module, probing), suppress(BlockReached, ValueNeededError, Exception):
         run()
     return *probing.sizes.found, probing.arguments
 
 
 @contextmanager
-def _looking(module: nn.Module, probing: ProbePass) -> Iterator[None]:
+def looking(module: nn.Module, probing: ProbePass) -> Iterator[None]:
     """Let a step run without values, and without a trace."""
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())

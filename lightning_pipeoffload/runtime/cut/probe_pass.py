@@ -119,10 +119,13 @@ class ProbePass:
         args, kwargs = self._trace.enter_block(index, arguments)
         self._look(Draw(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
-        output = self.chain.run_block(index, *args, **kwargs)
+        output = self._run_block(index, args, kwargs)
         self._is_in_block = False
         self._look(Draw(index, is_in_block=True))
         return self._trace.leave_block(index, arguments, output)
+
+    def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
+        return self.chain.run_block(index, *args, **kwargs)
 
     def _look(self, place: Draw) -> None:
         # Private: what is copied here is no call of the step's, which its log would have.

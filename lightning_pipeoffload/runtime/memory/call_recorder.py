@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.memory.cheap_calls import (
     dropout_mask,
 )
 from lightning_pipeoffload.runtime.randomness import generator_state
+from lightning_pipeoffload.runtime.shapes.shape_only import storage_of
 
 aten = torch.ops.aten
 
@@ -53,10 +54,15 @@ class _Known:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Records the cheap calls inside of it."""
+    """Records the cheap calls inside of it.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: The types of the tensors to follow.
+    """
+
+    def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
         super().__init__()
+        self._kinds = kinds
         self._known: dict[int, _Known] = {}
         self._swept_at = 64
 
@@ -80,7 +86,7 @@ class CallRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if func in CHEAP and _is_recordable(args, options):
+        if func in CHEAP and _is_recordable(args, options, (*self._kinds, nn.Parameter)):
             return self._run_cheap(func, args, options)
         if not _writes(func):
             return func(*args, **options)
@@ -115,7 +121,7 @@ class CallRecorder(TorchDispatchMode):
         self, func: Any, written: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
     ) -> CheapCall | None:
         """Return the call whose result is what ``func`` is about to write, if there is one."""
-        if type(written) is not Tensor or not _is_whole(written) or options:
+        if type(written) not in self._kinds or not _is_whole(written) or options:
             return None
         if func is _BERNOULLI:
             return CheapCall(bernoulli(written, *rest), [], {}, _generator_of(written))
@@ -132,7 +138,7 @@ class CallRecorder(TorchDispatchMode):
         return found[0]
 
     def _remember(self, tensor: Tensor, source: ValueSource, version: int) -> None:
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageWeakRef(storage_of(tensor))
         self._known[_key(tensor)] = _Known(storage, source, version, _geometry(tensor))
         if len(self._known) >= self._swept_at:
             self._known = {k: e for k, e in self._known.items() if not e.storage.expired()}
@@ -141,7 +147,7 @@ class CallRecorder(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     # Private: an address of data can be another storage's later; a weak reference holds this one.
-    return tensor.untyped_storage()._cdata
+    return storage_of(tensor)._cdata
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
@@ -153,15 +159,17 @@ def _generator_of(tensor: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.itemsize == storage_of(tensor).nbytes()
 
 
-def _is_recordable(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+def _is_recordable(
+    args: tuple[Any, ...], options: dict[str, Any], kinds: tuple[type[Tensor], ...]
+) -> bool:
     tensors = [a for a in args if isinstance(a, Tensor)]
     return (
         bool(tensors)
         and tensors[0] is args[0]
-        and all(type(t) in (Tensor, nn.Parameter) and _is_plain(t) for t in tensors)
+        and all(type(t) in kinds and _is_plain(t) for t in tensors)
         and not any(isinstance(value, Tensor) for value in options.values())
     )
 

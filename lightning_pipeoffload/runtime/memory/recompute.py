@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.memory.call_recorder import CallRecorder
 from lightning_pipeoffload.runtime.memory.cheap_calls import ValueSource
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.weight_grad.node import (
     Fetch,
     Hooks,
@@ -36,6 +37,7 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
 )
 
 RECOMPUTE = ("none", "cheap", "full")
+_FOLLOWED = (Tensor, ShapeOnly)
 SMALLEST_NUMEL = 1024
 """Tensors with fewer elements are kept."""
 _SMALLEST_SHARE = 1 / 8
@@ -86,7 +88,7 @@ class SurroundingHooks:
 
     def pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept:
         """Keep a tensor; beside autograd, for a node that held its own output would never go."""
-        is_in_graph = type(tensor) is Tensor and tensor.requires_grad
+        is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
         # The hooks tell by its node that a cast parameter need not be kept.
         detaches = is_in_graph and cast_parameter(tensor) is None
         kept = tensor.detach() if detaches else tensor
@@ -116,11 +118,16 @@ class SurroundingHooks:
 
 
 class CheapRecompute(WeightInputKeeper):
-    """What one stage's F of one microbatch saves."""
+    """What one stage's F of one microbatch saves.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: The types of the tensors that may be computed again.
+    """
+
+    def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
         self._store = SurroundingHooks()
-        self._recorder = CallRecorder()
+        self._kinds = kinds
+        self._recorder = CallRecorder(kinds)
         self._kept: dict[int, StorageWeakRef] = {}
 
     @contextmanager
@@ -130,8 +137,12 @@ class CheapRecompute(WeightInputKeeper):
             with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield
         finally:
-            self._recorder.forget()
-            self._kept.clear()
+            self.end_stage()
+
+    def end_stage(self) -> None:
+        """Forget what this stage has computed and keeps."""
+        self._recorder.forget()
+        self._kept.clear()
 
     def pack(self, tensor: Tensor) -> _Kept:
         """Keep a tensor that a recipe needs: as for B, whose tensors are there in W too."""
@@ -159,7 +170,7 @@ class CheapRecompute(WeightInputKeeper):
         return self._store.pack(tensor, is_weight_input)
 
     def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _Recipe:
-        if type(tensor) is not Tensor:
+        if type(tensor) not in self._kinds:
             return self._store.pack(tensor, is_weight_input)
         found = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
         if found is None:
@@ -198,11 +209,11 @@ class CheapRecompute(WeightInputKeeper):
     def _is_kept(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter):
             return True
-        kept = self._kept.get(tensor.untyped_storage()._cdata)
+        kept = self._kept.get(storage_of(tensor)._cdata)
         return kept is not None and not kept.expired()
 
     def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         self._kept[storage._cdata] = StorageWeakRef(storage)
 
 

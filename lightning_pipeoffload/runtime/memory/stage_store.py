@@ -58,6 +58,12 @@ class OffloadSettings:
     largest_to_stay: int = 1024
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return what all tensors of one storage have in common."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # private: a shape's storage has no other address
+
+
 class ActivationStore(WeightInputKeeper):
     """One stage's saved tensors of one microbatch.
 
@@ -172,21 +178,24 @@ class ActivationStore(WeightInputKeeper):
         parameter = cast_parameter(tensor)
         return self._keep(tensor, part) if parameter is None else Cast(parameter, tensor)
 
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        # A tensor of the host would be copied by it, and not behind the lane's other copies.
+        return not is_on(tensor, self._settings.device)
+
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
-        # A tensor of the host would be copied by it, and not behind the lane's other copies.
-        if not is_on(tensor, self._settings.device):
+        if self._is_elsewhere(tensor):
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return True
         storage = tensor.untyped_storage()
         if storage.nbytes() <= self._settings.largest_to_stay * tensor.element_size():
             return True
-        return storage.data_ptr() in self._resident
+        return address_of(tensor) in self._resident
 
     def _keep(self, tensor: Tensor, part: Part) -> SavedTensor:
-        address = tensor.untyped_storage().data_ptr()
+        address = address_of(tensor)
         storage = self._by_address.get(address)
         if storage is None:
             storage = self._by_address[address] = SavedStorage(tensor, part)

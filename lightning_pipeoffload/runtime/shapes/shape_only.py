@@ -227,7 +227,12 @@ def memory_of(tensor: Tensor) -> int:
     found = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
     if found.layout is not torch.strided:
         return id(found)
-    return found.untyped_storage()._cdata  # private: nothing else tells
+    return storage_of(found)._cdata  # private: nothing else tells
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or what is one of a shape."""
+    return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
 def _has_shapes(tree: Any) -> bool:

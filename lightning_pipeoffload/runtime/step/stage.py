@@ -149,7 +149,7 @@ class StageRunner:
         alive.queue.immediate = fused
         if alive.store:
             alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
-        with _backward_on(microbatch.device), deferring(alive.queue), alive.seeing_again():
+        with backward_on(microbatch.device), deferring(alive.queue), alive.seeing_again():
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
@@ -168,7 +168,7 @@ class StageRunner:
         if alive.store:
             alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
-            with _backward_on(microbatch.device), alive.seeing_again():
+            with backward_on(microbatch.device), alive.seeing_again():
                 alive.queue.run()
 
     def _keep_seen(self) -> None:
@@ -213,7 +213,7 @@ class StageRunner:
 
 
 @contextmanager
-def _backward_on(device: torch.device) -> Iterator[None]:
+def backward_on(device: torch.device) -> Iterator[None]:
     """Run B or W: outside of autocast, and in this thread.
 
     autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this

@@ -86,13 +86,13 @@ class CallOnCopies:
         self._num_left = num_calls
 
     def __call__(self, call: StepCall) -> Any:
-        """Call the step."""
+        """Call the step; a look at it does not count."""
         copies: dict[int, Any] = {}
-        self._num_left -= 1
+        self._num_left -= not call.is_probe
         try:
             return self._step(copy_part(self._part, copies), call)
         finally:
-            if not self._num_left:
+            if not self._num_left and not call.is_probe:
                 self._write_back(copies)
 
     @torch.no_grad()

@@ -1,0 +1,141 @@
+"""What each rank of a plan needs on its device and on its host, known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+
+from lightning_pipeoffload.planning.report import join_measurements
+from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    peak_host_memory,
+    peak_memory,
+    peak_message_memory,
+)
+
+ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "messages")
+"""What takes memory of a device, by its name in the report."""
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """Bytes that one rank needs.
+
+    Attributes:
+        parameters: Of the parameters and buffers that its stages own.
+        gradients: Of the gradients of those that train.
+        optimizer: What optimizers keep for them.
+        activations: The most that its microbatches keep at a time.
+        messages: The most that is on its way to other ranks and from them.
+        host: The most that is copied to the host at a time.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    messages: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """All that it needs on its device."""
+        return sum(getattr(self, name) for name in ON_DEVICE)
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """What the stages of a cut module need, for whatever plan they run by.
+
+    Attributes:
+        owned: Parameters, gradients and optimizer states of each stage, by what they are of.
+        costs: The pipeline's estimate of the costs, with memory in bytes.
+        sent: Bytes of what each stage sends on, and of the gradients that it sends back.
+    """
+
+    owned: Sequence[Mapping[int, tuple[int, int, int]]]
+    costs: Costs
+    sent: Mapping[Kind, Sequence[int]]
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline, part: BatchSlice, states: Mapping[int, int] = MappingProxyType({})
+    ) -> MemoryNeeds:
+        """Find out from shapes.
+
+        Args:
+            pipeline: One rank's part of a module that is cut.
+            part: The first microbatch.
+            states: The bytes that optimizers keep for parameters, by the parameter's id.
+
+        Raises:
+            Exception: The step does not run without values.
+        """
+        saved = measure_shapes(pipeline, part)
+        costs = replace(
+            pipeline.costs,
+            activation=[stage.activation_bytes or 0 for stage in saved],
+            weight_input=[stage.weight_input_bytes or 0 for stage in saved],
+            weight_residue=[stage.residue_bytes or 0 for stage in saved],
+        )
+        return cls(_owned(pipeline, states), costs, _sent(pipeline, part.flow))
+
+    def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
+        """Return what each rank needs for a plan.
+
+        Args:
+            plan: A lowered plan of these stages.
+        """
+        activations = peak_memory(plan, self.costs)
+        messages = peak_message_memory(plan, self._size_of)
+        hosts = peak_host_memory(plan, self.costs)
+        peaks = zip(activations, messages, hosts, strict=True)
+        return [
+            RankNeeds(*self._kept_by(plan.stages_of(rank)), *map(int, peak))
+            for rank, peak in enumerate(peaks)
+        ]
+
+    def _size_of(self, send: Action) -> int:
+        return self.sent[send.kind][send.stage]
+
+    def _kept_by(self, stages: Sequence[int]) -> list[int]:
+        """Sum parameters, gradients and states; what several stages use is there once."""
+        owned: dict[int, tuple[int, int, int]] = {}
+        for stage in stages:
+            owned.update(self.owned[stage])
+        return [sum(sizes) for sizes in zip((0, 0, 0), *owned.values(), strict=True)]
+
+
+def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
+    """Turn what ranks need into one list for each figure, in pipeline order."""
+    return join_measurements([{**asdict(rank), "device": rank.device} for rank in needs])
+
+
+def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tuple[int, int, int]]]:
+    owned: list[dict[int, tuple[int, int, int]]] = [{} for _ in pipeline.partition]
+    for slot in find_slots(pipeline.module):
+        tensor = slot.tensor
+        gradient = tensor.nbytes if tensor.requires_grad else 0
+        sizes = tensor.nbytes, gradient, states.get(id(tensor), 0)
+        for stage in pipeline.ownership.owners[slot.name]:
+            owned[stage][pipeline.tensors.identity[slot.name]] = sizes
+    return owned
+
+
+def _sent(pipeline: Pipeline, flow: Flow) -> dict[Kind, list[int]]:
+    """Return the bytes over the cut behind each stage, and over that before it."""
+    blocks = [stage.blocks for stage in pipeline.partition]
+    specs: list[list[TensorSpec]] = [[], *(flow.payload_over(b.start) for b in blocks[1:]), []]
+    forward = [sum(spec.num_bytes for spec in cut) for cut in specs]
+    backward = [sum(spec.num_bytes for spec in cut if spec.gets_gradient) for cut in specs]
+    return {Kind.SEND_F: forward[1:], Kind.SEND_B: backward[:-1]}

@@ -1,0 +1,170 @@
+"""What each stage keeps of a microbatch, known from shapes alone: its F and B run without values.
+
+The step runs as in the probe. What autograd saves goes into a store for each stage, weight
+gradients wait as they would for W, blocks are checkpointed where they are to be: so the bytes are
+those that the stages' own stores count later, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
+
+from lightning_pipeoffload.runtime.cut.probe import looking
+from lightning_pipeoffload.runtime.cut.probe_pass import RepeatedPass
+from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.measure.shape_store import ShapeStore, StageStores
+from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
+from lightning_pipeoffload.runtime.memory.stage_store import address_of
+from lightning_pipeoffload.runtime.microbatch import batch_leaves
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
+from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
+from lightning_pipeoffload.runtime.step.stage import backward_on
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+
+
+def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
+    """Return what every stage keeps of one microbatch, from a run without values.
+
+    Args:
+        pipeline: One rank's part of a module that is cut; the module is left as it was.
+        part: The microbatch, as the pipeline has cut it.
+
+    Raises:
+        ValueError: The step needs values, or there is no loss.
+    """
+    measuring = _MeasuringPass(pipeline, part)
+    try:
+        with looking(pipeline.module, measuring):
+            seed_all(mix_seed(part.seed, 0))  # as F does: sizes may depend on what the step draws
+            with measuring.keeping():
+                result = part.run(PROBE)
+            measuring.run_backward(loss_in(result))
+    except ValueNeededError as error:
+        raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
+    return measuring.found
+
+
+class _MeasuringPass(RepeatedPass):
+    """Runs F of all stages, then B of each from the last on."""
+
+    def __init__(self, pipeline: Pipeline, part: BatchSlice) -> None:
+        super().__init__(pipeline.module, pipeline.chain, part.device, None, EVERYTHING)
+        stages = pipeline.partition
+        self._module, self._part = pipeline.module, part
+        self._recompute = pipeline.recompute
+        self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
+        self._stage_of[len(self.chain)] = len(stages) - 1
+        self.found = [SavedMemory() for _ in stages]
+        self._is_backward = False
+        self._cheap: CheapRecompute | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep what autograd saves inside, as the stages' F would."""
+        resident = self._note_resident()
+        device = self._part.device
+        names = (f"stage {stage}" for stage in range(len(self.found)))
+        self._stores = StageStores([ShapeStore(name, resident, device) for name in names])
+        self._queue = WeightGradQueue(keeper=self._stores)
+        defers = not self._part.flow.starts_backward
+        with (
+            deferring(self._queue) if defers else nullcontext(),
+            saved_tensors_hooks(self._stores.pack, self._stores.unpack),
+        ):
+            if self._recompute == "cheap":
+                self._cheap = CheapRecompute((Tensor, ShapeOnly))
+            with self._cheap.saving() if self._cheap else nullcontext():
+                yield
+
+    def _note_resident(self) -> set[int]:
+        """Mark the stand-ins as the parameters are; return what is on the device anyway."""
+        found = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
+        for slot in find_slots(self._module):
+            tensor: Any = slot.tensor
+            if slot.kind == "_parameters":
+                weight_grad_kernels.mark(tensor)
+                tensor._is_param = True
+            found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
+        return {*map(address_of, found)}
+
+    @override
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        if self._is_backward:  # a checkpoint runs it again
+            with self._again_in_block():
+                return call()
+        output = super().call_block(index, call, arguments)
+        self._begin_stage(self._stage_of[index + 1])
+        for leaf in tensors_in(output):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._come_back_to, self._stage_of[index]))
+        return output
+
+    @override
+    def _drop(self, written: Tensor) -> bool:
+        """Leave out what metrics, say, count behind the blocks: here nobody reads it."""
+        return super()._drop(written) or self.segment == len(self.chain)
+
+    def _begin_stage(self, stage: int) -> None:
+        if self._cheap and stage != self._stores.turn:
+            self._cheap.end_stage()
+        self._stores.turn = stage
+
+    @override
+    def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
+        if self._recompute != "full" or index in self._part.flow.opened:
+            return self.chain.run_block(index, *args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._again_in_block() if self._is_backward else nullcontext():
+                return self.chain.run_block(index, *args, **kwargs)
+
+        return run_checkpointed(self.chain.blocks[index], run, args, kwargs)
+
+    @contextmanager
+    def _again_in_block(self) -> Iterator[None]:
+        self._is_in_block, self._num_in_block = True, 0
+        try:
+            yield
+        finally:
+            self._is_in_block = False
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Run the B of all stages.
+
+        Args:
+            loss: What the step has returned.
+        """
+        for found, store in zip(self.found, self._stores.stores, strict=True):
+            found.measure_forward(store)
+        self._is_backward = True
+        with backward_on(self._part.device), deferring(self._queue):
+            torch.autograd.backward(loss)
+        self._come_back_to(-1)
+
+    def _come_back_to(self, stage: int, *gradient: Tensor) -> None:
+        """Measure the stages whose B is over; autograd has run all that came after this one."""
+        while self._is_backward and self._stores.turn > stage:  # else it is the step's own
+            turn = self._stores.turn
+            self.found[turn].measure_backward(self._queue, self._stores.stores[turn])
+            if not turn:
+                return
+            self._stores.turn -= 1

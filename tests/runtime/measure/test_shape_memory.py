@@ -1,0 +1,128 @@
+"""What is known from shapes of what stages keep is what their ledgers count when they run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
+from lightning_pipeoffload.schedule import UNMEASURED, build, offload_activations, peak_memory
+from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory
+from tests.support.families import FAMILIES, Task, call_step
+
+NUM_MICROBATCHES = 4
+SAMPLES = 256  # tensors of tiny models would be too small to count
+
+
+def tokens():
+    return torch.randint(0, 64, (8, 32))
+
+
+def gpt(**options):
+    sizes = {"vocab_size": 64, "context": 32, "width": 64, "depth": 4, "heads": 2}
+    return GPT(**sizes, **options)
+
+
+class Crossing(nn.Module):
+    """A value beside the blocks is used behind the last of them, and one block is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        x = start = self.first(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return (x * start.exp()).sum(-1, keepdim=True)
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name.startswith("gpt_"):
+        return gpt(dropout=0.1 * ("dropout" in name), tie_weights="tied" in name), (
+            tokens(),
+            tokens(),
+        )
+    if name == "crossing":
+        return Task(Crossing(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
+    family = FAMILIES[name]
+    return family.task(), family.samples(SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_ranks", "recompute"),
+    [
+        ("gpt_dropout", "zb_h1", 2, "none"),
+        ("gpt_tied", "zb_v", 2, "none"),
+        ("gpt_dropout", "1f1b", 2, "full"),
+        ("gpt_plain", "zb_v", 2, "cheap"),
+        ("llama", "zb_v", 2, "none"),
+        ("llama_padding_mask", "zb_h1", 3, "cheap"),
+        ("llama_checkpointed", "zb_h1", 2, "none"),
+        ("mixtral", "1f1b", 2, "full"),
+        ("t5", "zb_h1", 2, "none"),
+        ("crossing", "zb_h1", 2, "none"),
+        ("crossing", "interleaved_1f1b", 2, "none"),
+    ],
+)
+def test_shapes_tell_what_the_ledger_counts(name, schedule, num_ranks, recompute):
+    module, batch = make(name)
+    plan = build(schedule, num_ranks, NUM_MICROBATCHES)
+    pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
+    assert_as_counted(pipeline, batch)
+
+
+def test_shapes_tell_what_the_ledger_counts_of_an_offload():
+    module, batch = make("gpt_plain")
+    plan, _ = offload_activations(build("zb_v", 2, NUM_MICROBATCHES), UNMEASURED, 0.5)
+    pipeline = InProcessPipeline(module, plan, call_step)
+    costs = assert_as_counted(pipeline, batch)
+    hosts = [executor.memory.ledger.peak_host_bytes for executor in pipeline.executors]
+    assert hosts == [*peak_host_memory(pipeline.plan, costs)]
+    assert max(hosts)
+
+
+def test_nothing_of_the_module_is_changed():
+    module, batch = make("gpt_dropout")
+    pipeline, part = cut(module, batch)
+    before = {name: tensor.clone() for name, tensor in pipeline.module.state_dict().items()}
+    state = torch.get_rng_state()
+    measure_shapes(pipeline, part)
+    torch.testing.assert_close(pipeline.module.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in pipeline.module.parameters())
+
+
+def assert_as_counted(pipeline, batch):
+    rank = pipeline.ranks[0]
+    size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
+    parts = rank.cut_batch(batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    found = measure_shapes(rank, parts[0])
+    pipeline.run(batch, size)
+    costs = replace(
+        rank.costs,
+        activation=[stage.activation_bytes for stage in found],
+        weight_input=[stage.weight_input_bytes for stage in found],
+        weight_residue=[stage.residue_bytes for stage in found],
+    )
+    counted = [executor.memory.ledger.peak_device_bytes for executor in pipeline.executors]
+    assert counted == [*peak_memory(pipeline.plan, costs)]
+    assert min(counted)
+    return costs
+
+
+def count(batch):
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+
+
+def cut(module, batch):
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, NUM_MICROBATCHES), call_step).ranks[0]
+    size = count(batch) // NUM_MICROBATCHES
+    parts = pipeline.cut_batch(batch, size, lambda p, _: call_step(pipeline.module, p), "train", 0)
+    return pipeline, parts[0]
