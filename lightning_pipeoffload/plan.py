@@ -1,6 +1,7 @@
 """``pipeoffload-plan``: what a schedule would take, before anything runs.
 
-It is a Hydra application on conf/plan.yaml. It needs no device, and of the model only its costs.
+It is a Hydra application on conf/plan.yaml. It needs no device, and of the model only its costs;
+or the model itself, from whose shapes it says what each rank needs of memory.
 """
 
 from __future__ import annotations
@@ -62,6 +63,14 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in REPORTS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
+    if config.get("model") is not None:
+        _estimate_model(config)
+        return
+    if config.device_memory is not None:
+        raise ScheduleError(
+            f"device_memory ({config.device_memory}) is for a model, whose bytes are known: "
+            f"model=NAME; without one set memory_limit, in the unit of costs.activation"
+        )
     _refuse_what_a_run_measures(config)
     costs = _costs(config)
     units = Units.of(costs)
@@ -76,6 +85,18 @@ def plan(config: DictConfig) -> None:
     if file:
         file.write([Drawn(timeline, costs, summary(schedule, timeline))])
     REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload}, units)
+
+
+def _estimate_model(config: DictConfig) -> None:
+    """Answer for a model, which takes torch and the package itself."""
+    package = sys.modules["lightning_pipeoffload"]
+    if not hasattr(package, "PipeOffloadStrategy"):  # the script has not run it
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
+    from lightning_pipeoffload.cli.model_estimate import estimate_model  # noqa: PLC0415 - as above
+
+    estimate_model(config)
 
 
 def _picture_file(config: DictConfig, units: Units) -> PictureFile | None:
@@ -227,6 +248,8 @@ def _mapping(
 
 def main() -> None:
     """Run the console script ``pipeoffload-plan``."""
+    # As `python -m` has it: the module that a configuration names may lie in the current folder.
+    sys.path.insert(0, str(Path.cwd()))
     # Hydra would put the path in the place of the group, and find no picture.microbatches in it.
     sys.argv[1:] = [re.sub("^picture=(?!{)", "picture.path=", word) for word in sys.argv[1:]]
     run_hydra_app("plan", plan)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
-from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.cli.configuration import build, run_hydra_app
 from lightning_pipeoffload.cli.job_folders import (
     is_job_of_sweep,
     removing_unused_folder,
@@ -54,22 +54,6 @@ def train(config: DictConfig) -> None:
     if config.test:
         saved = trainer.checkpoint_callback
         trainer.test(module, datamodule=data, ckpt_path="best" if saved else None)
-
-
-def build(config: DictConfig, key: str, **arguments: Any) -> Any:
-    """Return the object that ``config[key]`` describes, with ``arguments`` beside its own.
-
-    Raises:
-        ValueError: The object refuses its arguments; the message starts with ``key``.
-    """
-    from hydra.errors import InstantiationException  # noqa: PLC0415 - Hydra is an extra
-    from hydra.utils import instantiate  # noqa: PLC0415
-
-    try:
-        return instantiate(config[key], **arguments)
-    except InstantiationException as error:
-        message = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"{key}: {message}") from error
 
 
 def build_trainer(config: DictConfig) -> Trainer:

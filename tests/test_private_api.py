@@ -46,6 +46,7 @@ IMPORTED = {
         "_get_default_process_group_backend_for_device",
         "_init_dist_connection",
     ],
+    "lightning.pytorch.core.optimizer": ["_init_optimizers_and_lr_schedulers"],
     "lightning.pytorch.plugins.io.wrapper": ["_WrappingCheckpointIO"],
     "lightning.pytorch.loops.optimization.automatic": ["_AutomaticOptimization"],
     "lightning.pytorch.strategies.launchers.subprocess_script": ["_SubprocessScriptLauncher"],

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_pipeoffload.cli.job_folders import SweepJobError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["configuration_directory", "run_hydra_app"]
+__all__ = ["build", "configuration_directory", "run_hydra_app"]
 
 REFUSED = 2
 """Exit status for a plan or a configuration that cannot be."""
@@ -37,6 +37,22 @@ def configuration_directory() -> Path:
     package = Path(__file__).parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+def build(config: DictConfig, key: str, **arguments: Any) -> Any:
+    """Return the object that ``config[key]`` describes, with ``arguments`` beside its own.
+
+    Raises:
+        ValueError: The object refuses its arguments; the message starts with ``key``.
+    """
+    from hydra.errors import InstantiationException  # noqa: PLC0415 - Hydra is an extra
+    from hydra.utils import instantiate  # noqa: PLC0415
+
+    try:
+        return instantiate(config[key], **arguments)
+    except InstantiationException as error:
+        message = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{key}: {message}") from error
 
 
 def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:

@@ -1,0 +1,158 @@
+"""A module of shapes and one batch of its data, cut as a run would, for what ``conf`` describes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pipeoffload.cli.configuration import build
+from lightning_pipeoffload.loop.step_calls import StepCalls
+from lightning_pipeoffload.optimizers.state_size import measure_states
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
+from lightning_pipeoffload.runtime.making.module_of_shapes import making_shapes
+from lightning_pipeoffload.runtime.microbatch import batch_size
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.schedule import Schedule
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_CPU = torch.device("cpu")
+_SEED = 0
+# What a trainer that trains nothing does without.
+_QUIET = {
+    "accelerator": "cpu", "devices": 1, "strategy": "auto", "logger": False, "callbacks": None,
+    "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "default_root_dir": None, "barebones": False,
+}  # fmt: skip
+
+
+class ModelProbe:
+    """Finds what the ranks of different plans need for one model.
+
+    Args:
+        config: Conf/plan.yaml with the command line's overrides; ``model``, ``data`` and
+            ``trainer`` are those of conf/train.yaml.
+
+    Raises:
+        ValueError: One of them cannot be built.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        seed_everything(_SEED, verbose=False)
+        # What it would say of devices is not about those of the plan.
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        self._trainer: Trainer = build(config, "trainer", **_QUIET)
+        self._precision = self._trainer.precision_plugin
+        self._config = config
+        self._make_module()
+        self._data: LightningDataModule = build(config, "data")
+        self._data.trainer = self._trainer
+        self._needs: dict[Any, MemoryNeeds] = {}
+
+    def _make_module(self) -> None:
+        with making_shapes(), self._precision.module_init_context():
+            self._module: LightningModule = build(self._config, "model")
+        self._module.trainer = self._trainer
+
+    @cached_property
+    def _batch(self) -> Any:
+        """The first batch of the data, as a step is given it."""
+        self._data.prepare_data()
+        self._data.setup("fit")
+        batch = next(iter(self._data.train_dataloader()))
+        batch = self._hook("on_before_batch_transfer")(batch, 0)
+        return self._precision.convert_input(self._hook("on_after_batch_transfer")(batch, 0))
+
+    def _hook(self, name: str) -> Any:
+        owner = self._data if is_overridden(name, self._data) else self._module
+        return getattr(owner, name)
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of a batch."""
+        return batch_size(self._batch)
+
+    def needs_of(self, schedule: Schedule, settings: PipelineSettings) -> MemoryNeeds:
+        """Return what the stages of a schedule need.
+
+        Args:
+            schedule: The schedule.
+            settings: How to cut.
+
+        Raises:
+            ValueError: The model cannot be cut so.
+        """
+        key = schedule.placement, schedule.num_microbatches, settings.recompute
+        if key not in self._needs:
+            self._needs[key] = self._look(schedule, settings)
+        return self._needs[key]
+
+    def _look(self, schedule: Schedule, settings: PipelineSettings) -> MemoryNeeds:
+        split = self._make_layers(schedule, settings)
+        self._module = self._precision.convert_module(self._module)
+        cut = CutSettings(schedule.placement, settings.blocks, split, settings.recompute)
+        pipeline = Pipeline(self._module, 0, cut, _CPU)
+        try:
+            with self._precision.train_step_context():
+                first = self._cut_batch(pipeline, self.batch_size // schedule.num_microbatches)
+                return MemoryNeeds.of(pipeline, first, self._states)
+        except ValueError:
+            raise
+        except Exception as error:  # the user's own code, which may not go without values
+            raise ValueError(
+                f"the step of {type(self._module).__name__} does not run without values: "
+                f"{type(error).__name__}: {error}; train a few steps, whose report has what they "
+                f"took"
+            ) from error
+        finally:
+            pipeline.detach()
+
+    def _cut_batch(self, pipeline: Pipeline, size: int) -> BatchSlice:
+        """Return the first microbatch."""
+        inputs = StepCalls(self._module, _SEED).inputs("training_step", (self._batch, 0), {})
+        parts = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        return parts[0]
+
+    def _make_layers(self, schedule: Schedule, settings: PipelineSettings) -> str | Sequence[int]:
+        """Make what is made in ``configure_model``, by which the split is decided; return that."""
+        if not is_overridden("configure_model", self._module):
+            return settings.split
+        self._make_module()  # anew: another cut decides anew
+        with making_shapes(), self._precision.module_init_context():
+            drawn = draw_blueprint(
+                self._module,
+                self._module.configure_model,
+                schedule.placement,
+                settings.blocks,
+                settings.split,
+            )
+            self._module.configure_model()
+        return settings.split if drawn is None else drawn.counts
+
+    @property
+    def _states(self) -> dict[int, int]:
+        with _no_advice():
+            # Private: what configure_optimizers may return, and as what.
+            optimizers, _ = _init_optimizers_and_lr_schedulers(self._module)
+        return measure_states(optimizers)
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

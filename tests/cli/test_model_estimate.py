@@ -1,0 +1,140 @@
+"""``pipeoffload-plan model=...`` says from shapes what each rank needs."""
+
+import json
+import re
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from lightning_pipeoffload.cli.configuration import configuration_directory
+from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import ScheduleError, build
+
+SMALL = [
+    *("model=gpt_tiny", "model.width=64", "model.heads=2", "model.dropout=0", "data.context=32"),
+    *("data.batch_size=8", "num_ranks=2", "num_microbatches=4", "format=json"),
+]
+
+
+def plan_config(*overrides):
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        return compose("plan", overrides=list(overrides))
+
+
+def estimate(capsys, *overrides):
+    plan(plan_config(*SMALL, *overrides))
+    return json.loads(capsys.readouterr().out)
+
+
+class LateGPT(L.LightningModule):
+    """Makes its layers in configure_model, and is trained by SGD."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.blocks = None
+
+    def configure_model(self):
+        if self.blocks is None:
+            width = self.width
+            self.embed = nn.Embedding(256, width)
+            self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+            self.head = nn.Linear(width, 256)
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        loss = nn.functional.cross_entropy(
+            self.head(self.blocks(self.embed(tokens))).flatten(0, 1), targets.flatten()
+        )
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_figures_are_those_of_a_run(capsys):
+    found = estimate(capsys, "schedule=zb_v")
+    memory = found["memory"]
+    assert (found["schedule"], found["num_ranks"], found["num_microbatches"]) == ("zb_v", 2, 4)
+    assert memory["gradients"] == memory["parameters"]
+    for parameters, states in zip(memory["parameters"], memory["optimizer"], strict=True):
+        assert 0 <= states - 2 * parameters < 400  # and the count of its steps
+    sums = [sum(parts) for parts in zip(*(memory[name] for name in PARTS), strict=True)]
+    assert memory["device"] == sums
+    assert memory["activations"] == activations_of_a_run("zb_v")
+
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "messages")
+
+
+def activations_of_a_run(schedule):
+    from lightning_pipeoffload.demos.gpt import GPT
+
+    module = GPT(vocab_size=256, context=32, width=64, depth=4, heads=2, dropout=0.0)
+    pipeline = InProcessPipeline(
+        module, build(schedule, 2, 4), lambda model, part: model.training_step(part, 0)
+    )
+    tokens = torch.randint(256, (8, 32))
+    pipeline.run((tokens, tokens), 2)
+    return [executor.memory.ledger.peak_device_bytes for executor in pipeline.executors]
+
+
+def test_less_is_kept_with_recompute_and_offload_and_half_precision(capsys):
+    plain, cheap = estimate(capsys), estimate(capsys, "strategy.recompute=cheap")
+    half = estimate(capsys, "+trainer.precision=bf16-true")
+    assert max(cheap["memory"]["activations"]) < max(plain["memory"]["activations"])
+    assert half["memory"]["parameters"] == [n // 2 for n in plain["memory"]["parameters"]]
+    copied = estimate(capsys, "schedule=uniform", "offload=full")["memory"]
+    assert max(copied["host"]) > 0
+
+
+def test_several_plans_stand_side_by_side(capsys):
+    found = estimate(capsys, "compare=[zb_h1,zb_v]", "num_ranks=[2,4]")
+    named = [(one["schedule"], one["num_ranks"]) for one in found["estimates"]]
+    assert named == [("zb_h1", 2), ("zb_v", 2), ("zb_h1", 4)]
+    (refused,) = found["refused"]
+    assert refused.startswith("zb_v, 4 ranks: blocks has 4 blocks for 8 stages")
+
+
+def test_what_fits_no_device_is_refused_with_the_smallest_change(capsys):
+    needs = max(estimate(capsys)["memory"]["device"])
+    with pytest.raises(ScheduleError) as refusal:
+        estimate(capsys, "schedule=gpipe", f"device_memory={needs}")
+    message = str(refusal.value)
+    assert "needs" in message
+    assert message.endswith("use schedule=zb_h1")
+    with pytest.raises(ScheduleError, match="use a smaller model, batch or data type"):
+        estimate(capsys, "model.depth=2", "device_memory=1KiB")
+    assert estimate(capsys, f"device_memory={needs}")["schedule"] == "zb_h1"
+
+
+def test_layers_of_configure_model_are_made_of_shapes(capsys):
+    late = f"+model._target_={__name__}.LateGPT", "+model.width=4096", "num_ranks=4"
+    plan(plan_config(*late, "data.batch_size=8", "data.context=32", "format=json"))
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    block = 4 * (4096 * 4096 + 4096)
+    assert memory["parameters"][1:3] == [block, block]
+    assert memory["optimizer"] == memory["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("device_memory=lots", "device_memory='lots' is no amount of memory"),
+        ("num_microbatches=3", "cannot be cut into 3 equal microbatches"),
+        ("model.heads=5", "heads (5)"),
+    ],
+)
+def test_wrong_input_is_refused(capsys, override, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        estimate(capsys, override)
+
+
+def test_a_limit_in_bytes_is_for_a_model():
+    with pytest.raises(ScheduleError, match=r"device_memory \(80GiB\) is for a model"):
+        plan(plan_config("device_memory=80GiB"))
