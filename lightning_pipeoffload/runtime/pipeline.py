@@ -78,6 +78,7 @@ class Pipeline:
     Attributes:
         parts: The module in parts, if it was made so.
         tensors: Parameters and buffers by name.
+        settings: How it is cut.
         chain: The blocks.
         probes: What was seen of the steps.
         gradient_age: The age of the gradients of what other ranks own.
@@ -105,7 +106,7 @@ class Pipeline:
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
         self.tensors = NamedTensors(module, settings.stage_ranks)
-        self._settings = settings
+        self.settings = settings
         self.chain = find_chain(module, settings.blocks)
         self._writes = StepWrites(module, self.chain, self.local_stages)
         self.probes = StepProbes(module, self.chain, device, len(settings.stage_ranks) > 1)
@@ -132,11 +133,6 @@ class Pipeline:
         mark_slots(((slot, slot.tensor) for slot in find_slots(self.module)), self.chain)
 
     @property
-    def recompute(self) -> str:
-        """What is computed again in B; see :class:`.stage_pass.StageContext`."""
-        return self._settings.recompute
-
-    @property
     def is_split(self) -> bool:
         """Whether what other ranks own is there as shapes."""
         return self.committed or self.parts is not None
@@ -154,7 +150,7 @@ class Pipeline:
     @property
     def local_stages(self) -> list[int]:
         """Stages of this rank."""
-        return [s for s, rank in enumerate(self._settings.stage_ranks) if rank == self.rank]
+        return [s for s, rank in enumerate(self.settings.stage_ranks) if rank == self.rank]
 
     def cut_batch(
         self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
@@ -217,7 +213,7 @@ class Pipeline:
         self._leave_foreign()
 
     def _leave_foreign(self) -> None:
-        self.ownership.drop_foreign(self.gradient_age, self._settings.places)
+        self.ownership.drop_foreign(self.gradient_age, self.settings.places)
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:
@@ -274,7 +270,7 @@ class Pipeline:
             check_weight_writes(probe, self.chain, self.partition, owners_of)
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
-            check_mixed_writes(probe, self.partition, self._settings.stage_ranks)
+            check_mixed_writes(probe, self.partition, self.settings.stage_ranks)
             self._use_check.check(probe)
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
@@ -308,8 +304,8 @@ class Pipeline:
 
     def _cut(self, probe: Probe) -> None:
         costs = estimate_costs(self.module, self.chain, probe)
-        ranks = self._settings.stage_ranks
-        self.partition = cut(self.chain, costs, ranks, self._settings.split)
+        ranks = self.settings.stage_ranks
+        self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self._draw_check = DrawCheck(self.partition)
         self._use_check = UseCheck(self.chain, self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
@@ -331,7 +327,7 @@ class Pipeline:
         for index in self.local_stages:
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, self._settings.recompute,
+                self._writes, self.settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 

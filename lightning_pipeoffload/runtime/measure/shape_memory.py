@@ -70,7 +70,7 @@ class _MeasuringPass(RepeatedPass):
         super().__init__(pipeline.module, pipeline.chain, part.device, None, EVERYTHING)
         stages = pipeline.partition
         self._module, self._part = pipeline.module, part
-        self._recompute = pipeline.recompute
+        self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
         self.found = [SavedMemory() for _ in stages]
