@@ -259,7 +259,7 @@ def _table_of_plans(found: Sequence[Estimated], limit: int | None) -> Table:
 
 
 def _table(*columns: Column | str, title: str) -> Table:
-    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=0)
 
 
 class _Unit(NamedTuple):
