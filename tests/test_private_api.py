@@ -75,6 +75,7 @@ USED = {
     "_cdata": torch.ones(1).untyped_storage(),
     "_checkpoint_offset": torch.UntypedStorage,
     "_backward_hooks": torch.ones(1),
+    "_global_backward_hooks": torch.nn.modules.module,
     "_forward_hooks": nn.Module(),
     "_forward_pre_hooks": nn.Module(),
     "_local_scalar_dense": torch.ops.aten,

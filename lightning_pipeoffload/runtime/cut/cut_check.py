@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
@@ -43,13 +43,26 @@ def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
             )
 
 
-def check_own_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
-    """Check that no backward that the step itself starts leads from stage to stage.
+def check_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
+    """Check that no backward of the step's own, and no hook, needs both sides of a cut.
 
     Raises:
-        ValueError: One does, or could: it would end at the cut without a word.
+        ValueError: One does, or could: it would end at the cut, or never be called, without a word.
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+    _check_own_backwards(probe, stage_of)
+    for span in probe.hooked_spans:
+        first, last = stage_of[span.first], stage_of[span.last]
+        if first != last:
+            raise ValueError(
+                f"a backward hook is registered on {span.name}, which stage {first} calls and "
+                f"stage {last} returns from: it needs the gradients of both ends, and no stage has "
+                f"them; register it on the blocks or on layers beside them, or a hook on a tensor "
+                f"at one end"
+            )
+
+
+def _check_own_backwards(probe: Probe, stage_of: Mapping[int, int]) -> None:
     found = probe.own_backwards
     leads_back = [block for block in found.crossed if stage_of[block] != stage_of[block + 1]]
     for started in found.started:

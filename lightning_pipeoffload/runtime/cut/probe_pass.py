@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut.flops import count_flops
+from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpans
 from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
 from lightning_pipeoffload.runtime.cut.step_result import loss_in
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
@@ -62,6 +63,7 @@ class ProbePass:
         self._calls = BlockCalls(chain)
         self._weights = WeightWatch(lambda: self.segment)
         self._stripped = StrippedModule(module, device, self._weights)
+        self._hooked = HookedSpans(module, lambda: self.segment)
         self.result = Probe(
             self._trace.flow,
             defaultdict(set),
@@ -70,6 +72,7 @@ class ProbePass:
             weight_writes=self._weights.writes,
             aliases=self._trace.aliases,
             own_backwards=self._trace.own_backwards,
+            hooked_spans=self._hooked.found,
         )
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
@@ -95,6 +98,7 @@ class ProbePass:
             self.chain.running(self),
             self._weights.seeing_new(module),
             self._stripped.noting_saved(),
+            self._hooked.watching(),
             IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop)),
             self._trace,
         )

@@ -10,13 +10,15 @@ around everything and knows no origins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
@@ -154,6 +156,18 @@ class ShapeOnly(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, or make values up."""
         return self._imagined("numpy()").numpy()
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Leave the hook to the stage that has the value, where the gradient comes."""
+        if self.requires_grad:
+            handle: RemovableHandle = super().register_hook(hook)
+            return handle
+        return RemovableHandle(OrderedDict())
+
+    def retain_grad(self) -> None:
+        """Leave it to the stage that has the value."""
+        if self.requires_grad:
+            super().retain_grad()
 
     def _imagined(self, operation: str) -> Tensor:
         imagined = imagine(operation, self.origins)

@@ -18,11 +18,13 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
+from lightning_pipeoffload.runtime.step.backward_watch import BackwardWatch
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
+from lightning_pipeoffload.runtime.users_code.written_state import Kept
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
@@ -39,6 +41,7 @@ class _Alive:
     loss: Tensor | None = None
     seen: SeenValues | None = None
     sent: list[GradientEdge] = field(default_factory=list)
+    left: Kept | None = None
 
     def seeing_again(self) -> AbstractContextManager[None]:
         """Let tensors that steps write be what F saw, if another F has written them since."""
@@ -54,6 +57,7 @@ class StageRunner:
 
     def __init__(self, context: StageContext) -> None:
         self._compared: set[int] = set()
+        self._watch = BackwardWatch(context)
         self._context = context
         self.is_first = context.is_first
         self.is_last = context.is_last
@@ -113,10 +117,12 @@ class StageRunner:
             store.recording() if store else _NOTHING,
             self._saving() if keep else _NOTHING,
             self._watching(step, microbatch) if keep else _NOTHING,
+            self._watch.forward(microbatch.index) if keep else _NOTHING,
         ):
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
+            alive.left = self._watch.keep(microbatch.index)
             self._last = microbatch.index
             self.memory.measure_forward(store)
         if self.is_last:
@@ -149,7 +155,12 @@ class StageRunner:
         alive.queue.immediate = fused
         if alive.store:
             alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
-        with backward_on(microbatch.device), deferring(alive.queue), alive.seeing_again():
+        with (
+            backward_on(microbatch.device),
+            deferring(alive.queue),
+            alive.seeing_again(),
+            self._watch.backward(microbatch.index, alive.left, len(self._alive)),
+        ):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
             elif alive.loss is not None:
@@ -168,7 +179,11 @@ class StageRunner:
         if alive.store:
             alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
-            with backward_on(microbatch.device), alive.seeing_again():
+            with (
+                backward_on(microbatch.device),
+                alive.seeing_again(),
+                self._watch.weight(microbatch.index, alive.left),
+            ):
                 alive.queue.run()
 
     def _keep_seen(self) -> None:

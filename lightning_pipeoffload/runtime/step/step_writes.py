@@ -43,11 +43,13 @@ class StepWrites:
         stages: The stages of the rank.
 
     Attributes:
+        module: The user's module.
         state: What the steps write anywhere, for blocks that run again.
         tensors: The tensors that they write in place, for backwards.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
+        self.module = module
         inside = {id(child) for block in chain.blocks for child in block.modules()}
         self._modules = [child for child in module.modules() if id(child) not in inside]
         self._num_passes = dict.fromkeys(stages, 0)

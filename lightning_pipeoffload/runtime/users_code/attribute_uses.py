@@ -121,7 +121,7 @@ class AttributeUses:
     def watching(self) -> Iterator[None]:
         """Watch what is done with the variables."""
         with torch._C.DisableTorchFunction():  # private: a look is no call of the step's
-            self._seen = [_look(variable.value) for variable in self._variables]
+            self._seen = [look_at(variable.value) for variable in self._variables]
         python_modules = self._held_by(ModuleType)
         of_classes = self._held_by(type)
         watched = [
@@ -204,7 +204,7 @@ class AttributeUses:
     def look(self, place: Draw) -> None:
         """Note what was changed since the last look, which was at the border of another place."""
         for index, variable in enumerate(self._variables):
-            before, now = self._seen[index], _look(watched_value(variable))
+            before, now = self._seen[index], look_at(watched_value(variable))
             if not is_same_look(before, now):
                 uses = self._of_holder[id(variable.namespace.owner), variable.name]
                 uses.is_assigned |= before[0][0] is not now[0][0]
@@ -255,7 +255,7 @@ def _attribute_taken(frame: FrameType) -> str:
     return str(following.argval)
 
 
-def _look(value: Any) -> Look:
+def look_at(value: Any) -> Look:
     """Look at a value, at containers in it, and at their tensors."""
     inside = look_into(value)
     tensors = [part for _, parts in inside for part in parts if isinstance(part, Tensor)]

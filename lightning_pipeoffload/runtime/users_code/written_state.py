@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_pipeoffload.runtime.users_code.libraries import is_foundations, is_users
 from lightning_pipeoffload.runtime.users_code.look import is_same_look
@@ -47,7 +48,9 @@ def written_namespaces(module: nn.Module) -> list[Namespace]:
     classes = {kind for part in module.modules() for kind in type(part).__mro__}
     own = [kind for kind in classes if not is_foundations(kind.__module__)]
     found += [Namespace(kind, kind.__qualname__) for kind in own]
-    found += [Namespace(place, place.__name__) for place in _python_modules_of(own)]
+    places = _python_modules_of(own)
+    found += [Namespace(place, place.__name__) for place in places]
+    found += [Namespace(kind, kind.__qualname__) for kind in _functions_in(places)]
     known = {namespace.key: namespace for namespace in found}
     left = deque(known.values())
     while left:  # objects in objects
@@ -56,6 +59,13 @@ def written_namespaces(module: nn.Module) -> list[Namespace]:
                 known[namespace.key] = namespace
                 left.append(namespace)
     return list(known.values())
+
+
+def _functions_in(places: Iterable[ModuleType]) -> set[type[Any]]:
+    """List the autograd functions that the code of Python modules may call."""
+    values = [value for place in places for value in vars(place).values()]
+    classes = {value for value in values if isinstance(value, type)}
+    return {c for c in classes if issubclass(c, Function) and is_users(c.__module__)}
 
 
 def _objects_in(namespace: Namespace) -> Iterator[Namespace]:
@@ -175,6 +185,11 @@ class WrittenState:
 
     def __bool__(self) -> bool:
         return bool(self._variables)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables that are written."""
+        return list(self._variables.values())
 
     def keep(self) -> Kept | None:
         """Keep what is there now; None: steps write nothing."""
