@@ -65,13 +65,19 @@ class DeferredCall:
 class Linear(DeferredCall):
     """``x @ weight.T + bias`` with x ``[..., in]``, weight ``[out, in]``."""
 
+    def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
+        super().__init__(weight, bias, *options)
+        # Torch saves a view here, which stays what it is where a step gives weight.data another
+        # value for a while, as binary networks do; of other operations it saves the weight itself.
+        self._value = weight.detach()
+
     @override
     def forward(self, x: Tensor) -> Tensor:
         return aten.linear.default(x, self.weight, self.bias)
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad.matmul(self.weight.conj())
+        return grad.matmul(self._value.conj())
 
     @override
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
