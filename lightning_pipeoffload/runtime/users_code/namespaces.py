@@ -7,7 +7,8 @@ and in the Python modules that define these, with those that they import of the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import starmap
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -81,10 +82,18 @@ def namespaces(module: nn.Module) -> Iterator[Namespace]:
     """Yield the namespaces of the module tree, its classes and their Python modules."""
     yield from starmap(Namespace.of_part, module.named_modules())
     classes = {cls for child in module.modules() for cls in type(child).__mro__}
-    own = [cls for cls in classes if is_users(cls.__module__)]
-    yield from (Namespace(cls, cls.__qualname__) for cls in own)
-    for python_module in reachable({cls.__module__ for cls in own}):
+    own = {cls for cls in classes if is_users(cls.__module__)}
+    places = reachable({cls.__module__ for cls in own})
+    yield from (Namespace(cls, cls.__qualname__) for cls in own | classes_in(places))
+    for python_module in places:
         yield Namespace(python_module, python_module.__name__)
+
+
+def classes_in(places: Iterable[ModuleType]) -> set[type[Any]]:
+    """List the user's classes that have a name there: autograd functions, settings."""
+    values = [value for place in places for value in vars(place).values()]
+    classes = {value for value in values if isinstance(value, type)}
+    return {c for c in classes if not issubclass(c, Enum) and is_users(c.__module__)}
 
 
 def reachable(names: set[str]) -> list[ModuleType]:

@@ -17,7 +17,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from lightning_pipeoffload.runtime.users_code.libraries import is_foundations, is_users
 from lightning_pipeoffload.runtime.users_code.look import is_same_look
@@ -32,6 +31,7 @@ from lightning_pipeoffload.runtime.users_code.namespaces import (
     GONE,
     REGISTRIES,
     Namespace,
+    classes_in,
     reachable,
 )
 
@@ -50,7 +50,7 @@ def written_namespaces(module: nn.Module) -> list[Namespace]:
     found += [Namespace(kind, kind.__qualname__) for kind in own]
     places = _python_modules_of(own)
     found += [Namespace(place, place.__name__) for place in places]
-    found += [Namespace(kind, kind.__qualname__) for kind in _functions_in(places)]
+    found += [Namespace(kind, kind.__qualname__) for kind in classes_in(places) - set(own)]
     known = {namespace.key: namespace for namespace in found}
     left = deque(known.values())
     while left:  # objects in objects
@@ -59,13 +59,6 @@ def written_namespaces(module: nn.Module) -> list[Namespace]:
                 known[namespace.key] = namespace
                 left.append(namespace)
     return list(known.values())
-
-
-def _functions_in(places: Iterable[ModuleType]) -> set[type[Any]]:
-    """List the autograd functions that the code of Python modules may call."""
-    values = [value for place in places for value in vars(place).values()]
-    classes = {value for value in values if isinstance(value, type)}
-    return {c for c in classes if issubclass(c, Function) and is_users(c.__module__)}
 
 
 def _objects_in(namespace: Namespace) -> Iterator[Namespace]:

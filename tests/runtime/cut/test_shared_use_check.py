@@ -14,6 +14,10 @@ SEEN, LAST = 0, {"loss": 1.0}
 LOSSES = []
 
 
+class Settings:
+    scale = 1.0
+
+
 class Counting(Step):
     counter = 0
     losses = []
@@ -27,7 +31,7 @@ class Counting(Step):
 def reset():
     global SEEN
     SEEN, Counting.counter, other_counts.seen = 0, 0, 0
-    LAST["loss"] = 1.0
+    LAST["loss"] = Settings.scale = 1.0
     for kept in (LOSSES, Counting.losses):
         kept.clear()
 
@@ -103,6 +107,13 @@ def by_global_list(m, x):
     return loss
 
 
+def by_class_of_no_module(m, x):
+    x = m.embed(x) * Settings.scale  # <- is read
+    loss = loss_of(m, through(m.blocks, x))
+    Settings.scale *= 0.9  # <- named in the message
+    return loss
+
+
 def by_another_module(m, x):
     x = m.embed(x) * (1 + other_counts.seen)  # <- is read
     loss = loss_of(m, through(m.blocks, x))
@@ -120,6 +131,7 @@ REFUSED = {
     in_functions: f"{__name__}.SEEN",
     by_global_dict: f"{__name__}.LAST",
     by_global_list: f"{__name__}.LOSSES",
+    by_class_of_no_module: "Settings.scale",
     by_another_module: f"{other_counts.__name__}.seen",
 }
 
@@ -134,6 +146,7 @@ def test_what_a_later_stage_has_written_cannot_be_read(step, name):
     assert READS in message
     assert (HERE in message) == (step is not by_global_dict)
     assert (Counting.counter, SEEN, LAST["loss"], other_counts.seen) == (0, 0, 1.0, 0)
+    assert Settings.scale == 1
     assert not LOSSES
     assert not Counting.losses
 
