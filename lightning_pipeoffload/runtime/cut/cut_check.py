@@ -51,6 +51,7 @@ def check_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
     _check_own_backwards(probe, stage_of)
+    _check_late_changes(probe, stage_of)
     for span in probe.hooked_spans:
         first, last = stage_of[span.first], stage_of[span.last]
         if first != last:
@@ -59,6 +60,18 @@ def check_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
                 f"stage {last} returns from: it needs the gradients of both ends, and no stage has "
                 f"them; register it on the blocks or on layers beside them, or a hook on a tensor "
                 f"at one end"
+            )
+
+
+def _check_late_changes(probe: Probe, stage_of: Mapping[int, int]) -> None:
+    for change in probe.late_changes:
+        first, last = stage_of[change.first], stage_of[change.last]
+        if first != last:
+            raise ValueError(
+                f"a hook reads {change.variable} of the step in the backward"
+                f"{in_brackets(change.line)}, on stage {first}, but stage {last} changes it after "
+                f"that and the hook would not see it; bind what it is when the hook is made "
+                f"(lambda grad, scale=scale: ...), or compute it before the block"
             )
 
 

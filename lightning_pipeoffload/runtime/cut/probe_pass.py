@@ -73,6 +73,7 @@ class ProbePass:
             aliases=self._trace.aliases,
             own_backwards=self._trace.own_backwards,
             hooked_spans=self._hooked.found,
+            late_changes=self._trace.hook_closures.found,
         )
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
@@ -135,6 +136,7 @@ class ProbePass:
         # Private: what is copied here is no call of the step's, which its log would have.
         with torch._C.DisableTorchFunction():
             self.watch.look(place)
+            self._trace.hook_closures.look(place.segment)
             if self.uses is not None:
                 self.uses.look(place)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.hook_closures import LateChange
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpan
 from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import LoggedValue
@@ -47,6 +48,7 @@ class Probe:
         imagined: Blocks that ask for values, which are made up, and the line that does so first.
         own_backwards: What the step differentiates by itself.
         hooked_spans: Calls around blocks of modules with backward hooks.
+        late_changes: Changes of what hooks have bound.
         sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
     """
@@ -72,6 +74,7 @@ class Probe:
     imagined: dict[int, str] = field(default_factory=dict)
     own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
     hooked_spans: list[HookedSpan] = field(default_factory=list)
+    late_changes: list[LateChange] = field(default_factory=list)
     sized_in: int | None = None
 
 

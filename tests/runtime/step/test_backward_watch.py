@@ -253,6 +253,56 @@ def test_a_hook_on_a_value_is_called_where_the_value_is(schedule, num_ranks):
     assert_trains_exactly(HookedBetween(), BATCH, schedule, num_ranks)
 
 
+def rebinds(net, hidden):
+    scale = 1.0
+    hidden.register_hook(lambda g: g * scale)  # <- named in the message
+    for block in net.blocks:
+        hidden = block(hidden)
+    scale = 3.0
+    return hidden
+
+
+def fills(net, hidden):
+    scales = []
+    hidden.register_hook(lambda g: g * (1 + len(scales)))  # <- named in the message
+    for block in net.blocks:
+        hidden = block(hidden)
+        scales.append(1)
+    return hidden
+
+
+def binds_at_once(net, hidden):
+    scale = 2.0
+    for block in net.blocks:
+        hidden = block(hidden)
+        hidden.register_hook(lambda g, scale=scale: g * scale)
+        scale *= 0.5
+    return hidden
+
+
+class Binding(Net):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch, batch_idx):
+        return self.out(self.way(self, self.inp(batch))).pow(2).mean()
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
+@pytest.mark.parametrize("way", [rebinds, fills])
+def test_a_hook_on_a_variable_that_changes_behind_a_cut_is_refused(way, schedule, num_ranks):
+    with pytest.raises(ValueError, match="a hook reads scale") as refused:
+        assert_trains_exactly(Binding(way), BATCH, schedule, num_ranks)
+    assert line_of(way) in str(refused.value)
+    assert_trains_exactly(Binding(way), BATCH, "1f1b", 1)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
+def test_a_hook_that_has_its_own_value_is_exact(schedule, num_ranks):
+    assert_trains_exactly(Binding(binds_at_once), BATCH, schedule, num_ranks)
+
+
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
