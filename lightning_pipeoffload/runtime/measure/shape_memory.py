@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.probe import looking
@@ -60,6 +61,8 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
             measuring.run_backward(loss_in(result))
     except ValueNeededError as error:
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
+    finally:
+        measuring.let_go()
     return measuring.found
 
 
@@ -76,6 +79,7 @@ class _MeasuringPass(RepeatedPass):
         self.found = [SavedMemory() for _ in stages]
         self._is_backward = False
         self._cheap: CheapRecompute | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -115,7 +119,8 @@ class _MeasuringPass(RepeatedPass):
         self._begin_stage(self._stage_of[index + 1])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
-                leaf.register_hook(partial(self._come_back_to, self._stage_of[index]))
+                found = partial(self._come_back_to, self._stage_of[index])
+                self._hooks.append(leaf.register_hook(found))
         return output
 
     @override
@@ -159,6 +164,11 @@ class _MeasuringPass(RepeatedPass):
         with backward_on(self._part.device), deferring(self._queue):
             torch.autograd.backward(loss)
         self._come_back_to(-1)
+
+    def let_go(self) -> None:
+        """Take the hooks away: autograd holds them where Python does not see a circle."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _come_back_to(self, stage: int, *gradient: Tensor) -> None:
         """Measure the stages whose B is over; autograd has run all that came after this one."""
