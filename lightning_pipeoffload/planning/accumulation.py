@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     JoinedPlan,
+    Kind,
     Schedule,
     ScheduleError,
     cut_at_batches,
@@ -135,4 +136,6 @@ class JoinedRun:
 
     def _take(self, end: int) -> list[Any]:
         start, self._place = self._place, end
-        return [a for a in self._actions[start:end] if a.microbatch in self._there]
+        # REDUCE is of all microbatches, the missing one that it is named after or not.
+        actions = self._actions[start:end]
+        return [a for a in actions if a.kind is Kind.REDUCE or a.microbatch in self._there]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
     TRANSFERS,
     Costs,
+    Kind,
     Schedule,
     ScheduleError,
     accept,
@@ -244,12 +246,12 @@ def _refuse_no_schedule(given: Schedule) -> None:
             f"schedule {given.name} has no backward, and trains nothing; give each stage BW, or B "
             f"and W, for each microbatch (evaluations leave them out)"
         )
-    if given.has_transfers:
-        first = next(action for rank in given for action in rank if action.kind in TRANSFERS)
-        raise ScheduleError(
-            f"schedule {given.name} has transfers ({first}), which are put in when it is lowered; "
-            f"give it as it was before lower()"
-        )
+    for action in chain.from_iterable(given):
+        if action.kind in TRANSFERS or action.kind is Kind.REDUCE:
+            raise ScheduleError(
+                f"schedule {given.name} has {action}, which is put in when it is lowered; "
+                f"give it as it was before lower()"
+            )
 
 
 def refuse_unbuilt(**arguments: Any) -> None:

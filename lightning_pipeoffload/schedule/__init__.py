@@ -19,6 +19,7 @@ from .costs import Costs
 from .draw import draw
 from .passes.batches import JoinedPlan, cut_at_batches, repeat_batch
 from .passes.offload import OffloadReport, offload_activations, offload_share
+from .passes.reduce import Tail, add_reductions, tails
 from .passes.transfer import (
     add_transfers,
     forward_only,
@@ -55,8 +56,10 @@ __all__ = [
     "Recipe",
     "Schedule",
     "ScheduleError",
+    "Tail",
     "Timeline",
     "accept",
+    "add_reductions",
     "add_transfers",
     "build",
     "check_name",
@@ -79,6 +82,7 @@ __all__ = [
     "repeat_batch",
     "simulate",
     "split_fused_backward",
+    "tails",
     "validate",
     "with_copy_ratio",
 ]

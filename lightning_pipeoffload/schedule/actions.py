@@ -67,7 +67,7 @@ class Kind(str, Enum):
         B: Gradient of the stage's input.
         W: Gradient of the stage's weights.
         BW: Both gradients at once.
-        REDUCE: Gradients of one stage over the replicas, after its last W.
+        REDUCE: Averages the gradients of the action's stage over the replicas, after its last W.
         SEND_F: Sends the output of the action's stage downstream.
         RECV_F: Waits for the input of the action's stage.
         SEND_B: Sends the input gradient of the action's stage upstream.

@@ -109,6 +109,11 @@ class Schedule:
         return any(action.kind in COPIES for rank in self for action in rank)
 
     @cached_property
+    def has_reductions(self) -> bool:
+        """Whether gradients are reduced over replicas of the pipeline."""
+        return any(action.kind is Kind.REDUCE for rank in self for action in rank)
+
+    @cached_property
     def is_forward_only(self) -> bool:
         """Whether no rank computes a gradient."""
         backward = {Kind.B, Kind.W, Kind.BW}

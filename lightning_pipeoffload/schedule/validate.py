@@ -9,7 +9,7 @@ other circles of waiting ranks are found by the replay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from .actions import COMPUTE, COPIES, TRANSFERS, Action, Kind, ScheduleError
@@ -49,10 +49,11 @@ COPY_RULES = {
 def validate(schedule: Schedule) -> None:
     """Check a schedule of compute actions, or a lowered plan.
 
-    Every action has a kind that runs. Every stage is on one rank. Every stage does F, then BW or B
-    and W, once for each microbatch; or every stage does only F. What is offloaded is freed and
-    reloaded, in this order, before what needs it. What is sent is received, in the same order on
-    every directed edge. The ranks never wait for each other in a circle.
+    Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
+    every stage does only F. What is offloaded is freed and reloaded, in this order, before what
+    needs it. Gradients of every stage are reduced once, behind the last of them, or those of none.
+    What is sent is received, in the same order on every directed edge. The ranks never wait for
+    each other in a circle.
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
@@ -60,10 +61,11 @@ def validate(schedule: Schedule) -> None:
     """
     _check_not_empty(schedule)
     _check_placement(schedule)
-    _check_kinds(schedule)
     _check_compute(schedule)
     if schedule.has_copies:
         _check_copies(schedule)
+    if schedule.has_reductions:
+        _check_reductions(schedule)
     if schedule.has_transfers:
         _check_transfers(schedule)
     for _ in replay(schedule):
@@ -104,13 +106,6 @@ def _check_placement(schedule: Schedule) -> None:
             raise _broken(schedule, place, rule)
     if missing := sorted(set(range(schedule.num_stages)) - owner.keys()):
         raise ScheduleError(f"no rank has stages {missing}; number the stages from 0 without gaps")
-
-
-def _check_kinds(schedule: Schedule) -> None:
-    for place in _places(schedule):
-        if place.action.kind not in COMPUTE | COPIES | TRANSFERS:
-            rule = f"nothing runs {place.action.kind.value} yet; take it out"
-            raise _broken(schedule, place, rule)
 
 
 def _check_compute(schedule: Schedule) -> None:
@@ -161,6 +156,44 @@ def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...])
 
 def _names(kinds: tuple[Kind, ...]) -> str:
     return " ".join(kind.value for kind in kinds) or "nothing"
+
+
+def _check_reductions(schedule: Schedule) -> None:
+    completed = _last_gradients(schedule)
+    reduced: dict[int, _Place] = {}
+    for place in _places(schedule):
+        if place.action.kind is Kind.REDUCE:
+            rule = _rule_of_reduction(place, completed, reduced)
+            if rule:
+                raise _broken(schedule, place, rule)
+            reduced[place.action.stage] = place
+    for stage, place in completed.items():
+        if stage not in reduced:
+            add = place.action._replace(kind=Kind.REDUCE)
+            rule = f"gradients of other stages are reduced, and these are not; add {add} behind it"
+            raise _broken(schedule, place, rule)
+
+
+def _last_gradients(schedule: Schedule) -> dict[int, _Place]:
+    """Return where each stage's gradients are complete."""
+    kinds = (Kind.W, Kind.BW)
+    return {p.action.stage: p for p in _places(schedule) if p.action.kind in kinds}
+
+
+def _rule_of_reduction(
+    place: _Place, completed: Mapping[int, _Place], reduced: Container[int]
+) -> str:
+    """Return the rule that a REDUCE breaks; empty if it breaks none."""
+    stage = place.action.stage
+    if stage not in completed:
+        return "there are no gradients without a backward; take it out"
+    if stage in reduced:
+        return f"the gradients of stage {stage} are reduced once; take it out"
+    last = completed[stage]
+    wanted = last.action._replace(kind=Kind.REDUCE)
+    if last.step > place.step:
+        return f"the gradients are complete after {last.action}; put {wanted} behind it"
+    return "" if place.action == wanted else f"it stands behind {last.action}; call it {wanted}"
 
 
 def _check_transfers(schedule: Schedule) -> None:

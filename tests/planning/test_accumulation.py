@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload.planning.accumulation import join_batches
+from lightning_pipeoffload.planning.accumulation import JoinedRun, join_batches
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.schedule import Costs, ScheduleError, build
+from lightning_pipeoffload.schedule import Costs, Kind, ScheduleError, build, cut_at_batches
 from tests.support import fits
 
 
@@ -90,6 +92,48 @@ def test_who_looks_in_between_sees_all_gradients(ranks):
     outcomes = ranks(2).run(train, 2, (8, 8, 8), True)
     for _, _, seen in outcomes:
         assert seen == pytest.approx(expected, rel=1e-10)
+
+
+class Noting:
+    """An executor that notes what it is to run."""
+
+    def __init__(self, rank):
+        self.rank, self.ran = rank, []
+
+    def begin(self, plan):
+        pass
+
+    def go_on(self, actions, microbatches, before_backward=None):
+        self.ran += actions
+        return []
+
+    def end(self):
+        pass
+
+
+def ran(joined, size, lengths, rank):
+    """Run batches of so many microbatches by a plan; return its actions."""
+    executor = Noting(rank)
+    run = JoinedRun(joined, size, executor)
+    for batch, length in enumerate(lengths):
+        indices = range(batch * size, batch * size + length)
+        run.run([SimpleNamespace(index=index) for index in indices], lambda results: None)
+    run.finish()
+    return executor.ran
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (2, 2, 1), (1, 1, 1), (2, 1), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
+def test_gradients_are_reduced_once_and_last_whatever_the_batches(name, lengths):
+    joined = cut_at_batches(build(name, 2, 6), 2).with_reductions()
+    for rank in range(2):
+        actions = ran(joined, 2, lengths, rank)
+        reductions = [a for a in actions if a.kind is Kind.REDUCE]
+        assert sorted(a.stage for a in reductions) == list(joined.plan.stages_of(rank))
+        for reduction in reductions:
+            assert [a for a in actions if a.stage == reduction.stage][-1] is reduction
+        computed = {a.microbatch for a in actions if a.kind is not Kind.REDUCE}
+        assert len(computed) == sum(lengths)
 
 
 def joined_size(name, num_microbatches, num_batches, make=None):

@@ -151,7 +151,8 @@ def test_a_schedule_may_be_a_file(tmp_path, as_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 0, 0REDUCE0: nothing runs REDUCE yet; take it out"),
+        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 1, 1BW0: gradients of other stages are reduced"),
+        ("0F0,0B0 0REDUCE0\n1F0,1B0 1REDUCE0", "schedule mine has 0REDUCE0, which is put in when"),
         ("0F0\n1F0", "schedule mine has no backward, and trains nothing; give each stage BW"),
         ("0F0 0SEND_F0,0B0\n1F0,1B0", "rank 0, 0F0: another rank needs its result; add 1RECV_F0"),
     ],
@@ -168,7 +169,7 @@ IMPOSSIBLE = [
         PipelineSettings(schedule=lower(build("1f1b", 2, 4))),
         2,
         4,
-        "has transfers .0SEND_F0., which",
+        "has 0SEND_F0, which is put in when it is lowered; give it as it was before",
     ),
     (PipelineSettings(schedule="interleaved_1f1b"), 4, 6, r"num_microbatches \(6\) must be a mult"),
     (PipelineSettings(schedule="1f1b", num_chunks=2), 2, 4, r"num_chunks \(2\) must be 1 for 1f1b"),

@@ -18,9 +18,37 @@ ERRORS = {
     "no W": ("0F0 0B0", "rank 0, 0B0: stage 0 has F B for microbatch 0"),
     "no backward on one rank": ("0F0\n1F0 1BW0", "rank 0, 0F0: stage 0 has F for microbatch 0"),
     "no action at all": ("0F0 0F1\n1F0", "rank 1: stage 1 has nothing for microbatch 1"),
-    "a kind that nothing runs": (
-        "0F0 0BW0 0REDUCE0\n1F0 1BW0 1REDUCE0",
-        "rank 0, 0REDUCE0: nothing runs REDUCE yet; take it out",
+    "a REDUCE before the last W": (
+        "0F0 0F1 0B0 0B1 0W0 0REDUCE0 0W1",
+        "rank 0, 0REDUCE0: the gradients are complete after 0W1; put 0REDUCE1 behind it",
+    ),
+    "a REDUCE before the last BW": (
+        "0F0 0BW0\n1F0 1REDUCE0 1BW0",
+        "rank 1, 1REDUCE0: the gradients are complete after 1BW0; put 1REDUCE0 behind it",
+    ),
+    "a REDUCE named after another microbatch": (
+        "0F0 0F1 0BW0 0BW1 0REDUCE0",
+        "rank 0, 0REDUCE0: it stands behind 0BW1; call it 0REDUCE1",
+    ),
+    "two REDUCEs": (
+        "0F0 0BW0 0REDUCE0 0REDUCE0",
+        "rank 0, 0REDUCE0: the gradients of stage 0 are reduced once; take it out",
+    ),
+    "a stage without REDUCE": (
+        "0F0 3F0 3BW0 3REDUCE0 0BW0 0REDUCE0\n1F0 2F0 2BW0 1BW0 1REDUCE0",
+        "rank 1, 2BW0: gradients of other stages are reduced, and these are not; add 2REDUCE0",
+    ),
+    "a REDUCE without gradients": (
+        "0F0 0REDUCE0",
+        "rank 0, 0REDUCE0: there are no gradients without a backward; take it out",
+    ),
+    "a REDUCE of a microbatch that there is not": (
+        "0F0 0BW0 0REDUCE1",
+        "rank 0: stage 0 has nothing for microbatch 1",
+    ),
+    "a REDUCE on another rank": (
+        "0F0 0BW0\n1F0 1BW0 0REDUCE0 1REDUCE0",
+        "rank 1, 0REDUCE0: stage 0 is on rank 0 as well",
     ),
     "a deadlock": (
         "0F0 0BW0 0F1 0BW1\n1F0 1F1 1BW0 1BW1",
@@ -82,6 +110,16 @@ def test_the_place_is_marked_in_the_grid():
         "2     0BW0    1F1     <-- ERROR HERE (rank 1)",
         "3     0BW1",
     ]
+
+
+def test_a_missing_reduction_is_marked_where_it_belongs():
+    with pytest.raises(ScheduleError) as error:
+        validate(plan("0F0 0BW0 0REDUCE0\n1F0 1B0 1W0"))
+    assert str(error.value).splitlines()[-1] == "2     0REDUCE0  1W0     <-- ERROR HERE (rank 1)"
+
+
+def test_a_reduction_may_stand_further_behind():
+    validate(plan("0F0 1F0 1B0 0B0 1W0 0W0 0REDUCE0 1REDUCE0"))
 
 
 def test_the_grid_shows_only_the_neighbourhood():

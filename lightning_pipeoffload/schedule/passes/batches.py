@@ -20,6 +20,7 @@ from ..actions import TRANSFERS, Action, Kind
 from ..dependencies import Dependencies, outcome
 from ..messages import SENDS
 from ..schedule import Schedule
+from .reduce import add_reductions
 from .transfer import lower, split_fused_backward
 
 __all__ = ["JoinedPlan", "cut_at_batches", "repeat_batch"]
@@ -35,6 +36,13 @@ class JoinedPlan(NamedTuple):
 
     plan: Schedule
     ends: tuple[tuple[int, ...], ...]
+
+    def with_reductions(self) -> JoinedPlan:
+        """Return the same with REDUCE once for each stage, behind its last W of all batches."""
+        plan = add_reductions(self.plan)
+        # A stage's last W is behind its forwards of the last batch, so no other part grows.
+        ends = ((*of_rank[:-1], len(rank)) for of_rank, rank in zip(self.ends, plan, strict=True))
+        return JoinedPlan(plan, tuple(ends))
 
 
 def cut_at_batches(schedule: Schedule, batch_size: int) -> JoinedPlan:

@@ -94,7 +94,8 @@ def offload_activations(
         The schedule with its copies, and a report.
 
     Raises:
-        ScheduleError: The amount is none of these, or the schedule has copies or transfers already.
+        ScheduleError: The amount is none of these, or the schedule has copies, transfers or REDUCE
+            already.
         MemoryLimitError: The limit cannot be met.
     """
     if schedule.has_copies:
@@ -102,9 +103,10 @@ def offload_activations(
             f"schedule {schedule.name} says itself what it offloads; ask for no offload, or use a "
             f"schedule without copies, such as uniform"
         )
-    if schedule.has_transfers:
+    if schedule.has_transfers or schedule.has_reductions:
+        there = "transfers" if schedule.has_transfers else "REDUCE"
         raise ScheduleError(
-            f"schedule {schedule.name} has transfers already; offload before it is lowered"
+            f"schedule {schedule.name} has {there} already; offload before it is lowered"
         )
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit

@@ -11,6 +11,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     repeat_batch,
     simulate,
+    tails,
     validate,
 )
 from lightning_pipeoffload.schedule.dependencies import outcome, replay
@@ -65,6 +66,19 @@ def test_what_is_early_waits_for_the_end_of_the_part():
     joined = cut_at_batches(plan("0F0 0F1 1F0 1BW0 0BW0 1F1 1BW1 0BW1"), 1)
     assert joined.plan == plan("0F0 1F0 0F1 1BW0 0BW0 1F1 1BW1 0BW1")
     assert joined.ends == ((2, 8),)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reductions_are_behind_all_batches(case):
+    joined = joined_of(*case)
+    reduced = joined.with_reductions()
+    validate(reduced.plan)
+    assert [ends[-1] for ends in reduced.ends] == [len(actions) for actions in reduced.plan]
+    without = [(a, part) for a, part in parts_of(reduced) if a.kind is not Kind.REDUCE]
+    assert without == list(parts_of(joined))
+    for actions, ends in zip(reduced.plan, reduced.ends, strict=True):
+        in_tails = [actions.index(weight) for tail in tails(actions) for weight in tail.weights]
+        assert all(place >= ends[-2] for place in in_tails)
 
 
 def test_batches_follow_each_other():
