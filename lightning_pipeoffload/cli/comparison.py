@@ -21,7 +21,15 @@ from lightning_pipeoffload.schedule import (
     simulate,
 )
 
-__all__ = ["Compared", "compare", "comparison_table", "costs_of_stage", "stages_per_rank"]
+__all__ = [
+    "Compared",
+    "bare_table",
+    "compare",
+    "comparison_table",
+    "costs_of_stage",
+    "parse_name",
+    "stages_per_rank",
+]
 
 Row = dict[str, Any]
 
@@ -77,14 +85,14 @@ def _compared(
     num_chunks: int | None,
     sizes: Mapping[str, int],
 ) -> Compared:
-    base, _, amount = name.partition("+")
+    base, amount = parse_name(name)
     chunks = stages_per_rank(base, num_chunks)
     costs = costs_of_stage(costs, chunks)
-    limit = None if amount else memory_limit
+    limit = memory_limit if amount is None else None
     try:
         schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
-        if amount:
-            schedule, _ = offload_activations(schedule, costs, _number(amount), memory_limit)
+        if amount is not None:
+            schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
     except ScheduleError as error:
         return Compared({"schedule": name, "refused": str(error).partition("\n")[0]})
     timeline = simulate(schedule, costs)
@@ -93,12 +101,16 @@ def _compared(
     return Compared(row, Drawn(timeline, costs, title))
 
 
-def _number(amount: str) -> str | float:
-    """Return a share of the activations as a number, what has a name as it is."""
+def parse_name(name: str) -> tuple[str, str | float | None]:
+    """Take ``uniform+half`` or ``uniform+0.3`` apart: the schedule, and what of it is offloaded.
+
+    The amount is a share of the activations, or its name; None: there is none.
+    """
+    base, _, amount = name.partition("+")
     try:
-        return float(amount)
+        return base, float(amount)
     except ValueError:
-        return amount
+        return base, amount or None
 
 
 def stages_per_rank(name: str, wanted: int | None) -> int:
@@ -137,14 +149,23 @@ def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> T
     step.
     """
     title = f"{title}; time in {units.time}, memory in {units.memory}"
-    table = Table(
-        Column("schedule", no_wrap=True), *HEADINGS, title=title, box=SIMPLE, pad_edge=False
-    )
+    table = bare_table(Column("schedule", no_wrap=True), *HEADINGS, title=title)
     for row in rows:
         table.add_row(
             row["schedule"], *(_cells(row) if "refused" not in row else ["-"] * len(HEADINGS))
         )
     return table
+
+
+def bare_table(*columns: Column | str, title: str, padding: tuple[int, int] = (0, 1)) -> Table:
+    """Return an empty table with a line below its headings and none around it.
+
+    Args:
+        *columns: What stands above each.
+        title: The line above all.
+        padding: Spaces above and below a cell, and beside it.
+    """
+    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=padding)
 
 
 def _cells(row: Row) -> list[str]:

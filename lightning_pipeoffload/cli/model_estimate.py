@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from lightning_pipeoffload.cli.comparison import bare_table, parse_name
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import (
@@ -33,6 +33,7 @@ __all__ = ["estimate_model"]
 _GIB = 1 << 30
 _MIB = 1 << 20
 _HEADINGS = (*ON_DEVICE, "device", "host")
+_NARROW = (0, 0)  # with its many columns a table fits 80 characters so
 _LEAN_SCHEDULES = ("zb_h1", "1f1b", "v_half", "v_min")
 
 
@@ -98,16 +99,15 @@ class _Estimator:
 
     def settings(self, name: str) -> PipelineSettings:
         """Return the settings of a schedule by name, ``uniform+half`` with offload."""
-        schedule, _, amount = name.partition("+")
+        schedule, amount = parse_name(name)
         strategy = self._strategy
-        offload = _number(amount) if amount else strategy.offload
         return PipelineSettings(
             schedule=schedule,
             num_microbatches=self._num_microbatches,
             num_chunks="auto" if self._num_chunks is None else int(self._num_chunks),
             blocks=strategy.get("blocks"),
             split=strategy.get("split", "auto"),
-            offload=offload,
+            offload=strategy.offload if amount is None else amount,
             recompute=strategy.recompute,
         )
 
@@ -175,13 +175,6 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def _number(amount: str) -> str | float:
-    try:
-        return float(amount)
-    except ValueError:
-        return amount
-
-
 def _changes(plan: Estimated) -> Iterator[tuple[str, PipelineSettings, int]]:
     """Yield changes of a plan from the smallest on: words, and what they ask for."""
     settings, ranks = plan.settings, plan.num_ranks
@@ -204,18 +197,13 @@ def _changes(plan: Estimated) -> Iterator[tuple[str, PipelineSettings, int]]:
 
 def _refusal(plan: Estimated, limit: int, change: str | None) -> str:
     needs = plan.largest
-    parts = ", ".join(f"{name} {_text(getattr(needs, name))}" for name in ON_DEVICE)
+    unit = _Unit.of([needs])
+    parts = ", ".join(f"{name} {unit.text(getattr(needs, name))}" for name in ON_DEVICE)
     advice = f"use {change}" if change else "use a smaller model, batch or data type"
     return (
-        f"rank {plan.needs.index(needs)} of {plan.num_ranks} needs {_text(needs.device)} for "
-        f"{plan.name} ({parts}), and device_memory is {_text(limit)}; {advice}"
+        f"rank {plan.needs.index(needs)} of {plan.num_ranks} needs {unit.text(needs.device)} for "
+        f"{plan.name} ({parts}), and device_memory is {unit.text(limit)}; {advice}"
     )
-
-
-def _text(num_bytes: int) -> str:
-    if num_bytes >= _GIB:
-        return f"{num_bytes / _GIB:.1f} GiB"
-    return f"{num_bytes / _MIB:.1f} MiB"
 
 
 def _print(
@@ -240,7 +228,8 @@ def _print(
 
 def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
     unit = _Unit.of(needs)
-    table = _table("rank", *_HEADINGS, title=f"{unit.name} of each rank")
+    title = f"{unit.name} of each rank"
+    table = bare_table("rank", *_HEADINGS, title=title, padding=_NARROW)
     for index, rank in enumerate(needs):
         table.add_row(str(index), *unit.cells(rank))
     return table
@@ -251,19 +240,16 @@ def _table_of_plans(found: Sequence[Estimated], limit: int | None) -> Table:
     unit = _Unit.of([plan.largest for plan in found])
     fits = () if limit is None else ("fits",)
     title = f"{unit.name} of the rank that needs most"
-    table = _table(Column("schedule", no_wrap=True), "ranks", *_HEADINGS, *fits, title=title)
+    columns = (Column("schedule", no_wrap=True), "ranks", *_HEADINGS, *fits)
+    table = bare_table(*columns, title=title, padding=_NARROW)
     for plan in found:
         row = [plan.name, str(plan.num_ranks), *unit.cells(plan.largest)]
         table.add_row(*row, *(() if limit is None else ("yes" if plan.device <= limit else "no",)))
     return table
 
 
-def _table(*columns: Column | str, title: str) -> Table:
-    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=0)
-
-
 class _Unit(NamedTuple):
-    """What the figures of a table are in."""
+    """What figures that stand side by side are in: GiB where one of a device is large."""
 
     name: str
     size: int
@@ -273,6 +259,10 @@ class _Unit(NamedTuple):
         """Choose one for what ranks need."""
         is_large = max(rank.device for rank in needs) >= 10 * _GIB
         return cls("GiB", _GIB) if is_large else cls("MiB", _MIB)
+
+    def text(self, num_bytes: int) -> str:
+        """Write bytes in it."""
+        return f"{num_bytes / self.size:.1f} {self.name}"
 
     def cells(self, needs: RankNeeds) -> list[str]:
         """Return what a rank needs, by ``_HEADINGS``."""

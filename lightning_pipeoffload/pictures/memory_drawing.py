@@ -13,6 +13,7 @@ from lightning_pipeoffload.pictures.drawing import Area, Box, Drawing
 from lightning_pipeoffload.pictures.legend import LegendEntry, draw_legend
 from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule import Costs, Timeline
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 from lightning_pipeoffload.schedule.simulation.memory_curve import (
     Curve,
     host_memory_curves,
@@ -123,7 +124,7 @@ class _Frame:
                 points = tuple(self._points(curve, panel.end))
                 self.drawing.areas.append(Area(points, color, outline))
         for place, (what, curve) in enumerate((("device", panel.device), ("host", panel.host))):
-            text = f"{what} peak {_peak(curve) / 2**20:.2f} MiB"
+            text = f"{what} peak {mebibytes(_peak(curve))}"
             y = self.top + _PANEL / 2 + 14 * (place - 0.5)
             self.drawing.write(_LEFT + width + 8, y, text)
 

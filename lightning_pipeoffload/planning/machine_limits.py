@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, mebibytes, slab_bytes
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 
 @dataclass(frozen=True)

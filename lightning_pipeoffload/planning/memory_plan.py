@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.memory.host_memory import mebibytes
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Costs,
@@ -23,6 +22,7 @@ from lightning_pipeoffload.schedule import (
     one_at_a_time,
     simulate,
 )
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NO_LIMITS = MachineLimits()
 

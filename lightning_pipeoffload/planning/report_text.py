@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipeoffload.planning.accumulation import Accumulation
-from lightning_pipeoffload.runtime.memory.host_memory import mebibytes
 from lightning_pipeoffload.schedule import Schedule, Timeline
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NUM_COLUMNS = 80  # of what other handlers get
 _NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these

@@ -7,9 +7,9 @@ from itertools import chain
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.memory.host_memory import mebibytes
 from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 log = logging.getLogger(__name__)
 

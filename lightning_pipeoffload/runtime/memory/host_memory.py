@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
@@ -167,8 +168,3 @@ def piece_sizes(num_bytes: int) -> list[int]:
 def slab_bytes(num_bytes: float) -> int:
     """Return what a slab of ``num_bytes`` takes of the host's memory."""
     return sum(piece_sizes(ceil(num_bytes)))
-
-
-def mebibytes(num_bytes: float) -> str:
-    """Write bytes in the one unit that a run tells memory in, rounded up: "1.50 MiB"."""
-    return f"{ceil(num_bytes / 2**20 * 100) / 100:,.2f} MiB"
