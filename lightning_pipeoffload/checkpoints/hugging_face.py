@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 
 _Weights = dict[str, Tensor]
 _Made = Callable[[Callable[[], _Weights]], _Weights]
@@ -129,17 +129,12 @@ def _later(convert: Callable[[_Weights], _Weights], weights: _Weights, made: _Ma
     shapes = convert({key: _shape_of(tensor) for key, tensor in weights.items()})
 
     def make() -> _Weights:
-        return convert({key: read(tensor) for key, tensor in weights.items()})
+        return convert({key: value_of(tensor) for key, tensor in weights.items()})
 
     def value(key: str) -> Tensor:
         return made(make)[key]
 
     return {key: StoredTensor(shape, partial(value, key)) for key, shape in shapes.items()}
-
-
-def read(tensor: Tensor) -> Tensor:
-    """Return the value of a tensor, whether it is in a file or not."""
-    return tensor.value() if isinstance(tensor, StoredTensor) else tensor
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

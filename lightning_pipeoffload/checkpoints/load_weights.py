@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, read, to_module
+from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, to_module
 from lightning_pipeoffload.checkpoints.stored_weights import open_weights
+from lightning_pipeoffload.runtime.stored_tensor import value_of
 
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 
@@ -157,7 +158,7 @@ class _Fit:
                 )
 
     def _are_equal(self, name: str, other: str) -> bool:
-        return torch.equal(read(self._weights[name]), read(self._weights[other]))
+        return torch.equal(value_of(self._weights[name]), value_of(self._weights[other]))
 
 
 def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

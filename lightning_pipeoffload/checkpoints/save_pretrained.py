@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.file import replacing
-from lightning_pipeoffload.checkpoints.hugging_face import read, to_hub
+from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.checkpoints.stored_weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
     open_weights,
 )
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
+from lightning_pipeoffload.runtime.stored_tensor import value_of
 
 
 def save_pretrained(
@@ -115,7 +116,7 @@ def _write_shards(weights: Mapping[str, Tensor], folder: Path, max_bytes: int) -
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for name, keys in zip(names, shards, strict=True):
         with replacing(folder / name) as part:
-            values = {key: read(weights[key]).contiguous() for key in keys}
+            values = {key: value_of(weights[key]).contiguous() for key in keys}
             save_file(values, part, metadata={"format": "pt"})
             del values
     stale = {*folder.glob("model-*-of-*.safetensors"), folder / WEIGHTS_FILE, folder / INDEX_FILE}

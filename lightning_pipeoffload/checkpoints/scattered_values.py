@@ -24,7 +24,7 @@ from lightning_pipeoffload.checkpoints.value_places import (
 )
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 _DONE = -1  # asked for when all is written
@@ -93,7 +93,7 @@ class ScatteredValues:
         values = {}
         for place, leaf in self._leaves.items():
             if _is_elsewhere(leaf):
-                late = LateTensor(leaf, partial(_value_of, leaf))
+                late = LateTensor(leaf, partial(value_of, leaf))
                 values[place] = made.setdefault(_memory_of(leaf), late)
         # One after the other into the same memory: much that comes and goes leaves holes in it.
         largest = max((self._leaves[place].nbytes for place in self._places), default=0)
@@ -121,7 +121,7 @@ class ScatteredValues:
                 if int(asked) == _DONE:
                     return
                 leaf = self._leaves[self._places[int(asked)]]
-                self._group.bring(_value_of(leaf), self._group.global_rank)
+                self._group.bring(value_of(leaf), self._group.global_rank)
 
 
 def shapes_of(tree: Any, global_rank: int) -> Any:
@@ -145,10 +145,6 @@ def _is_elsewhere(leaf: Any) -> bool:
     if not _has_value(leaf) or leaf.layout is not torch.strided:
         return False
     return isinstance(leaf, StoredTensor) or leaf.device.type != "cpu"
-
-
-def _value_of(leaf: Tensor) -> Tensor:
-    return leaf.value() if isinstance(leaf, StoredTensor) else leaf
 
 
 def _memory_of(leaf: Any) -> Any:

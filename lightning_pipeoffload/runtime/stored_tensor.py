@@ -7,7 +7,6 @@ user's in between (``on_load_checkpoint``, say) may need any, so these are no me
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,22 +97,25 @@ class StoredTensor(Tensor):
         arguments = func._schema.arguments
         shared = {argument.name for argument in arguments if argument.alias_info is not None}
         values = [
-            map_operands(partial(_value_of, kept=argument.name in shared), given)
+            map_operands(_kept_of if argument.name in shared else value_of, given)
             for argument, given in zip(arguments, args, strict=False)
         ]
         options = {
-            name: map_operands(partial(_value_of, kept=name in shared), given)
+            name: map_operands(_kept_of if name in shared else value_of, given)
             for name, given in (kwargs or {}).items()
         }
         return func(*values, **options)
 
 
-def _value_of(leaf: Any, kept: bool) -> Any:
-    if not isinstance(leaf, StoredTensor):
-        return leaf
-    return leaf.kept() if kept else leaf.value()
+def value_of(leaf: Any) -> Any:
+    """Return the value of a tensor, whether it is in a file or not; anything else as it is."""
+    return leaf.value() if isinstance(leaf, StoredTensor) else leaf
+
+
+def _kept_of(leaf: Any) -> Any:
+    return leaf.kept() if isinstance(leaf, StoredTensor) else leaf
 
 
 def read_stored(tree: Any) -> Any:
     """Return a tree of dicts, lists and tuples with values in place of what is stored."""
-    return map_operands(partial(_value_of, kept=False), tree)
+    return map_operands(value_of, tree)
