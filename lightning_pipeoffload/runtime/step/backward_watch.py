@@ -27,13 +27,15 @@ from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses, Uses, look_at
 from lightning_pipeoffload.runtime.users_code.look import is_same_look
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.users_code.written_state import (
     Kept,
     Variable,
+    noting_assignments,
     written_namespaces,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+from lightning_pipeoffload.schedule.actions import Kind
 
 _NUM_FORWARDS = 2  # of a microbatch that are watched
 _NUM_BACKWARDS = 8  # of a stage that are watched: hooks do the same in each
@@ -55,13 +57,12 @@ class BackwardWatch:
         self._left: dict[tuple[Any, str], tuple[Variable, str]] = {}
         self._overlaps = False
         self._is_cut = context.num_stages > 1
-        self._watched: set[int] = set()
-        self._weighed: set[int] = set()
+        self._watched: dict[Kind, set[int]] = {Kind.B: set(), Kind.W: set()}  # microbatches
         self._num_forwards: Counter[int] = Counter()
 
     def keep(self, microbatch: int) -> Kept | None:
         """Keep what a forward has left of what steps write, if its backward will be watched."""
-        is_watched = self._is_new(microbatch, self._watched)
+        is_watched = self._is_new(Kind.B, microbatch)
         return self._context.writes.state.keep() if is_watched else None
 
     def forward(self, microbatch: int) -> AbstractContextManager[None]:
@@ -85,7 +86,7 @@ class BackwardWatch:
             num_alive: How many microbatches the stage has run but not their backwards.
         """
         self._overlaps |= num_alive > 1
-        return self._first(microbatch, self._watched, left)
+        return self._first(Kind.B, microbatch, left)
 
     def weight(self, microbatch: int, left: Kept | None) -> AbstractContextManager[None]:
         """Watch a W.
@@ -94,17 +95,18 @@ class BackwardWatch:
             microbatch: The number of the microbatch.
             left: What its forward has left.
         """
-        return self._first(microbatch, self._weighed, left)
+        return self._first(Kind.W, microbatch, left)
 
     def _first(
-        self, microbatch: int, watched: set[int], left: Kept | None
+        self, kind: Kind, microbatch: int, left: Kept | None
     ) -> AbstractContextManager[None]:
-        if not self._is_new(microbatch, watched):
+        if not self._is_new(kind, microbatch):
             return nullcontext()
-        watched.add(microbatch)
+        self._watched[kind].add(microbatch)
         return self._watching(left)
 
-    def _is_new(self, microbatch: int, watched: set[int]) -> bool:
+    def _is_new(self, kind: Kind, microbatch: int) -> bool:
+        watched = self._watched[kind]
         return self._is_cut and len(watched) < _NUM_BACKWARDS and microbatch not in watched
 
     @contextmanager
@@ -193,7 +195,7 @@ def _noting_writes(module: nn.Module) -> Iterator[list[tuple[Variable, str]]]:
         for name, value in namespace.variables().items()
     }
     written: list[tuple[Variable, str]] = []
-    with _noting_lines() as lines:
+    with noting_assignments() as lines:
         yield written
     for namespace in written_namespaces(module):
         for name, value in namespace.variables().items():
@@ -201,20 +203,3 @@ def _noting_writes(module: nn.Module) -> Iterator[list[tuple[Variable, str]]]:
             if not is_same_look(look, look_at(value)):
                 line = lines.get((id(namespace.owner), name), "")
                 written.append((Variable(namespace, name), line))
-
-
-@contextmanager
-def _noting_lines() -> Iterator[dict[tuple[int, str], str]]:
-    """Note the lines that assign attributes of modules."""
-    lines = {}
-    plain = nn.Module.__setattr__
-
-    def note(self: nn.Module, name: str, value: Any) -> None:
-        lines[id(self), name] = calling_line()
-        plain(self, name, value)
-
-    nn.Module.__setattr__ = note  # type: ignore[method-assign]
-    try:
-        yield lines
-    finally:
-        nn.Module.__setattr__ = plain  # type: ignore[method-assign]

@@ -159,7 +159,7 @@ class StageRunner:
             backward_on(microbatch.device),
             deferring(alive.queue),
             alive.seeing_again(),
-            self._watch.backward(microbatch.index, alive.left, len(self._alive)),
+            self._watch.backward(microbatch.index, alive.left, self.num_alive),
         ):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)

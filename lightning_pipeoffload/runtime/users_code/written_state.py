@@ -34,6 +34,7 @@ from lightning_pipeoffload.runtime.users_code.namespaces import (
     classes_in,
     reachable,
 )
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 _DEFINITIONS = (type, FunctionType, ModuleType, staticmethod, classmethod, property)
 _NO_OBJECTS = (*_DEFINITIONS, nn.Module, Tensor, Enum)
@@ -127,7 +128,7 @@ def noting_writes(module: nn.Module) -> Iterator[list[Variable]]:
         for namespace in written_namespaces(module)
     ]
     written: list[Variable] = []
-    with _noting_assignments() as assigned:
+    with noting_assignments() as assigned:
         yield written
     for namespace, old in before:
         for name in dict.fromkeys((*old, *_writable(namespace))):
@@ -138,13 +139,17 @@ def noting_writes(module: nn.Module) -> Iterator[list[Variable]]:
 
 
 @contextmanager
-def _noting_assignments() -> Iterator[set[tuple[int, str]]]:
-    """Note the attributes of modules that are assigned, be it what they are already."""
-    assigned = set()
+def noting_assignments() -> Iterator[dict[tuple[int, str], str]]:
+    """Note the attributes of modules that are assigned, be it what they are already.
+
+    Yields:
+        The line of the user's that assigned each last, by the module's id and the name.
+    """
+    assigned = {}
     plain = nn.Module.__setattr__
 
     def note(self: nn.Module, name: str, value: Any) -> None:
-        assigned.add((id(self), name))
+        assigned[id(self), name] = calling_line()
         plain(self, name, value)
 
     nn.Module.__setattr__ = note  # type: ignore[method-assign]
