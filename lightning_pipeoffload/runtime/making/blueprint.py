@@ -6,7 +6,6 @@ in the order in which parameters appear. Then all is as it was before.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slo
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
     in_brackets,
+    running_frames,
     users_line,
 )
 
@@ -276,13 +276,10 @@ def _refuse_pretrained() -> None:
     Raises:
         ValueError: Such a function is running.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "from_pretrained":
-            raise ValueError(
-                f"from_pretrained in configure_model reads the whole model on every rank"
-                f"{in_brackets(calling_line())}: make the model from its configuration "
-                f"(from_config) and call lightning_pipeoffload.load_weights(self, path), which "
-                f"reads what each rank owns"
-            )
-        frame = frame.f_back
+    if any(frame.f_code.co_name == "from_pretrained" for frame in running_frames()):
+        raise ValueError(
+            f"from_pretrained in configure_model reads the whole model on every rank"
+            f"{in_brackets(calling_line())}: make the model from its configuration (from_config) "
+            f"and call lightning_pipeoffload.load_weights(self, path), which reads what each rank "
+            f"owns"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +19,11 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.users_code.users_lines import running_frames
 
 AS_MADE = "as made"
 _TORCH = Path(torch.__file__).parent
-_OURS = Path(__file__).parents[1]
+_RUNTIME = Path(__file__).parents[1]  # load_weights, which is not in it, is a writer
 _WRITERS_OF_TORCH = {"_reset_parameters", "_load_from_state_dict"}
 _SAME = {"_load_from_state_dict": "load_state_dict"}
 
@@ -82,13 +82,13 @@ class Derivations:
 
 def _writer() -> str | None:
     """Name the function that is writing a parameter; None: it is only converted."""
-    frame = inspect.currentframe()
-    while frame is not None and _is_passed_over(frame):
-        if frame.f_code.co_name == "_apply":  # private: how a module goes to a dtype or device
+    for frame in running_frames():
+        name = frame.f_code.co_name
+        if not _is_passed_over(frame):
+            return _SAME.get(name, name)
+        if name == "_apply":  # private: how a module goes to a dtype or device
             return None
-        frame = frame.f_back
-    name = AS_MADE if frame is None else frame.f_code.co_name
-    return _SAME.get(name, name)
+    return AS_MADE
 
 
 def _is_passed_over(frame: FrameType) -> bool:
@@ -99,4 +99,4 @@ def _is_passed_over(frame: FrameType) -> bool:
     if name == "__torch_function__":  # of a mode, in which Lightning makes modules
         return True
     is_of_transformers = path.parts[-2:] == ("transformers", "initialization.py")
-    return is_of_transformers or _OURS in path.parents
+    return is_of_transformers or _RUNTIME in path.parents

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
+from collections.abc import Iterator
+from types import FrameType
 
 from lightning_pipeoffload.runtime.users_code.libraries import is_users_file
 
@@ -19,10 +21,18 @@ def users_line(error: BaseException) -> str:
 
 def calling_line() -> str:
     """Name the deepest line of the user's that is being run."""
+    for frame in running_frames():
+        if is_users_file(frame.f_code.co_filename):
+            return line_of(frame.f_code.co_filename, frame.f_lineno)
+    return ""
+
+
+def running_frames() -> Iterator[FrameType]:
+    """Yield the frames of the functions that are being run, the innermost first."""
     frame = inspect.currentframe()
-    while frame is not None and not is_users_file(frame.f_code.co_filename):
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return line_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
 def line_of(filename: str, number: int) -> str:

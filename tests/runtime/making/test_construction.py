@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.making.filled_parameters import fill_parameters
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from tests.support.built_in_parts import (
@@ -251,25 +250,6 @@ def test_a_generator_of_the_users_goes_on_as_in_the_plain_module():
         return Net(lambda net: [nn.init.normal_(p, generator=generator) for p in matrices(net)])
 
     assert_made_alike(make, [0, 1, 2])
-
-
-def test_a_rank_reads_what_it_needs_only():
-    torch.manual_seed(1)
-    source = Net(share_values)
-    stored, read = dict(source.named_parameters(remove_duplicate=False)), []
-
-    def fill(net):
-        share_values(net)
-        fill_parameters(net, lambda names: read.append(names) or stored[names[0]])
-
-    module, blueprint = make_part(lambda: Net(fill), [0, 1, 2], rank=2)
-    tied = [f"layers.{index}.drawn" for index in range(6)]
-    assert tied in read
-    assert {names[0].split(".")[0] for names in read if names != tied} == {"head", "layers"}
-    for name, parameter in module.model.named_parameters(remove_duplicate=False):
-        if not isinstance(parameter, ForeignTensor):
-            assert torch.equal(parameter, stored[name])
-    assert set(blueprint.values.values()) == {"fill"}
 
 
 class FromPretrained(nn.Module):
