@@ -22,6 +22,7 @@ from lightning_pipeoffload.cli.comparison import (
     comparison_table,
     costs_of_stage,
     stages_per_rank,
+    with_reductions,
 )
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
@@ -81,6 +82,7 @@ def plan(config: DictConfig) -> None:
     given = _given_schedule(config)
     costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
     schedule, offload = _offloaded(config, given, costs)
+    schedule = with_reductions(schedule, costs)
     timeline = simulate(schedule, costs)
     if file:
         file.write([Drawn(timeline, costs, summary(schedule, timeline))])

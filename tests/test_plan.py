@@ -10,7 +10,14 @@ from hydra import compose, initialize_config_dir
 from lightning_pipeoffload.cli import configuration
 from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    ScheduleError,
+    add_reductions,
+    build,
+    simulate,
+)
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 
@@ -88,6 +95,18 @@ def test_text_says_what_stays_and_why(capsys):
     printed = capsys.readouterr().out
     assert "k 2: copies of at most 50% of the activations are hidden" in printed
     assert "stay: there is no time for more copies" in printed
+
+
+def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
+    path = tmp_path / "reduced.csv"
+    add_reductions(build("zb_h1", 4, 8)).to_csv(path)
+    for schedule in ("schedule=zb_h1", f"strategy.schedule={path}"):
+        plan(plan_config(schedule, "costs.reduce=5", "offload=none", "format=json"))
+        assert json.loads(capsys.readouterr().out)["makespan"] == 27 + 5
+    plan(plan_config("schedule=zb_h1", "costs.reduce=[0,0,0,3]"))
+    printed = capsys.readouterr().out
+    assert "makespan 27.75 units" in printed  # a quarter of it: the tail of rank 3 has four W's
+    assert "\nreduce " in printed
 
 
 LAYER = ("layer.hidden_size=4096", "layer.sequence_length=8192")

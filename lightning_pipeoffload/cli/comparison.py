@@ -15,7 +15,9 @@ from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
+    Schedule,
     ScheduleError,
+    add_reductions,
     build,
     offload_activations,
     simulate,
@@ -29,6 +31,7 @@ __all__ = [
     "costs_of_stage",
     "parse_name",
     "stages_per_rank",
+    "with_reductions",
 ]
 
 Row = dict[str, Any]
@@ -95,6 +98,7 @@ def _compared(
             schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
     except ScheduleError as error:
         return Compared({"schedule": name, "refused": str(error).partition("\n")[0]})
+    schedule = with_reductions(schedule, costs)
     timeline = simulate(schedule, costs)
     title = summary(replace(schedule, name=name), timeline)
     row = {**figures(schedule, timeline), "schedule": name}
@@ -119,6 +123,12 @@ def stages_per_rank(name: str, wanted: int | None) -> int:
     if recipe is None:
         return 1
     return recipe.num_chunks if recipe.max_chunks else wanted or recipe.num_chunks
+
+
+def with_reductions(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return a schedule with REDUCE where it takes time: the costs are those of a replica."""
+    takes_time = any(costs.per_stage("reduce", schedule.num_stages))
+    return add_reductions(schedule) if takes_time and not schedule.has_reductions else schedule
 
 
 def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:

@@ -55,7 +55,7 @@ class Canvas:
         drawing: What is drawn so far.
         timeline: The timeline that is drawn.
         look: How it is drawn.
-        copy_lanes: The lanes under the row of each rank.
+        narrow_lanes: The lanes under the row of each rank.
         chunks: For every stage its chunk, and how many chunks its rank has.
         legend: What explains the colours, line by line.
     """
@@ -63,7 +63,7 @@ class Canvas:
     drawing: Drawing
     timeline: Timeline
     look: Look
-    copy_lanes: list[str]
+    narrow_lanes: list[str]
     chunks: dict[int, tuple[int, int]]
     legend: list[list[LegendEntry]]
 
@@ -71,14 +71,14 @@ class Canvas:
     def of(cls, timeline: Timeline, look: Look | None = None) -> Canvas:
         """Return an empty canvas."""
         look = look or Look.of([timeline])
-        copy_lanes = sorted({event.lane for event in timeline.events} - {COMPUTE_LANE})
+        narrow_lanes = sorted({event.lane for event in timeline.events} - {COMPUTE_LANE})
         width = max(MIN_WIDTH, LEFT + look.window.length * look.scale + RIGHT)
         chunks = _chunks(timeline)
         # FREE takes no time: it has no cell, so its colour would explain nothing.
         kinds = {event.action.kind for event in timeline.events if event.end > event.start}
         entries = entries_for(kinds, max((count for _, count in chunks.values()), default=1))
         legend = arrange(entries, width - LEFT - MARGIN)
-        canvas = cls(Drawing(width, 0.0), timeline, look, copy_lanes, chunks, legend)
+        canvas = cls(Drawing(width, 0.0), timeline, look, narrow_lanes, chunks, legend)
         canvas.drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
         return canvas
 
@@ -89,18 +89,18 @@ class Canvas:
 
     def top(self, rank: int) -> float:
         """Return the upper edge of a rank; that of the rank after the last is the time axis."""
-        height = ROW + len(self.copy_lanes) * LANE + CURVE + GAP
+        height = ROW + len(self.narrow_lanes) * LANE + CURVE + GAP
         return MARGIN + (1 + len(self.legend)) * LINE + GAP + rank * height
 
     def lane(self, rank: int, lane: str) -> tuple[float, float]:
         """Return the upper edge and the height of a lane."""
         if lane == COMPUTE_LANE:
             return self.top(rank), ROW
-        return self.top(rank) + ROW + self.copy_lanes.index(lane) * LANE, LANE
+        return self.top(rank) + ROW + self.narrow_lanes.index(lane) * LANE, LANE
 
     def curve_bottom(self, rank: int) -> float:
         """Return the zero line of a rank's memory curve."""
-        return self.top(rank) + ROW + len(self.copy_lanes) * LANE + CURVE
+        return self.top(rank) + ROW + len(self.narrow_lanes) * LANE + CURVE
 
 
 def _short_action(timeline: Timeline) -> float:

@@ -1,7 +1,8 @@
 """A timeline as the papers draw it: a row per rank, a cell per action, its microbatch inside.
 
 Colours tell F, B, W and BW apart, shades the chunks of a rank. Under a rank's row are the lanes of
-its copies, where there are any, and the curve of its memory, at one scale for all ranks.
+its copies and reductions, where there are any, and the curve of its memory, at one scale for all
+ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _draw_empty_row(canvas: Canvas, rank: int) -> None:
     canvas.drawing.write(LEFT - 8, top + ROW / 2, f"rank {rank}", "end")
     width = canvas.x(canvas.timeline.makespan) - LEFT
     canvas.drawing.boxes.append(Box(LEFT, top, width, ROW - 1, IDLE_COLOR))
-    for lane in canvas.copy_lanes:
+    for lane in canvas.narrow_lanes:
         lane_top, height = canvas.lane(rank, lane)
         name = Words(LEFT - 8, lane_top + height / 2, lane, height - 1, MEMORY_OUTLINE, "end")
         canvas.drawing.words.append(name)

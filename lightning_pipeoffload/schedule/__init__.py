@@ -19,7 +19,7 @@ from .costs import Costs
 from .draw import draw
 from .passes.batches import JoinedPlan, cut_at_batches, repeat_batch
 from .passes.offload import OffloadReport, offload_activations, offload_share
-from .passes.reduce import Tail, add_reductions, tails
+from .passes.reduce import add_reductions
 from .passes.transfer import (
     add_transfers,
     forward_only,
@@ -33,6 +33,7 @@ from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share
 from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .simulation.message_memory import peak_message_memory
 from .simulation.simulate import simulate
+from .tails import Tail, tails
 from .timeline import Event, Timeline
 from .validate import validate
 

@@ -33,6 +33,7 @@ class Costs:
         reload: Seconds of the copy back.
         weight_input: The part of ``activation`` and ``weight_residue`` that W alone needs; what is
             offloaded of it need not be back before W.
+        reduce: Seconds of REDUCE, of a stage and all its microbatches together.
         copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
             where each has a lane of its own.
         ranks_per_link: Neighbouring ranks whose devices share a link to the host, 2 where pairs of
@@ -48,6 +49,7 @@ class Costs:
     offload: PerStage = 0.0
     reload: PerStage = 0.0
     weight_input: PerStage = 0.0
+    reduce: PerStage = 0.0
     copy_lanes: int = 1
     ranks_per_link: int = 1
 

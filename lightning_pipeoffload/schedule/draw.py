@@ -1,18 +1,23 @@
-"""A schedule as text: one row per rank, time across, dots where a rank is idle."""
+"""A schedule as text: one row per rank, time across, dots where a rank is idle.
+
+Below it a second row shows when the rank's gradients are reduced, where they are.
+"""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 from .actions import Action
 from .costs import Costs
 from .schedule import Schedule
 from .simulation.simulate import simulate
-from .timeline import COMPUTE_LANE, Event, Timeline
+from .timeline import COMPUTE_LANE, REDUCE_LANE, Event, Timeline
 
 __all__ = ["draw"]
 
-IDLE = "."
+IDLE = {COMPUTE_LANE: ".", REDUCE_LANE: " "}
+UNIT = replace(Costs.unit(), reduce=1.0)
 
 
 def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
@@ -22,24 +27,30 @@ def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
     has several stages ``1F3`` that of stage 1. What is too narrow for its label shows its kind.
 
     Args:
-        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()``.
+        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()`` and a REDUCE of 1.
         width: Characters of a row; None: those of the terminal. The drawing is narrower where every
             label has room.
     """
-    timeline = simulate(drawn, Costs.unit()) if isinstance(drawn, Schedule) else drawn
-    events = [event for event in timeline.events if event.lane == COMPUTE_LANE]
+    timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
+    events = [event for event in timeline.events if event.lane in IDLE]
     labels = _labels(events)
-    margin = len(_heading(timeline.num_ranks - 1))
+    margin = len(_heading(timeline.num_ranks - 1, COMPUTE_LANE))
     scale = _scale(events, labels, (width or shutil.get_terminal_size().columns) - margin)
-    rows = [[IDLE] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
+    lanes = sorted({event.lane for event in events})
+    rows = {
+        (rank, lane): [IDLE[lane]] * round(timeline.makespan * scale)
+        for rank in range(timeline.num_ranks)
+        for lane in lanes
+    }
     for event in events:
         start, end = round(event.start * scale), round(event.end * scale)
-        rows[event.rank][start:end] = _fit(labels[event.action], event.action, end - start)
-    return "\n".join(_heading(r).rjust(margin) + "".join(row) for r, row in enumerate(rows))
+        shown = _fit(labels[event.action], event.action, end - start)
+        rows[event.rank, event.lane][start:end] = shown
+    return "\n".join(_heading(*of).rjust(margin) + "".join(row) for of, row in rows.items())
 
 
-def _heading(rank: int) -> str:
-    return f"rank {rank} "
+def _heading(rank: int, lane: str) -> str:
+    return f"rank {rank} " if lane == COMPUTE_LANE else f"{lane} "
 
 
 def _labels(events: list[Event]) -> dict[Action, str]:
@@ -54,11 +65,11 @@ def _without_stage(action: Action) -> str:
 
 def _scale(events: list[Event], labels: dict[Action, str], width: int) -> float:
     """Return characters per second: as many as the labels need, or as the width allows."""
-    timed = [event for event in events if event.end > event.start]
+    timed = [event for event in events if event.end > event.start and event.lane == COMPUTE_LANE]
     if not timed:
         return 0.0
     wanted = max((1 + len(labels[e.action])) / (e.end - e.start) for e in timed)
-    scale = min(wanted, max(1, width) / max(e.end for e in timed))
+    scale = min(wanted, max(1, width) / max(e.end for e in events))
     shortest = min(e.end - e.start for e in timed)
     # Whole characters for the shortest action draw equal actions equally wide.
     return max(1, int(scale * shortest + 1e-9)) / shortest if scale * shortest >= 1 else scale

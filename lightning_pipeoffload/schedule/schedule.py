@@ -40,20 +40,21 @@ class Schedule:
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
         """Read a schedule in the compute-only format of ``torch.distributed.pipelining``.
 
-        Copies that ``to_csv`` wrote are read as well.
+        Copies and REDUCE that ``to_csv`` wrote are read as well.
 
         Args:
             path: A file with one line per rank; its stem becomes the name.
 
         Raises:
-            ScheduleError: A cell is no compute action, with copies or without.
+            ScheduleError: A cell is no compute action, with copies and REDUCE or without.
         """
         return cls.of(read_csv(path), name=Path(path).stem)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule for ``torch.distributed.pipelining``, one line per rank.
 
-        A copy stands in the cell of the compute action before it, where torch does not read it.
+        A copy or REDUCE stands in the cell of the compute action before it, where torch does not
+        read it.
 
         Raises:
             ScheduleError: The schedule is lowered; a plan is lowered anew.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from .actions import Action
 
-__all__ = ["COMPUTE_LANE", "OFFLOAD_LANE", "RELOAD_LANE", "TOLERANCE", "Event", "Timeline"]
+__all__ = [
+    "COMPUTE_LANE",
+    "OFFLOAD_LANE",
+    "REDUCE_LANE",
+    "RELOAD_LANE",
+    "TOLERANCE",
+    "Event",
+    "Timeline",
+]
 
-COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
+COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, REDUCE_LANE = "compute", "d2h", "h2d", "reduce"
 
 TOLERANCE = 1e-9
 """Seconds by which two times may differ and still be one: sums of others in another order."""
@@ -20,8 +27,9 @@ TOLERANCE = 1e-9
 class Event(NamedTuple):
     """One action in time, in seconds from the start of the step.
 
-    A lane is what runs in order on its own: ``compute``, and for copies ``d2h`` and ``h2d``. What
-    frees memory, or takes it for a copy back, is on the compute lane as well and takes no time.
+    A lane is what runs in order on its own: ``compute``, for copies ``d2h`` and ``h2d``, and
+    ``reduce`` for gradients. What frees memory, or takes it for a copy back, is on the compute lane
+    as well and takes no time.
     """
 
     rank: int
@@ -58,12 +66,16 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds of each rank's compute lane that are work."""
-        return tuple(sum(e.end - e.start for e in events) for events in self._computed)
+        return tuple(sum(e.end - e.start for e in rank) for rank in self._events_on(COMPUTE_LANE))
 
     @cached_property
     def span(self) -> tuple[float, ...]:
-        """Seconds of each rank from the start of its first action to the end of its last one."""
-        return tuple(e[-1].end - e[0].start if e else 0.0 for e in self._computed)
+        """Seconds of each rank from the start of its first action to the end of its last one.
+
+        That may be a reduction: the rank's optimizer waits for it.
+        """
+        ranks = self._events_on(COMPUTE_LANE, REDUCE_LANE)
+        return tuple(max(e.end for e in rank) - rank[0].start if rank else 0.0 for rank in ranks)
 
     @property
     def bubble(self) -> float:
@@ -81,10 +93,9 @@ class Timeline:
         span, busy = max(zip(self.span, self.busy, strict=True))
         return 1 - busy / span if span else 0.0
 
-    @cached_property
-    def _computed(self) -> list[list[Event]]:
-        by_rank: defaultdict[int, list[Event]] = defaultdict(list)
+    def _events_on(self, *lanes: str) -> list[list[Event]]:
+        by_rank: list[list[Event]] = [[] for _ in range(self.num_ranks)]
         for event in self.events:
-            if event.lane == COMPUTE_LANE:
+            if event.lane in lanes:
                 by_rank[event.rank].append(event)
-        return [by_rank[rank] for rank in range(self.num_ranks)]
+        return by_rank

@@ -4,8 +4,8 @@ One line per rank, one cell per action, empty cells for idle slots. torch's runt
 written here; it writes I for our B and B for our BW. Its DualPipeV has cells such as
 ``(7F4;0B0)OVERLAP_F_B``, which are read as one action after the other.
 
-Copies stand in the cell of the compute action that they follow, as in ``2F0 2OFFLOAD0``: torch
-reads a cell's first action and no further, so it executes the same order without offload.
+Copies and REDUCE stand in the cell of the compute action that they follow, as in ``2F0 2OFFLOAD0``:
+torch reads a cell's first action and no further, so it executes the same order without them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from .actions import COPIES, Action, Kind, ScheduleError
 
 TORCH_NAMES = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {torch_name: kind for kind, torch_name in TORCH_NAMES.items()}
+BESIDE_COMPUTE = COPIES | {Kind.REDUCE}
 
 
 def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) -> None:
-    """Write the compute actions of every rank, and its copies.
+    """Write the compute actions of every rank, and its copies and REDUCE.
 
     Raises:
-        ScheduleError: There is an action that is neither, or a copy before all compute actions.
+        ScheduleError: There is a transfer, or a copy before all compute actions.
     """
     rows = [list(_cells(rank)) for rank in actions]
     with open(path, "w", newline="") as file:
@@ -33,11 +34,11 @@ def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) ->
 
 
 def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
-    """Read the compute actions of every rank, and its copies; idle slots are left out.
+    """Read what ``write_csv`` wrote, or torch; idle slots are left out.
 
     Raises:
         ScheduleError: It is no text, or a cell is not an action of torch's compute-only format,
-            with copies or not.
+            with copies and REDUCE or not.
     """
     try:
         with open(path, newline="") as file:
@@ -57,7 +58,7 @@ def _cells(actions: Iterable[Action]) -> Iterator[str]:
             if cell:
                 yield " ".join(cell)
             cell = [f"{action.stage}{TORCH_NAMES[action.kind]}{action.microbatch}"]
-        elif action.kind in COPIES and cell:
+        elif action.kind in BESIDE_COMPUTE and cell:
             cell.append(str(action))
         else:
             raise ScheduleError(

@@ -31,6 +31,11 @@ def test_messages_are_those_between_ranks():
     assert sum(two["messages"]) == 2 * 7 * 8
 
 
+def test_gradients_of_a_rank_travel_as_long_whatever_its_number_of_stages():
+    one, two = compare(["1f1b", "gis"], Costs(1, 1, 1, reduce=8), num_ranks=1, num_microbatches=1)
+    assert [one["makespan"], two["makespan"]] == [3 + 8, 2 + 8]
+
+
 def test_num_chunks_is_for_the_schedules_that_take_any():
     rows = compare(["1f1b", "gis"], Costs.unit(), num_chunks=4, **SIZES)
     assert [row["num_chunks"] for row in rows] == [1, 4]

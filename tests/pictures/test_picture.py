@@ -7,6 +7,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Event,
     Timeline,
+    add_reductions,
     build,
     simulate,
 )
@@ -76,6 +77,17 @@ def test_copies_have_lanes_under_the_row():
     assert {"d2h", "h2d", "activations go to the host", "activations come back"} <= set(
         written(drawing)
     )
+
+
+def test_reductions_have_a_lane_under_the_row():
+    costs = Costs(1, 1, 1, reduce=3)
+    drawing = drawn(add_reductions(build("zb_h1", 2, 2)), costs)
+    boxes = cells(drawing)
+    assert boxes["1W1"].y < boxes["1REDUCE1"].y < drawing.areas[1].points[0][1]
+    assert boxes["1REDUCE1"].x == pytest.approx(boxes["1W1"].x)
+    assert boxes["1REDUCE1"].color not in {b.color for n, b in boxes.items() if "REDUCE" not in n}
+    assert {"reduce", "gradients over the replicas"} <= set(written(drawing))
+    assert all(box.x + box.width <= drawing.width for box in drawing.boxes)
 
 
 def test_memory_curves_have_one_scale():

@@ -1,7 +1,8 @@
 import json
+from dataclasses import replace
 
 from lightning_pipeoffload.pictures.trace import to_trace
-from lightning_pipeoffload.schedule import Costs, simulate
+from lightning_pipeoffload.schedule import Costs, add_reductions, simulate
 from tests.support.plans import plan
 
 COSTS = Costs(0.5, 1, 2)
@@ -31,3 +32,13 @@ def test_ranks_and_lanes_have_names():
 def test_memory_is_a_counter():
     steps = [(e["ts"], e["args"]["memory"]) for e in trace_events("C") if e["pid"] == 0]
     assert steps == [(0, 1), (7e6, 0)]
+
+
+def test_reductions_have_a_lane():
+    reduced = add_reductions(plan("0F0 0BW0\n1F0 1BW0"))
+    costs = replace(COSTS, reduce=4)
+    events = to_trace(simulate(reduced, costs), costs)["traceEvents"]
+    threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    [reduction] = [e for e in events if e["name"] == "1REDUCE0"]
+    assert reduction["tid"] == threads["reduce"]
+    assert (reduction["ts"], reduction["dur"], reduction["cat"]) == (4e6, 4e6, "REDUCE")

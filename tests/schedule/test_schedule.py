@@ -3,7 +3,14 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from lightning_pipeoffload.schedule import SCHEDULES, Schedule, ScheduleError, build, lower
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    add_reductions,
+    build,
+    lower,
+)
 from tests.support.plans import plan
 
 TWO_RANKS = """
@@ -72,6 +79,13 @@ def test_csv_has_copies_after_what_torch_reads_of_a_cell(tmp_path):
     text = "0F0 0OFFLOAD0 0F1 0FREE0 0RELOAD0 0BW1 0BW0"
     plan(text).to_csv(tmp_path / "s.csv")
     assert (tmp_path / "s.csv").read_text() == "0F0 0OFFLOAD0,0F1 0FREE0 0RELOAD0,0B1,0B0\n"
+
+
+def test_csv_has_reductions_there_too(tmp_path):
+    schedule = add_reductions(build("zb_h1", 2, 2))
+    schedule.to_csv(tmp_path / "s.csv")
+    assert (tmp_path / "s.csv").read_text().splitlines()[0].endswith(",0I1,0W1 0REDUCE1")
+    assert Schedule.from_csv(tmp_path / "s.csv") == schedule
 
 
 def test_csv_has_the_kinds_of_torch(tmp_path):

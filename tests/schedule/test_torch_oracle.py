@@ -10,7 +10,15 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 
-from lightning_pipeoffload.schedule import COMPUTE, SCHEDULES, Schedule, build, lower, validate
+from lightning_pipeoffload.schedule import (
+    COMPUTE,
+    SCHEDULES,
+    Schedule,
+    add_reductions,
+    build,
+    lower,
+    validate,
+)
 
 OUR_KINDS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
@@ -26,7 +34,7 @@ def ours(actions):
 
 
 def printed(schedule):
-    """Return the compute actions of each rank as they print: copies are not torch's."""
+    """Return the compute actions of each rank as they print: copies and REDUCE are not torch's."""
     return [[str(action) for action in rank if action.kind in COMPUTE] for rank in schedule]
 
 
@@ -50,7 +58,7 @@ def torch_runtime(schedule):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_reads_and_lowers_our_csv(name, tmp_path):
-    schedule = build(name, num_ranks=4, num_microbatches=8)
+    schedule = add_reductions(build(name, num_ranks=4, num_microbatches=8))
     schedule.to_csv(tmp_path / "schedule.csv")
     runtime = torch_runtime(schedule)
     runtime._load_csv(tmp_path / "schedule.csv")

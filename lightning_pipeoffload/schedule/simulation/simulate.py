@@ -15,6 +15,7 @@ from ..schedule import Schedule
 from ..timeline import COMPUTE_LANE, Event, Timeline
 from .copy_lanes import SimulatedCopies
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
+from .reductions import SimulatedReductions
 
 __all__ = ["simulate"]
 
@@ -25,7 +26,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Where transfers are not spelled out, every hop between two ranks is implied: it starts when F, B
     or BW ends. A RECV waits until its message is there, and is no work. Copies run on lanes of
     their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW for
-    the copy back of what they need.
+    the copy back of what they need. REDUCE has a lane of its own, too, and nothing waits for it; a
+    share of it runs behind each W of its tail.
 
     Args:
         schedule: What to time.
@@ -37,6 +39,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     seconds = _durations(schedule, costs)
     hop_seconds = _hops(schedule, costs)
     lanes = SimulatedCopies(schedule.num_ranks, costs, _copy_durations(schedule, costs))
+    reductions = SimulatedReductions(schedule, costs)
     clocks = [0.0] * schedule.num_ranks
     ended: dict[Action, float] = {}
     events: list[Event] = []
@@ -52,6 +55,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         if action.kind in COMPUTE:
             end += seconds[action.kind][action.stage]
             events.append(Event(rank, COMPUTE_LANE, action, start, end))
+        elif action.kind is Kind.REDUCE:
+            events.append(reductions.run(rank, action, start, ended))
         clocks[rank] = ended[outcome(action)] = end
     peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
     return Timeline(tuple(events), *peaks)

@@ -1,16 +1,21 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
     ScheduleError,
+    add_reductions,
     add_transfers,
     build,
     lower,
     simulate,
+    tails,
 )
 from tests.support.plans import plan
 
+UNIT = Costs.unit()
 UNEQUAL = Costs(3, 4, 2, communication=0.5, activation=10, weight_residue=7)
 
 
@@ -109,6 +114,7 @@ def test_a_deadlock_is_not_timed():
         ({"forward": -1}, r"costs.forward \(-1\) must be a number from 0 on"),
         ({"forward": "fast"}, r"costs.forward \(fast\) must be a number"),
         ({"reload": float("nan")}, r"costs.reload \(nan\) must be a number"),
+        ({"reduce": [1, 2]}, "costs.reduce has 2 values, and the schedule 4 stages"),
         ({"activation": [1, -2]}, r"costs.activation \(\[1, -2\]\) must be a number"),
         ({"forward": [1, 2, 3]}, "costs.forward has 3 values, and the schedule 4 stages"),
     ],
@@ -175,3 +181,73 @@ def test_ranks_of_one_link_copy_in_one_direction_one_after_the_other(ranks_per_l
     found = spans(simulate(plan(text), costs))
     assert found["d2h", "0OFFLOAD0"] == (1, 4)
     assert found["d2h", "1OFFLOAD0"] == second
+
+
+def reduced(text, reduce, costs=UNIT):
+    """Return when each REDUCE of a plan runs, by its stage."""
+    timeline = simulate(plan(text), replace(costs, reduce=reduce))
+    events = [event for event in timeline.events if event.lane == "reduce"]
+    return {event.action.stage: (event.start, event.end) for event in events}
+
+
+@pytest.mark.parametrize(("seconds", "second"), [(2, (9, 11)), (6, (9, 15)), (0, (9, 10))])
+def test_a_share_of_a_reduction_follows_each_weight_gradient_of_its_tail(seconds, second):
+    """Rank 0 computes until 10 and has a tail of one W; rank 1 ends W1 at 9 and W2 at 10."""
+    plan_of_two = str(add_reductions(lower(build("zb_h1", 2, 3))))
+    assert reduced(plan_of_two, seconds) == {0: (10, 10 + seconds), 1: second}
+
+
+def test_shares_wait_for_their_weight_gradient_and_for_the_share_before():
+    text = "0F0 0F1 0F2 0B0 0B1 0B2 0W0 0W1 0W2 0REDUCE2"
+    assert reduced(text, 1.5, Costs(0, 0, 2)) == {0: (2, 6.5)}
+    assert reduced(text, 12, Costs(0, 0, 2)) == {0: (2, 14)}
+
+
+def test_a_reduction_of_1f1b_follows_its_last_backward():
+    """Stage 0 ends BW at 6, or W; stage 1, which another rank waits for, ends W at 5."""
+    lowered = add_reductions(lower(build("1f1b", 2, 1)))
+    assert reduced(str(lowered), [3, 4]) == {0: (5, 8), 1: (4, 8)}
+
+
+def test_reductions_of_one_rank_take_turns():
+    text = "0F0 1F0 1B0 0B0 1W0 1REDUCE0 0W0 0REDUCE0"
+    assert reduced(text, [1, 5]) == {1: (5, 10), 0: (10, 11)}
+    assert reduced(text, [3, 0.5]) == {1: (5, 5.5), 0: (6, 9)}
+
+
+def test_one_that_stands_further_behind_starts_when_its_rank_comes_to_it():
+    assert reduced("0F0 1F0 1B0 0B0 1W0 0W0 1REDUCE0 0REDUCE0", 1) == {1: (6, 7), 0: (7, 8)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_waits_for_a_reduction(name):
+    lowered, costs = lower(build(name, 4, 8)), replace(UNEQUAL, reduce=100)
+    without, timeline = simulate(lowered, costs), simulate(add_reductions(lowered), costs)
+    others = [event for event in timeline.events if event.lane != "reduce"]
+    assert others == list(without.events)
+    assert (timeline.busy, timeline.peak_memory) == (without.busy, without.peak_memory)
+    assert timeline.makespan > without.makespan
+    assert timeline.bubble > without.bubble
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(2, "zb_h1"), (4, "zb_h1"), (4, "zb_h2")])
+def test_of_the_reductions_that_a_tail_hides_one_share_is_left(num_ranks, name):
+    """One that takes no longer than its tail is over a share after it."""
+    lowered = add_reductions(lower(build(name, num_ranks, 2 * num_ranks)))
+    lengths = [len(weights) for rank in lowered for weights, _ in tails(rank)]
+    events = simulate(lowered, replace(UNIT, reduce=[0.75 * k for k in lengths])).events
+    for rank in range(num_ranks):
+        ends = {event.lane: event.end for event in events if event.rank == rank}
+        assert ends["reduce"] - ends["compute"] == pytest.approx(0.75)
+
+
+def test_a_reduction_is_the_end_of_a_rank_and_no_work():
+    timeline = simulate(plan("0F0 0BW0 0REDUCE0\n1F0 1BW0 1REDUCE0"), Costs(1, 1, 0, reduce=[6, 3]))
+    assert (timeline.makespan, timeline.busy, timeline.span) == (10, (2, 2), (10, 5))
+    assert timeline.bubble == pytest.approx(1 - 4 / 20)
+    assert timeline.bubble_unsynchronized == pytest.approx(1 - 2 / 10)
+
+
+def test_a_schedule_without_replicas_has_no_lane_for_them():
+    timeline = simulate(lower(build("zb_h1", 2, 4)), replace(UNIT, reduce=5))
+    assert {event.lane for event in timeline.events} == {"compute"}
