@@ -284,6 +284,9 @@ class PipelineRun:
         return -(-total // self._training.schedule.num_microbatches)
 
     def _cut(self, inputs: StepInputs, size: int) -> list[BatchSlice]:
+        parts = self.pipeline.parts
+        if parts is not None and not parts.is_filled:
+            parts.check_filled()
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
     def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:

@@ -147,14 +147,63 @@ class Failing(Net):
         self.more = nn.Linear(2, 2)
 
 
-def fit_failing():
+class Empty(Net):
+    def __init__(self, state=None):
+        super().__init__()
+        self.state = state
+
+    def configure_model(self):
+        with self.trainer.init_module(empty_init=True):
+            super().configure_model()
+
+    def on_fit_start(self):
+        if self.state is not None:
+            self.load_state_dict(self.state)
+
+
+def fit_failing(kind, error):
     trainer = make_trainer(2, 1, fits.Record())
     fits.outlive_failures(trainer)
-    with pytest.raises(ValueError, match="from_pretrained in configure_model") as refusal:
-        trainer.fit(Failing(), fits.loader())
+    with pytest.raises(error) as refusal:
+        trainer.fit(kind(), fits.loader())
     return str(refusal.value)
 
 
-def test_reading_a_whole_model_is_refused_where_layers_are_made(ranks):
-    for refusal in ranks(2).run(fit_failing):
-        assert "call lightning_pipeoffload.load_weights(self, path)" in refusal
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (Failing, ValueError, "call lightning_pipeoffload.load_weights(self, path)"),
+        (Empty, RuntimeError, "since configure_model made it: what is there is what was in memory"),
+    ],
+)
+def test_making_layers_so_is_refused(ranks, kind, error, text):
+    for refusal in ranks(2).run(fit_failing, kind, error):
+        assert text in refusal
+
+
+def fit_filled(num_devices, state, path):
+    """Fit a module that a hook fills, and one that a checkpoint does."""
+    found = []
+    for module, options in ((Empty(state), {}), (Empty(), {"ckpt_path": path})):
+        record = fits.Record()
+        trainer = make_trainer(num_devices, 2, record)
+        trainer.fit(module, fits.loader(), fits.loader(), **options)
+        stages = trainer.strategy.report()["stages"] if num_devices else []
+        found.append((record.losses, {value for stage in stages for value in stage["values"]}))
+    return found
+
+
+def test_what_is_empty_may_be_filled_later(ranks, tmp_path):
+    L.seed_everything(3, verbose=False)
+    module, path = Net(), str(tmp_path / "last.ckpt")
+    trainer = make_trainer(0, 1, fits.Record())
+    trainer.fit(module, fits.loader(), fits.loader())
+    trainer.save_checkpoint(path)
+    state = module.state_dict()
+    expected = [losses for losses, _ in fit_filled(0, state, path)]
+    for found in ranks(2).run(fit_filled, 2, state, path):
+        assert [losses for losses, _ in found] == [pytest.approx(x, rel=1e-9) for x in expected]
+        assert [values for _, values in found] == [
+            {"a hook", "as made", "reset_parameters"},
+            {"checkpoint"},
+        ]

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
     find_segments,
 )
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
-from lightning_pipeoffload.runtime.making.derivations import AS_MADE, Derivations
+from lightning_pipeoffload.runtime.making.derivations import Derivations
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     Appearance,
@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     parameters_in,
     tied_names,
 )
+from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -110,7 +111,7 @@ def draw_blueprint(
         with _as_before(module):
             draft = _Draft(module, asked)
             try:
-                with draft.following():
+                with draft.following(), MarkingEmptyMemory():
                     configure()
             except ValueNeededError as error:
                 more = draft.indices(error.origins) - asked
@@ -183,7 +184,7 @@ class _Draft(RegisteredParameters):
     def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
         index = self.index_of(parameter)
         if index is not None:
-            self._derivations.add(index, shape)
+            self._derivations.add_empty(index, shape)
 
     def _index_in(self, slot: Slot) -> int | None:
         found = slot.tensor
@@ -202,7 +203,8 @@ class _Draft(RegisteredParameters):
         split: str | Sequence[int],
     ) -> Blueprint | None:
         """Say what the run has shown."""
-        indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
+        slots = {slot.name: slot for slot in parameters_in(self._module)}
+        indices = {name: self._index_in(slot) for name, slot in slots.items()}
         known = {name: index for name, index in indices.items() if index is not None}
         if all(index < self.num_found for index in known.values()):
             return None
@@ -217,7 +219,7 @@ class _Draft(RegisteredParameters):
             [len(stage.blocks) for stage in stages],
             tied_names(self._module),
             owners,
-            {n: self._derivations.writers.get(i, AS_MADE) for n, i in known.items()},
+            {n: self._derivations.writer_of(i, slots[n].tensor) for n, i in known.items()},
         )
 
     def _find_owners(
@@ -264,9 +266,7 @@ class _Draft(RegisteredParameters):
             self._labels[label] = index
             shape = ParameterShape.in_place_of(parameter, label, self)
             self._shapes[index] = shape
-            self._derivations.add(index, shape)
-            if isinstance(parameter, ShapeOnly):
-                self._derivations.derive(index, parameter.origins)
+            self._derivations.add(index, shape, parameter)
         return self._shapes[index]
 
 

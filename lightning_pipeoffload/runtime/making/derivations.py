@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
+from lightning_pipeoffload.runtime.making.unfilled_memory import UnfilledMemory
 from lightning_pipeoffload.runtime.shapes.foreign_draws import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
     memory_of,
     shape_only_leaves,
     written_arguments,
@@ -22,6 +24,7 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.users_lines import running_frames
 
 AS_MADE = "as made"
+UNFILLED = "nothing"
 _TORCH = Path(torch.__file__).parent
 _RUNTIME = Path(__file__).parents[1]  # load_weights, which is not in it, is a writer
 _WRITERS_OF_TORCH = {"_reset_parameters", "_load_from_state_dict"}
@@ -42,11 +45,37 @@ class Derivations:
         self.writers: dict[int, str] = {}
         self._memories: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an address is another's once its owner is gone
+        self._unfilled = UnfilledMemory()
 
-    def add(self, index: int, shape: ParameterShape) -> None:
-        """Follow the writes into a parameter."""
+    def add(self, index: int, shape: ParameterShape, parameter: Tensor) -> None:
+        """Follow the writes into a parameter.
+
+        Args:
+            index: Its place in the order of appearance.
+            shape: What stands for it.
+            parameter: What it was made as.
+        """
+        self._follow(index, shape)
+        if isinstance(parameter, ShapeOnly):
+            self.derive(index, parameter.origins)
+        if self._unfilled.holds(parameter):
+            self._unfilled.add(shape)
+
+    def add_empty(self, index: int, shape: ParameterShape) -> None:
+        """Follow the writes into what a parameter may be given up for, which has no value yet."""
+        if memory_of(shape) not in self._memories:
+            self._unfilled.add(shape)
+        self._follow(index, shape)
+
+    def _follow(self, index: int, shape: ParameterShape) -> None:
         self._memories[memory_of(shape)] = index
         self._kept.append(shape.meta)
+
+    def writer_of(self, index: int, parameter: Tensor) -> str:
+        """Say what has given a parameter its value; it is what stands in the module now."""
+        if self._unfilled.holds(parameter):
+            return UNFILLED
+        return self.writers.get(index, AS_MADE)
 
     def derive(self, index: int, origins: Iterable[str]) -> None:
         """Note that a parameter was made from others."""
@@ -62,6 +91,7 @@ class Derivations:
             found = shape_only_leaves(args)
             origins = frozenset[str]().union(*(leaf.origins for leaf in found))
             raise ValueNeededError(f"{func.overloadpacket.__name__}()", origins)
+        self._unfilled.see(func, args, result)
         for written in shape_only_leaves(list(written_arguments(func, args))):
             index = self._memories.get(memory_of(written))
             if index is not None:
@@ -69,7 +99,7 @@ class Derivations:
 
     def see_data(self, shape: ParameterShape, index: int, value: Tensor) -> None:
         """Note that a parameter was given another tensor's value."""
-        self.add(index, shape)
+        self.add(index, shape, value)
         self._note(index, value)
 
     def _note(self, index: int, written: Any) -> None:

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.absent_values import make_real
 from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint
+from lightning_pipeoffload.runtime.making.derivations import UNFILLED
+from lightning_pipeoffload.runtime.making.unfilled_memory import begins_with_nan
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+_LATER = "a hook"  # behind configure_model
 
 Fetch = Callable[[Tensor, int | None], Tensor]
 
@@ -33,6 +38,7 @@ class PartedModule:
         counts: The number of blocks of each stage.
         owners: The stages that have each parameter and buffer, by name.
         values: What gave each parameter its value, by name.
+        is_filled: Whether there is no doubt that all of them have values.
         moved: Names of the parameters that more ranks have since, and the rank they had it from.
     """
 
@@ -53,8 +59,24 @@ class PartedModule:
         self.owners = {slot.name: found.get(slot.name, everywhere) for slot in find_slots(module)}
         self.counts = blueprint.counts
         self.values = blueprint.values
+        self.is_filled = UNFILLED not in self.values.values()
         self._ranks: dict[str, set[int]] = {}
         self.moved: dict[str, int] = {}
+
+    def check_filled(self) -> None:
+        """Look at the parameters that nothing has filled while the module was made.
+
+        Raises:
+            RuntimeError: Nothing else has filled those of this rank either.
+        """
+        unfilled = [name for name, value in self.values.items() if value == UNFILLED]
+        slots = {slot.name: slot.tensor for slot in find_slots(self._module)}
+        own = [name for name in unfilled if not isinstance(slots[name], ShapeOnly)]
+        left = [name for name in own if begins_with_nan(slots[name])]
+        if left:
+            raise RuntimeError(_explain_unfilled(left))
+        self.values.update(dict.fromkeys(unfilled, _LATER))
+        self.is_filled = True
 
     @torch.no_grad()
     def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:
@@ -77,6 +99,16 @@ class PartedModule:
 
     def _ranks_of(self, names: Collection[str], owners: Mapping[str, frozenset[int]]) -> set[int]:
         return {self._stage_ranks[stage] for name in names for stage in owners[name]}
+
+
+def _explain_unfilled(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"nothing has filled {', '.join(names[:3])}{more} since configure_model made it: what is "
+        f"there is what was in memory. Under init_module(empty_init=True) torch.nn.init does "
+        f"nothing; load weights (load_weights in configure_model, or ckpt_path=), write values "
+        f"yourself, or leave empty_init out"
+    )
 
 
 def _fill(slots: Sequence[Slot], value: Tensor) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from tests.support.built_in_parts import (
@@ -293,3 +295,81 @@ def test_what_makes_no_parameters_is_left_alone():
     before = {slot.name: slot.tensor for slot in find_slots(module)}
     assert draw_blueprint(module, module.configure_model, [0, 1]) is None
     assert all(slot.tensor is before[slot.name] for slot in find_slots(module))
+
+
+class Skipping(TorchFunctionMode):
+    """Leaves torch's own initialization out, as ``trainer.init_module(empty_init=True)`` does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+def without_values(fill=None):
+    def make():
+        with Skipping():
+            net = Net()
+        if fill is not None:
+            with torch.no_grad():
+                fill(net)
+        return net
+
+    return make
+
+
+def fill_some(net):
+    net.head.weight.copy_(net.embed.weight)  # of what is not there itself
+    net.head.bias.data = torch.zeros(17, dtype=torch.float64)
+    net.layers[1].linear.weight[:4].normal_()
+    net.layers[2].linear.weight[:4].normal_()
+    net.layers[2].linear.weight[4:].zero_()
+    net.layers[3].linear.weight.mul_(2)
+    net.layers[4].linear = copy.deepcopy(net.layers[3].linear)
+    net.layers[5].linear.weight.data.uniform_()
+
+
+def make_odd(net):
+    net.first = nn.Parameter(torch.full((3,), torch.nan))
+    net.head.register_parameter("flags", nn.Parameter(torch.empty(3).bool(), requires_grad=False))
+    net.layers[0].odd = nn.Parameter(torch.empty(3, dtype=torch.float16))
+    net.layers[1].odd = nn.Parameter(torch.empty(3).fill_(1).half())
+    net.layers[2].odd = nn.Parameter(torch.randn(6, out=torch.empty(6)))
+
+
+def emptied(net):
+    net.to_empty(device="cpu")
+    net.double()
+
+
+def test_what_nothing_fills_is_told():
+    _, blueprint = make_part(without_values(), [0, 1], rank=0)
+    unfilled = {name for name, value in blueprint.values.items() if value == "nothing"}
+    assert unfilled == {
+        *("model.embed.weight", "model.head.weight", "model.head.bias"),
+        *(f"model.layers.{i}.linear.{name}" for i in range(6) for name in ("weight", "bias")),
+    }
+    _, blueprint = make_part(without_values(fill_some), [0, 1], rank=1)
+    values = {name.removeprefix("model."): value for name, value in blueprint.values.items()}
+    assert values["head.bias"] == values["layers.5.linear.weight"] == "fill_some"
+    assert values["layers.2.linear.weight"] == "fill_some"
+    assert [values[f"layers.{i}.linear.weight"] for i in (1, 3, 4)] == ["nothing"] * 3
+    assert values["head.weight"] == "nothing"
+    _, blueprint = make_part(lambda: Net(make_odd), [0, 1], rank=0)
+    assert [n for n, value in blueprint.values.items() if value == "nothing"] == [
+        "model.layers.0.odd"
+    ]
+    _, blueprint = make_part(lambda: Net(emptied), [0, 1], rank=0)
+    assert {*blueprint.values.values()} == {"nothing"}
+
+
+def test_a_rank_refuses_what_nothing_has_filled():
+    module, blueprint = make_part(without_values(), [0, 1], rank=1)
+    parts = PartedModule(module, blueprint, [0, 1], 1, fetch=lambda tensor, rank: tensor)
+    with pytest.raises(RuntimeError, match=r"layers\.4\.linear\.bias, .* and 3 more since"):
+        parts.check_filled()
+    for p in module.parameters():
+        p.data.zero_()
+    parts.check_filled()
+    assert parts.is_filled
+    assert "nothing" not in parts.values.values()
