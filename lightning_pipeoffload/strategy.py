@@ -38,9 +38,11 @@ class PipeOffloadStrategy(StepHooks):
     and ``self.log``, is on global rank 0.
 
     Args:
-        pipeline_parallel_size: Ranks of one pipeline; "auto": all devices.
-        data_parallel_size: Replicas of the pipeline. Not built yet.
-        rank_order: Which ranks are neighbours: of one pipeline, or of one stage. Not built yet.
+        pipeline_parallel_size: Ranks of one pipeline; "auto": all devices, divided by the replicas.
+        data_parallel_size: Replicas of the pipeline, each on its own part of the data; "auto": as
+            many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
+        rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
+            "pipeline_inner", or the replicas of a stage, "data_inner".
         sharding: What replicas share out among them. Not built yet.
         num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
@@ -123,8 +125,6 @@ class PipeOffloadStrategy(StepHooks):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         refuse_unbuilt(
-            data_parallel_size=data_parallel_size,
-            rank_order=rank_order,
             sharding=sharding,
             optimizer_sync=optimizer_sync,
             compile=compile,
@@ -136,6 +136,8 @@ class PipeOffloadStrategy(StepHooks):
         check_timeout(timeout)
         self.settings = PipelineSettings(
             pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            rank_order=rank_order,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             schedule=schedule,

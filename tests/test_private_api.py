@@ -45,6 +45,8 @@ IMPORTED = {
     "lightning.fabric.utilities.distributed": [
         "_get_default_process_group_backend_for_device",
         "_init_dist_connection",
+        "_all_gather_ddp_if_available",
+        "_sync_ddp_if_available",
     ],
     "lightning.pytorch.core.optimizer": ["_init_optimizers_and_lr_schedulers"],
     "lightning.pytorch.plugins.io.wrapper": ["_WrappingCheckpointIO"],

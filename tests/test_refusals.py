@@ -267,7 +267,6 @@ def _refusal(module, options):
 
 
 UNBUILT = [
-    ("data_parallel_size", 2),
     ("optimizer_sync", "barrier"),
 ]
 
@@ -281,8 +280,8 @@ def test_what_is_not_built_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("devices", "size", "message"),
     [
-        (3, 2, r"devices \(3\) must be a multiple of pipeline_parallel_size \(2\)"),
-        (4, 2, r"devices \(4\) are more than pipeline_parallel_size \(2\)"),
+        (3, 2, r"devices \(3\) are not pipeline_parallel_size \(2\) times data_parallel_size"),
+        (4, 2, r"devices \(4\) are not pipeline_parallel_size \(2\) times data_parallel_size"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused_before_processes_start(devices, size, message):

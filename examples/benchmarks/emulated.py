@@ -53,6 +53,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import COMPUTE, Costs, Schedule, build, lower, simulate
@@ -245,11 +246,12 @@ class BareLoop:
 
     def __init__(self, setup: Setup) -> None:
         self._plan, self._seconds = lower(setup.build()), setup.seconds
-        self._actions = self._plan[dist.get_rank()]
+        mesh = RankMesh(self._plan, dist.get_rank())
+        self._actions = self._plan[mesh.rank]
         ranks = range(setup.num_ranks)
         edges = {(a, b) for a in ranks for b in ranks if a != b}
         cpu = torch.device("cpu")
-        self._transport = ProcessGroupTransport(list(ranks), dist.get_rank(), edges, cpu)
+        self._transport = ProcessGroupTransport(mesh, edges, cpu)
 
     def step(self) -> None:
         """Run the plan once."""

@@ -19,9 +19,10 @@ from examples.benchmarks.gpu_pair import run_two
 from examples.benchmarks.gpu_part import is_accelerated, rows_of
 from lightning_pipeoffload.runtime.measure import hop_speed
 from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
-from lightning_pipeoffload.schedule import Action
+from lightning_pipeoffload.schedule import Action, build
 from lightning_pipeoffload.schedule.messages import recv_of
 
 _HOLD = """
@@ -123,7 +124,8 @@ def be_one_end_of_nccl(device: torch.device) -> Iterator[str]:
 def _be_one_end(backend: str, device: torch.device) -> Iterator[str]:
     rank = int(os.environ["NODE_RANK"])
     dist.init_process_group(backend, rank=rank, world_size=2)
-    transport = ProcessGroupTransport([0, 1], rank, {(0, 1), (1, 0)}, device)
+    mesh = RankMesh(build("zb_v", 2, 4), rank)  # whose ranks are the global ones
+    transport = ProcessGroupTransport(mesh, {(0, 1), (1, 0)}, device)
     for message in _messages(device):
         if rank == 0:
             seconds = time_hop(transport, 0, 1, [message])

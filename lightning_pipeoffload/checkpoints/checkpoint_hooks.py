@@ -121,7 +121,10 @@ class CheckpointHooks(PipelineProcesses):
                 read_states(optimizer)
         if self._saves_folder:
             refuse_remote_folder(filepath, storage_options)
-            self._save_folder(checkpoint, Path(self.broadcast(filepath)))
+        if self.group.replica:  # replica 0 has the same, and writes it
+            return
+        if self._saves_folder:
+            self._save_folder(checkpoint, Path(self.group.broadcast(filepath, self.group.root)))
             return
         scattered = ScatteredValues(checkpoint, self.group)
         if type(self.checkpoint_io) is not MovingCheckpointIO:  # it may copy what it is given

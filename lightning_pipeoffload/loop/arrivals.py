@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
+from lightning_pipeoffload.runtime.mesh import RankMesh
+
 _ARRIVED = "arrived/"
 
 
@@ -18,14 +20,14 @@ class Arrivals:
 
     Args:
         store: A store that all ranks can read.
-        global_rank: The global rank of this process.
-        world_size: The world size of the run.
+        mesh: The processes.
     """
 
-    def __init__(self, store: Store, global_rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, mesh: RankMesh) -> None:
         self._store = store
-        self._global_rank = global_rank
-        self._others = [rank for rank in range(world_size) if rank != global_rank]
+        self._mesh = mesh
+        self._global_rank = mesh.global_rank
+        self._others = [rank for rank in range(mesh.world_size) if rank != mesh.global_rank]
         self._position = 0, 0  # places passed, batches since; one object, as two threads use it
 
     @contextmanager
@@ -62,9 +64,19 @@ class Arrivals:
             key = f"{_ARRIVED}{place}/{rank}"
             theirs = int(store.get(key)) if store.check([key]) else num_batches
             if theirs < num_batches:
-                return (
-                    f"global rank {rank}, whose data has ended after {theirs} batches where global "
-                    f"rank {self._global_rank} has more; the ranks of a pipeline must read the "
-                    f"same batches: give each the same data, and do not share it out"
-                )
+                return self._explain(rank, theirs)
         return None
+
+    def _explain(self, rank: int, num_batches: int) -> str:
+        other, own = self._mesh.replica_of(rank), self._mesh.replica
+        if other != own:
+            return (
+                f"replica {other}, whose data has ended after {num_batches} batches where replica "
+                f"{own} has more; give every replica as many: by Lightning's sampler, or with "
+                f"limit_train_batches where an IterableDataset shares its data out"
+            )
+        return (
+            f"global rank {rank}, whose data has ended after {num_batches} batches where global "
+            f"rank {self._global_rank} has more; the ranks of a pipeline must read the same "
+            f"batches: give each the same data, and do not share it out"
+        )

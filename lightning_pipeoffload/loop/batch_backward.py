@@ -83,6 +83,8 @@ class BatchBackward:
         Returns:
             The output, or what stands for the loss.
         """
+        if accumulation.is_last:
+            self._run.finish_reduction()
         if accumulation.is_last or accumulation.watched_by:
             self._group.sum_shared_gradients()
             self._is_summed = True

@@ -30,10 +30,12 @@ class PipelineLoaders:
     Args:
         seed: The seed of the run, the same on every rank.
         current_epoch: A function that returns the epoch.
+        replica: The replica, whose workers draw random numbers of their own.
     """
 
-    def __init__(self, seed: int, current_epoch: Callable[[], int]) -> None:
+    def __init__(self, seed: int, current_epoch: Callable[[], int], replica: int = 0) -> None:
         self._seed = seed
+        self._replica = replica
         self._current_epoch = current_epoch
         self._places: Counter[tuple[bool, int]] = Counter()
         self._owned: list[Any] = []
@@ -50,7 +52,7 @@ class PipelineLoaders:
         self._places[siblings] += 1
         _give_back(loader)
         if isinstance(loader, DataLoader):
-            _let_workers_agree(loader)
+            _let_workers_agree(loader, self._replica)
         if _intercept_passes(loader, _Passes(seed, self._current_epoch, repeats=is_training)):
             self._owned.append(loader)
 
@@ -101,14 +103,14 @@ class _Batches(Iterator[Any]):
                 raise
 
 
-def _let_workers_agree(loader: DataLoader[Any]) -> None:
-    """Let batches, and the workers' random numbers, come alike on every rank."""
+def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
+    """Let batches, and the workers' random numbers, come alike on every rank of a replica."""
     # Else they come in the order in which workers happen to finish.
     loader.in_order = True
     init = loader.worker_init_fn
     if loader.num_workers and (init is None or init is pl_worker_init_function):
         # Lightning's own, which it sets where there is none, mixes in the global rank.
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
 
 
 def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:

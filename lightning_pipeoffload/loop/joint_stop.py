@@ -60,10 +60,10 @@ class JointStop:
         wants = self._is_asked
         stops = False
         if self._decides:
-            before, self._vote = self._vote, self._group.start_counting(wants)
+            before, self._vote = self._vote, self._group.world.start_counting(wants)
             stops = bool(before and before())
             if wants:
-                stops = self._vote() == self._group.num_ranks or stops
+                stops = self._vote() == self._group.world.size or stops
         self._trainer.should_stop = stops
         self._wants = wants and not stops
 
@@ -72,7 +72,7 @@ class JointStop:
         if self._vote is not None:
             self._vote()
             self._vote = None
-        self._trainer.should_stop = self._group.start_counting(self._is_asked)() > 0
+        self._trainer.should_stop = self._group.world.start_counting(self._is_asked)() > 0
         self._wants = False
 
     @property

@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_pipeoffload.hooks.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.loop.throughput import share_throughput
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 
 _STEP_OF = {
@@ -60,7 +61,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
 def join_loops(
     trainer: Trainer,
-    is_root: bool,
+    mesh: RankMesh,
     metrics_store: Store | None,
     fail: Callable[[Exception], None],
 ) -> EndHooks | None:
@@ -68,12 +69,12 @@ def join_loops(
 
     Args:
         trainer: The trainer whose loops are changed; to call this again is harmless.
-        is_root: Whether this rank has the last stage.
-        metrics_store: The store in which global rank 0 publishes metrics; None with one rank.
+        mesh: The processes, of which some are roots.
+        metrics_store: The store in which roots publish metrics; None with one rank.
         fail: A function that ends the run by an error of the thread that publishes.
 
     Returns:
-        The hooks that may use what is on global rank 0 only; None with one rank.
+        The hooks that may use what is on a root only; None with one rank.
 
     Raises:
         ValueError: This rank has other callbacks than global rank 0.
@@ -96,17 +97,17 @@ def join_loops(
     loop.val_loop.run = partial(_validate, trainer)  # type: ignore[method-assign]
     for evaluation in (trainer.validate_loop, trainer.test_loop):
         evaluation.run = partial(_evaluate, evaluation)  # type: ignore[method-assign]
-    trainer.predict_loop.run = partial(_predict, trainer, is_root)  # type: ignore[method-assign]
+    trainer.predict_loop.run = partial(_predict, trainer, mesh.is_root)  # type: ignore[method-assign]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
         loop._should_check_val_fx = partial(  # type: ignore[method-assign]
             _agree_to_validate, trainer
         )
     connector = SharedMetricsConnector.replacing(
-        trainer._logger_connector, is_root, metrics_store, fail
+        trainer._logger_connector, mesh, metrics_store, fail
     )
     trainer._logger_connector = connector
-    share_throughput(trainer)
+    share_throughput(trainer, mesh.num_ranks)
     if metrics_store is None:
         return None
     refuse_other_callbacks(trainer)

@@ -29,6 +29,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
+from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import (
@@ -81,6 +82,7 @@ class PipelineRun:
             settings.split if parts is None else parts.counts,
             settings.recompute,
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
+            group.replicas.first,
         )
         self.pipeline = Pipeline(module, group.rank, cut, device, parts)
         self.executor = Executor(
@@ -92,7 +94,9 @@ class PipelineRun:
         )
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self._on_accelerator = is_accelerator = device.type != "cpu"
-        self._training = TrainingPlan(settings, group.num_ranks, self.executor, is_accelerator)
+        self._training = TrainingPlan(
+            settings, group.num_ranks, self.executor, is_accelerator, group.num_replicas > 1
+        )
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group
@@ -113,7 +117,9 @@ class PipelineRun:
         action = self.executor.current
         if action is None:
             return ""
-        return f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
+        replica = f"replica {self._group.replica}, " if self._group.num_replicas > 1 else ""
+        place = f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
+        return replica + place
 
     def cut_training_batch(self, inputs: StepInputs) -> list[BatchSlice]:
         """Cut a batch into slices of the first batch's size; a shorter one into fewer.
@@ -181,12 +187,17 @@ class PipelineRun:
             weights = [share / accumulation.num_batches for share in shares]
             first = self._training.num_microbatches_before
             microbatches = make_microbatches(slices, weights, differentiate, first)
-            return self._training.run(microbatches, before_backward)
+            return self._training.run(microbatches, before_backward, accumulation.is_last)
 
         output = self._run(inputs, slices, execute)
         if accumulation.is_last:
             self._training.finish()
         return output
+
+    def finish_reduction(self) -> None:
+        """Let gradients be the means over the replicas, where there are several."""
+        if self.executor.reduction is not None:
+            self.executor.reduction.wait()
 
     def finish_plan(self) -> None:
         """Run the backwards that are left of batches that accumulate."""
@@ -204,7 +215,7 @@ class PipelineRun:
         limits = self.measurements.gather_limits(heeds_devices)
         self._training.make_by(costs, limits)
         self.measurements.start_anew(costs.copy_lanes)
-        if self._group.is_root:
+        if self._group.reports:
             given = self._settings.limit_bytes
             print_offload(self.report(), limits.device if given is None else given)
 
@@ -230,7 +241,7 @@ class PipelineRun:
         if key not in self._runs_whole:
             is_certain = slices is not None and all(cut.flow.is_certain for cut in slices)
             self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
-            if obstacle and self._group.is_root:
+            if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return slices
 
@@ -307,11 +318,19 @@ class PipelineRun:
         Args:
             accumulation: The accumulation of the first batch.
         """
+        self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
+        self.executor.reduction = self._make_reduction()
         self._training.choose(accumulation, self.pipeline.costs)
-        if self._group.is_root:
+        if self._group.reports:
             print_prediction(self.report())
             print_accumulation(self._training.of_batch, self.plan, accumulation)
+
+    def _make_reduction(self) -> GradientReduction | None:
+        """Make what gives the replicas one gradient; None where there is one replica."""
+        if self._group.num_replicas == 1:
+            return None
+        return GradientReduction(self._group.replicas, self.pipeline.tensors.with_local_stages())
 
     def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``.
@@ -325,6 +344,7 @@ class PipelineRun:
         if not self.pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
         report = predict(self.plan, self.pipeline, self._training.costs)
+        report["num_replicas"] = self._group.num_replicas
         needs = self._needs
         report["memory"] = None if needs is None else describe_needs(needs.of_ranks(self.plan))
         if self._training.offloaded is not None:
@@ -335,12 +355,13 @@ class PipelineRun:
             if not live_bytes:
                 del report["measured"]["live_bytes"]
             seconds = max(filter(None, measured["step_seconds"]))
-            report["samples_per_second"] = self.plan.num_microbatches * (self._size or 0) / seconds
+            num_samples = self.plan.num_microbatches * (self._size or 0) * self._group.num_replicas
+            report["samples_per_second"] = num_samples / seconds
         return report
 
     def end_training(self) -> None:
         """Bring the measurements of all ranks together, and print them."""
-        if self.measurements.end_training(self._training.may_copy) and self._group.is_root:
+        if self.measurements.end_training(self._training.may_copy) and self._group.reports:
             costs = self.measurements.costs_at_end
             assert costs is not None
             print_measurement(self.report(), simulate(self.plan, costs))

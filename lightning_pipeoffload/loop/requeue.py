@@ -84,7 +84,7 @@ class Requeue:
     def end_training(self, group: PipelineGroup) -> None:
         """Save and requeue if that is still to be done; all ranks call it after the last batch."""
         is_told = self._has_signal or self._asks
-        if group.agree(is_told and not self._is_over, unanimous=False):
+        if group.world.agree(is_told and not self._is_over, unanimous=False):
             self._save_and_requeue()
         self._is_over = True
 

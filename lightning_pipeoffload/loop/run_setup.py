@@ -27,7 +27,8 @@ from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
 from lightning_pipeoffload.loop.step_calls import StepCalls
-from lightning_pipeoffload.metrics.shared_metrics import LocalMetrics, SharedMetricsConnector
+from lightning_pipeoffload.metrics.metric_groups import MetricGroups
+from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.trial import refuse_optimizer
 from lightning_pipeoffload.processes.rank_differences import (
@@ -37,13 +38,13 @@ from lightning_pipeoffload.processes.rank_differences import (
     refuse_differences,
 )
 from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
-from lightning_pipeoffload.runtime.randomness import draw_seed
+from lightning_pipeoffload.runtime.randomness import draw_seed, mix_seed
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 
 _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
-    *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_local_metrics"),
+    *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_metric_groups"),
     *("_requeue", "_stop", "_arrivals"),
 })  # fmt: skip
 
@@ -53,7 +54,7 @@ class RunSetup(ModelInParts):
 
     _steps: StepCalls
     backward_of_batch: BatchBackward
-    _local_metrics: LocalMetrics | None = None
+    _metric_groups: MetricGroups | None = None
     _end_hooks: EndHooks | None = None
     _gradient_hooks: GradientHooks | None = None
     _requeue: Requeue | None = None
@@ -109,19 +110,19 @@ class RunSetup(ModelInParts):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._seed = self._choose_seed(trainer)
-        self._loaders = PipelineLoaders(self._seed, lambda: trainer.current_epoch)
+        self._loaders = PipelineLoaders(
+            self._seed, lambda: trainer.current_epoch, self.group.replica
+        )
         self._attach()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         if self.world_size > 1:
-            refuse_differences(self._described(trainer), self.group.host_group)
+            refuse_differences(self._described(trainer), self.group.world.host_group)
         self.setup_precision_plugin()
         age = self.run.pipeline.gradient_age
         clip_over_ranks(self.precision_plugin, self.group, age)
         share_loss_scale(self.precision_plugin, self.group, age)
-        self._end_hooks = join_loops(
-            trainer, self.group.is_root, self._metrics_store, self._fail_elsewhere
-        )
+        self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
@@ -129,7 +130,7 @@ class RunSetup(ModelInParts):
             self._hook_forwards = HookForwards(
                 self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
             )
-        self._local_metrics = LocalMetrics(self._module)
+        self._metric_groups = MetricGroups(self._module, self.group.replicas)
         self._join_ranks(trainer)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
@@ -151,6 +152,11 @@ class RunSetup(ModelInParts):
         resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
         return self._loaded_seed if resumes and self._loaded_seed is not None else drawn
 
+    @property
+    def _replica_seed(self) -> int:
+        """The seed of what each replica draws for itself: noise on its own data."""
+        return mix_seed(self._seed, self.group.replica) if self.group.replica else self._seed
+
     def _join_ranks(self, trainer: Trainer) -> None:
         """Let what one rank meets in a fit count for all: an order to stop, the end of its data."""
         self._stop = self._arrivals = None
@@ -160,7 +166,7 @@ class RunSetup(ModelInParts):
         self._stop = JointStop(trainer, self.group)
         self._steps.end_step = self._stop.end_step
         self._connector.at_batch_end = (self._stop.end_batch,)
-        self._arrivals = Arrivals(self._metrics_store, self.global_rank, self.world_size)
+        self._arrivals = Arrivals(self._metrics_store, self.group)
         self._connector.at_data_end = self._arrivals.arrive
         self._board.also_look = (self._arrivals.look,)
 
@@ -184,7 +190,7 @@ class RunSetup(ModelInParts):
                 self._run.pipeline, self.group, lambda: self.optimizers
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
-        self._steps = StepCalls(self._module, self._seed)
+        self._steps = StepCalls(self._module, self._replica_seed)
         self.backward_of_batch = BatchBackward(
             self._module, self.precision_plugin, self._run, self.group
         )
@@ -275,6 +281,6 @@ class RunSetup(ModelInParts):
         if self._copies is not None:
             self._copies.remove()
             self._copies = None
-        if self._local_metrics is not None:
-            self._local_metrics.give_back()
-            self._local_metrics = None
+        if self._metric_groups is not None:
+            self._metric_groups.give_back()
+            self._metric_groups = None

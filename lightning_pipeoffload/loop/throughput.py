@@ -18,17 +18,25 @@ class PipelineThroughput(Throughput):
     Lightning's takes it that each device has batches of its own, and does all that is done on them.
     """
 
+    _num_ranks = 1
+
     @classmethod
-    def replacing(cls, plain: Throughput) -> PipelineThroughput:
-        """Make one that measures what ``plain`` is to."""
+    def replacing(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
+        """Make one that measures what ``plain`` is to.
+
+        Args:
+            plain: Lightning's own.
+            num_ranks: The ranks of a pipeline; replicas have batches of their own.
+        """
         made = cls()
         made.__dict__.update(plain.__dict__)
+        made._num_ranks = num_ranks
         return made
 
     @override
     def update(self, *, flops: int | None = None, **counts: Any) -> None:
         # A share of them need not be a whole number.
-        share: Any = None if flops is None else flops / self.world_size
+        share: Any = None if flops is None else flops / self._num_ranks
         super().update(flops=share, **counts)
 
     @override
@@ -36,14 +44,14 @@ class PipelineThroughput(Throughput):
         metrics = super().compute()
         for name in _SHARED:
             if name in metrics:
-                metrics[name] /= self.world_size
+                metrics[name] /= self._num_ranks
         return metrics
 
 
-def share_throughput(trainer: Trainer) -> None:
+def share_throughput(trainer: Trainer, num_ranks: int) -> None:
     """Let a ThroughputMonitor among the callbacks, which is set up, count as a pipeline does."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, ThroughputMonitor):
             throughputs = callback._throughputs  # private: nothing else has them
             for stage, plain in throughputs.items():
-                throughputs[stage] = PipelineThroughput.replacing(plain)
+                throughputs[stage] = PipelineThroughput.replacing(plain, num_ranks)

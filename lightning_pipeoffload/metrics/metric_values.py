@@ -133,6 +133,8 @@ def _fresh(metric: Metric) -> Metric:
         copy = deepcopy(metric, {id(found): OrderedDict() for found in hooks})
     for child in copy.modules():
         child.__dict__.pop("forward", None)
+        if isinstance(child, Metric):
+            child.sync_on_compute = child.dist_sync_on_step  # as of the value of one call
     copy.reset()
     return copy
 

@@ -1,53 +1,84 @@
-"""What ``self.log`` recorded on global rank 0, read by all ranks.
+"""What ``self.log`` recorded on a pipeline's root, read by all its ranks.
 
-Only the last stage comes to the loss, and that stage is on global rank 0. The other ranks fetch
-what rank 0 has published when, and only when, something of theirs asks for it: nobody waits
-otherwise::
+Only the last stage comes to the loss, and that stage is on the root. The other ranks fetch what the
+root has published when, and only when, something of theirs asks for it: nobody waits otherwise::
 
-    global rank 0   step 1  tick 1: publish   step 2  tick 2: publish   step 3 ...
+    root            step 1  tick 1: publish   step 2  tick 2: publish   step 3 ...
                                  v                         v
     store                    numbers 1                 numbers 2
                                  v
     another rank    step 1  tick 1   asks for "loss": waits for numbers 1, no later ones
+
+What callbacks and schedulers decide on is global rank 0's in every replica: else a learning rate,
+say, would be another one in each, and their weights would drift apart.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
     _LoggerConnector,  # private: it answers trainer.callback_metrics
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pipeoffload.metrics.publisher import Numbers, Publisher, start_fetching
 from lightning_pipeoffload.runtime import late_values
+from lightning_pipeoffload.runtime.mesh import RankMesh
 
 _Metrics = dict[str, Any]
 
 
+class _Published:
+    """What one replica's root has published, as another rank reads it.
+
+    Args:
+        store: A store that all ranks can read.
+        replica: The replica.
+    """
+
+    def __init__(self, store: Store, replica: int) -> None:
+        self._store = store
+        self._replica = replica
+        self._tick = 0
+        self._last: dict[str, _Metrics] = {}
+        self.news: Any = None
+
+    def at(self, tick: int) -> dict[str, _Metrics]:
+        """Return the metrics of a tick, by kind; waits for them."""
+        if self._tick != tick:
+            found = json.loads(self._store.get(_key(self._replica, tick)))
+            self._tick = tick
+            metrics = found["metrics"]
+            self._last = {kind: _as_tensors(values) for kind, values in metrics.items()}
+            self._last["pbar"] = metrics["pbar"]
+            self.news = found["news"]
+        return self._last
+
+    def forget(self, tick: int) -> None:
+        """Let there be nothing at a tick, nor before it."""
+        self._tick, self._last = tick, {}
+
+
 class SharedMetricsConnector(_LoggerConnector):
-    """Lightning's connector, whose metrics are those of global rank 0 on every rank.
+    """Lightning's connector, whose metrics are those of the root on every rank of a pipeline.
 
     Every rank goes through the same loop, so counting its milestones (**ticks**: the end of a
-    step, of an epoch, of a hook) names a moment on all of them. Rank 0 publishes what it has at
+    step, of an epoch, of a hook) names a moment on all of them. The root publishes what it has at
     each.
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
-        describe: A function that returns, on global rank 0, what else to publish.
+        describe: A function that returns, on the root, what else to publish.
         at_batch_end: Called when the hooks of a batch's end have run.
         at_data_end: Called when the last batch of an epoch or a validation is done.
     """
@@ -56,19 +87,18 @@ class SharedMetricsConnector(_LoggerConnector):
     at_batch_end: Sequence[Callable[[], None]] = ()
     at_data_end: Callable[[], None] = staticmethod(lambda: None)
     is_root = True
-    _store: Store | None = None
+    _replica = 0
     _publisher: Publisher | None = None
+    _roots: _Published | None = None
+    _decisive: _Published | None = None
     _tick = 0
-    _fetched = 0
-    _last: dict[str, _Metrics]
-    _news: Any = None
     _fetch_shown: Callable[[], Numbers] | None = None
 
     @classmethod
     def replacing(
         cls,
         plain: _LoggerConnector,
-        is_root: bool,
+        mesh: RankMesh,
         store: Store | None,
         fail: Callable[[Exception], None],
     ) -> SharedMetricsConnector:
@@ -76,19 +106,25 @@ class SharedMetricsConnector(_LoggerConnector):
 
         Args:
             plain: The trainer's own connector, which this one takes the place of.
-            is_root: Whether this rank has the last stage, whose steps log.
+            mesh: The processes, of which some are roots.
             store: A store that all ranks can read.
             fail: A function that ends the run by an error of another thread.
         """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
         made._forget_callbacks()
-        made._tick, made._fetched, made._last = 0, 0, {}
-        made._store = store
-        made.is_root = is_root
-        if store is not None and is_root:
+        made._stop_reading()
+        made._tick, made._replica, made.is_root = 0, mesh.replica, mesh.is_root
+        if store is not None and mesh.is_root:
             made._publisher = Publisher(store, fail)
+        if store is not None and not mesh.is_root:
+            made._roots = made._decisive = _Published(store, mesh.replica)
+        if store is not None and mesh.replica > 0:
+            made._decisive = _Published(store, 0)
         return made
+
+    def _stop_reading(self) -> None:
+        self._publisher = self._roots = self._decisive = None
 
     def _forget_callbacks(self) -> None:
         """Call nothing that was of a run."""
@@ -96,19 +132,19 @@ class SharedMetricsConnector(_LoggerConnector):
             self.__dict__.pop(name, None)
 
     def leave(self) -> None:
-        """Fetch what there is while global rank 0 is still there; then be a plain connector."""
+        """Fetch what there is while the others are still there; then be a plain connector."""
         for kind in ("callback", "log", "pbar"):
             self._read(kind)
         if self._publisher is not None:
             self._publisher.close()
-        self._store = self._publisher = None
+        self._stop_reading()
         self._forget_callbacks()
 
     def abandon(self) -> None:
         """Be a plain connector: the run was broken off, and nobody publishes what is asked for."""
         if self._publisher is not None:
             self._publisher.abandon()
-        self._store = self._publisher = None
+        self._stop_reading()
         self._forget_callbacks()
 
     def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
@@ -123,7 +159,7 @@ class SharedMetricsConnector(_LoggerConnector):
             return
         mine = self._update_all()
         now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
-        self._publisher.publish(_key(self._tick), now, self.describe())
+        self._publisher.publish(_key(self._replica, self._tick), now, self.describe())
 
     def _update_all(self) -> dict[str, _Metrics]:
         """Take in what this rank has logged itself; return all, by kind."""
@@ -139,13 +175,13 @@ class SharedMetricsConnector(_LoggerConnector):
         return mine
 
     def news(self, wait: bool = True) -> Any:
-        """Return what ``describe`` returned on global rank 0 at the last tick, or that is known."""
+        """Return what ``describe`` returned on the root at the last tick, or that is known."""
         if wait:
             self._fetch()
-        return self._news
+        return None if self._roots is None else self._roots.news
 
     def outputs(self) -> _Metrics:
-        """Return the numbers that the last step returned on global rank 0; waits for them."""
+        """Return the numbers that the last step returned on the root; waits for them."""
         return self._fetch().get("outputs", {})
 
     @override
@@ -167,7 +203,7 @@ class SharedMetricsConnector(_LoggerConnector):
     def update_eval_epoch_metrics(self) -> _Metrics:
         metrics = super().update_eval_epoch_metrics()
         self.tick(metrics)
-        if self._is_reader and self.trainer.state.fn != TrainerFn.FITTING:
+        if self._roots is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return self._fetch().get("returned", metrics)  # the trainer's user sees it
         return metrics
 
@@ -180,7 +216,8 @@ class SharedMetricsConnector(_LoggerConnector):
     def reset_metrics(self) -> None:
         super().reset_metrics()
         # What was published so far belongs to what is over.
-        self._fetched, self._last = self._tick, {}
+        for published in filter(None, (self._roots, self._decisive)):
+            published.forget(self._tick)
 
     @property
     @override
@@ -216,27 +253,19 @@ class SharedMetricsConnector(_LoggerConnector):
         return self._fetch_shown()["pbar"] if self._fetch_shown is not None else {}
 
     def _read(self, kind: str) -> _Metrics:
-        """Return metrics of a kind; where both have a value global rank 0's counts."""
+        """Return metrics of a kind; where both have a value the root's counts.
+
+        For decisions that of global rank 0.
+        """
         metrics = self._update_all()[kind]
         metrics.update(self._fetch().get(kind, {}))
+        if kind == "callback" and self._decisive is not None and self._tick:
+            metrics.update(self._decisive.at(self._tick).get(kind, {}))
         return metrics
 
-    @property
-    def _is_reader(self) -> bool:
-        return self._store is not None and not self.is_root
-
     def _fetch(self) -> dict[str, _Metrics]:
-        """Return the metrics of the last tick, by kind; nothing on global rank 0."""
-        if self._store is None or not self._is_reader or self._tick == 0:
-            return {}
-        if self._fetched != self._tick:
-            found = json.loads(self._store.get(_key(self._tick)))
-            self._fetched = self._tick
-            metrics = found["metrics"]
-            self._last = {kind: _as_tensors(values) for kind, values in metrics.items()}
-            self._last["pbar"] = metrics["pbar"]
-            self._news = found["news"]
-        return self._last
+        """Return the root's metrics of the last tick, by kind; nothing on the root."""
+        return self._roots.at(self._tick) if self._roots is not None and self._tick else {}
 
 
 @contextmanager
@@ -259,31 +288,5 @@ def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
-def _key(tick: int) -> str:
-    return f"metrics/{tick}"
-
-
-class LocalMetrics:
-    """Metrics that are computed where they are updated, instead of gathering over all ranks.
-
-    Each value is logged by the one rank that has it: there is nothing to synchronize.
-
-    Args:
-        module: The module whose metrics are meant.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
-        metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._plain = [(metric, metric.distributed_available_fn) for metric in metrics]
-        for metric in metrics:
-            metric.distributed_available_fn = _never
-
-    def give_back(self) -> None:
-        """Let them synchronize as before, under another strategy."""
-        for metric, is_available in self._plain:
-            metric.distributed_available_fn = is_available
-
-
-def _never() -> bool:
-    return False
+def _key(replica: int, tick: int) -> str:
+    return f"metrics/{replica}/{tick}"

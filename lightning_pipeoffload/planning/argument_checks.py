@@ -23,6 +23,19 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f'{name} must be "auto" or a positive int, not {value!r}')
 
 
+def check_rank_order(value: Any) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: It is no order that there is.
+    """
+    if value not in ("pipeline_inner", "data_inner"):
+        raise ValueError(
+            f'rank_order must be "pipeline_inner" (neighbouring global ranks are of one pipeline) '
+            f'or "data_inner" (they are replicas of one stage), not {value!r}'
+        )
+
+
 def check_num_microbatches(value: Any) -> None:
     """Check the argument, or the number that a batch's size leads to.
 

@@ -61,7 +61,8 @@ class Measurements:
             schedule: Which rank has which stage.
         """
         self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
-        return join_costs(self._group.gather(self._costs(may_copy=True)))
+        costs = join_costs(self._group.gather(self._costs(may_copy=True)))
+        return self._group.replicas.first(costs)  # that all replicas run one plan
 
     def gather_limits(self, keeps_device_limit: bool) -> MachineLimits:
         """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.
@@ -74,8 +75,9 @@ class Measurements:
         budget = memory.settings.host.budget
         ranks = self._group.gather((left, budget))
         # The limit is one for all ranks: that of the device with the least.
-        device = min(left for left, _ in ranks) if keeps_device_limit else None
-        return MachineLimits(device, [budget for _, budget in ranks])
+        least = min(self._group.replicas.gather(min(left for left, _ in ranks)))
+        budgets = self._group.replicas.first([budget for _, budget in ranks])
+        return MachineLimits(least if keeps_device_limit else None, budgets)
 
     def start_anew(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on.

@@ -14,6 +14,7 @@ from lightning_pipeoffload.planning.argument_checks import (
     check_microbatch_weight,
     check_num_microbatches,
     check_offload,
+    check_rank_order,
     check_schedule,
     check_split,
     is_name,
@@ -36,8 +37,6 @@ from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 _NOT_BUILT = {
-    "data_parallel_size": 1,
-    "rank_order": "pipeline_inner",
     "sharding": "none",
     "optimizer_sync": "auto",
     "compile": False,
@@ -55,6 +54,8 @@ class PipelineSettings:
     """
 
     pipeline_parallel_size: int | str = "auto"
+    data_parallel_size: int | str = 1
+    rank_order: str = "pipeline_inner"
     num_microbatches: int | str = "auto"
     num_chunks: int | str = "auto"
     schedule: ScheduleLike = "auto"
@@ -67,8 +68,9 @@ class PipelineSettings:
     host_memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "num_chunks"):
+        for name in ("pipeline_parallel_size", "data_parallel_size", "num_chunks"):
             check_count(name, getattr(self, name))
+        check_rank_order(self.rank_order)
         check_num_microbatches(self.num_microbatches)
         check_blocks(self.blocks)
         check_split(self.split)
@@ -85,22 +87,37 @@ class PipelineSettings:
         """Return the ranks of one pipeline.
 
         Raises:
-            ValueError: The devices do not divide into pipelines, or make more than one.
+            ValueError: The devices do not make that many pipelines of that many ranks.
         """
-        num_ranks = self.pipeline_parallel_size
-        if not isinstance(num_ranks, int):
-            return world_size
-        if world_size % num_ranks:
-            raise ValueError(
-                f"devices ({world_size}) must be a multiple of pipeline_parallel_size "
-                f"({num_ranks}); use devices={num_ranks}, or pipeline_parallel_size={world_size}"
-            )
-        if world_size > num_ranks:
-            raise ValueError(
-                f"devices ({world_size}) are more than pipeline_parallel_size ({num_ranks}), and "
-                f"replicas of the pipeline are not built yet; use devices={num_ranks}"
-            )
-        return num_ranks
+        return self._sizes(world_size)[1]
+
+    def num_replicas(self, world_size: int) -> int:
+        """Return the number of pipelines.
+
+        Raises:
+            ValueError: The devices do not make that many pipelines of that many ranks.
+        """
+        return self._sizes(world_size)[0]
+
+    def _sizes(self, world_size: int) -> tuple[int, int]:
+        """Return replicas, and ranks of each."""
+        replicas, ranks = self.data_parallel_size, self.pipeline_parallel_size
+        if not isinstance(replicas, int):
+            replicas = world_size // ranks or 1 if isinstance(ranks, int) else 1
+        if not isinstance(ranks, int):
+            ranks = world_size // replicas or 1
+        if replicas * ranks != world_size:
+            raise ValueError(self._explain_sizes(world_size, replicas, ranks))
+        return replicas, ranks
+
+    def _explain_sizes(self, world_size: int, replicas: int, ranks: int) -> str:
+        sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
+        instead = [f"devices={replicas * ranks}"]
+        for name, size in sizes.items():
+            if world_size % (replicas * ranks // size) == 0:
+                instead.append(f"{name}={world_size // (replicas * ranks // size)}")
+        product = " times ".join(f"{name} ({size})" for name, size in sizes.items())
+        return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
 
     @property
     def limit_bytes(self) -> int | None:

@@ -20,6 +20,7 @@ from lightning_pipeoffload.schedule import (
     JoinedPlan,
     OffloadReport,
     Schedule,
+    add_reductions,
     forward_only,
     keep_microbatches,
     lower,
@@ -34,6 +35,7 @@ class TrainingPlan:
         num_ranks: The number of ranks of the pipeline.
         executor: The executor of this rank.
         on_accelerator: Whether the ranks' devices have a memory of their own.
+        reduces: Whether gradients are those of several replicas.
 
     Attributes:
         schedule: The schedule of a full training batch; until there is one, with a provisional
@@ -43,12 +45,18 @@ class TrainingPlan:
     """
 
     def __init__(
-        self, settings: PipelineSettings, num_ranks: int, executor: Executor, on_accelerator: bool
+        self,
+        settings: PipelineSettings,
+        num_ranks: int,
+        executor: Executor,
+        on_accelerator: bool,
+        reduces: bool = False,
     ) -> None:
         self._settings = settings
         self._num_ranks = num_ranks
         self._executor = executor
         self._on_accelerator = on_accelerator
+        self._reduces = reduces
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
@@ -66,7 +74,7 @@ class TrainingPlan:
     @property
     def of_batch(self) -> Schedule:
         """The lowered plan of a full training batch."""
-        return self._lowered(self.schedule, self.schedule.num_microbatches, training=True)
+        return self._of_training(self.schedule.num_microbatches, steps=True)
 
     @property
     def may_copy(self) -> bool:
@@ -75,7 +83,11 @@ class TrainingPlan:
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of so many microbatches."""
-        return self._lowered(self.schedule, num_microbatches, training=False)
+        return self._lowered(self.schedule, num_microbatches, training=False, reduces=False)
+
+    def _of_training(self, num_microbatches: int, steps: bool) -> Schedule:
+        reduces = self._reduces and steps
+        return self._lowered(self.schedule, num_microbatches, training=True, reduces=reduces)
 
     def make(self, num_microbatches: int) -> None:
         """Make the schedule of so many microbatches, by what is known of the costs."""
@@ -113,13 +125,17 @@ class TrainingPlan:
         """
         num_batches = accumulation.num_batches
         if num_batches not in self._joined and not accumulation.watched_by:
-            self._joined[num_batches] = join_batches(
+            joined = join_batches(
                 lambda count: self._make(count)[0],
                 self.schedule,
                 num_batches,
                 self.costs or estimate,
             )
+            self._joined[num_batches] = joined and self._reducing(joined)
         self._in_use = None if accumulation.watched_by else self._joined[num_batches]
+
+    def _reducing(self, joined: JoinedPlan) -> JoinedPlan:
+        return joined.with_reductions() if self._reduces else joined
 
     def begin(self, accumulation: Accumulation) -> None:
         """Begin with the plan that was chosen, if the next batch is not all that it has."""
@@ -131,11 +147,14 @@ class TrainingPlan:
         """Microbatches of earlier batches in the plan under way."""
         return 0 if self._open is None else self._open.num_microbatches_before
 
-    def run(self, microbatches: list[Microbatch], before_backward: BeforeBackward) -> list[Any]:
+    def run(
+        self, microbatches: list[Microbatch], before_backward: BeforeBackward, steps: bool
+    ) -> list[Any]:
         """Run a batch by the plan under way, or by one of its own.
 
         Args:
             microbatches: The microbatches of the batch.
+            steps: Whether the optimizer steps after it.
             before_backward: Called before the first backward, or at the end, with what steps have
                 returned by then.
 
@@ -144,7 +163,7 @@ class TrainingPlan:
         """
         if self._open is not None:
             return self._open.run(microbatches, before_backward)
-        plan = self._lowered(self.schedule, len(microbatches), training=True)
+        plan = self._of_training(len(microbatches), steps)
         return self._executor.run(plan, microbatches, before_backward)
 
     def finish(self) -> None:
@@ -159,6 +178,7 @@ class TrainingPlan:
         self._executor.abandon()
 
 
-def _lower(schedule: Schedule, count: int, training: bool) -> Schedule:
+def _lower(schedule: Schedule, count: int, training: bool, reduces: bool) -> Schedule:
     kept = keep_microbatches(schedule, count) if count < schedule.num_microbatches else schedule
-    return lower(kept if training else forward_only(kept))
+    plan = lower(kept if training else forward_only(kept))
+    return add_reductions(plan) if reduces else plan

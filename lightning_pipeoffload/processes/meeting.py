@@ -1,7 +1,8 @@
-"""Where the ranks come together for what all of them do, or learn that one does not come."""
+"""Where the ranks of a pipeline meet for what all of them do, or learn that one does not come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,21 +10,21 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 
 
 class Meeting:
-    """Places that all ranks come to in the same order.
+    """Places that the ranks of a pipeline come to in the same order.
 
     Args:
         store: A connection to the run's TCPStore that waits for nothing else.
         global_rank: The global rank of this process.
-        world_size: The world size of the run.
+        global_ranks: The global ranks that come.
         patience: How long one rank waits for the others.
     """
 
     def __init__(
-        self, store: Store, global_rank: int, world_size: int, patience: timedelta
+        self, store: Store, global_rank: int, global_ranks: Sequence[int], patience: timedelta
     ) -> None:
         self._store = store
         self._global_rank = global_rank
-        self._world_size = world_size
+        self._global_ranks = global_ranks
         self._patience = patience
         self._count = 0
 
@@ -37,7 +38,7 @@ class Meeting:
             What each global rank is about to do; those that have not come are left out.
         """
         self._count += 1
-        keys = {rank: self._key(self._count, rank) for rank in range(self._world_size)}
+        keys = {rank: self._key(self._count, rank) for rank in self._global_ranks}
         self._store.set(keys[self._global_rank], what)
         try:
             self._store.wait(list(keys.values()), self._patience)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,  # private: as Lightning's own strategies
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
+    _sync_ddp_if_available,  # private: as Lightning's own strategies
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
@@ -42,6 +44,7 @@ from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.schedule import Schedule
@@ -94,12 +97,17 @@ class PipelineProcesses(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether replicas share the data, so that Lightning gives each its part."""
-        return False
+        return self.num_replicas > 1
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas of the pipeline."""
+        return self.settings.num_replicas(self.num_nodes * self.num_processes)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.group.num_replicas, "rank": self.group.replica}
 
     @override
     def _configure_launcher(self) -> None:
@@ -154,7 +162,14 @@ class PipelineProcesses(ParallelStrategy):
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
-            self._group = PipelineGroup(schedule, self.global_rank, self.root_device, self._timeout)
+            self._group = PipelineGroup(
+                schedule,
+                self.global_rank,
+                self.root_device,
+                self._timeout,
+                self.num_replicas,
+                self.settings.rank_order,
+            )
         if self.world_size > 1:
             self._connect(self._group)
         self.agree_on_randomness()  # a module may be made between here and ``setup``
@@ -175,11 +190,11 @@ class PipelineProcesses(ParallelStrategy):
 
     def _connect(self, group: PipelineGroup) -> None:
         """Hear of the other ranks' failures and metrics, for one fit or evaluation."""
-        run = group.broadcast(secrets.token_hex(8), group.root)
+        run = group.world.broadcast(secrets.token_hex(8), 0)
         self._metrics_store = connect_store(run, self._timeout)
         patience = min(self._timeout or _PATIENCE, _PATIENCE)
         self._meeting = Meeting(
-            connect_store(run, self._timeout), self.global_rank, self.world_size, patience
+            connect_store(run, self._timeout), self.global_rank, group.global_ranks, patience
         )
         assert self._board is not None
         self._board.connect(connect_store(run, self._timeout))
@@ -195,29 +210,39 @@ class PipelineProcesses(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self._refuse_alone("barrier")
         if self._group is not None:
-            self._group.barrier()
+            self._group.world.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_alone("broadcast")
-        return obj if self._group is None else self._group.broadcast(obj, src)
+        return obj if self._group is None else self._group.world.broadcast(obj, src)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the replicas, of which there is one: as on one device."""
-        return tensor
+        """Gather over the replicas: what this rank of each has, in their order.
+
+        Where there is one the tensor itself, as on one device. What has no value, in a step on a
+        rank that does not come to its end, stands for what has none either.
+        """
+        if self._group is None or self._group.num_replicas == 1:
+            return tensor
+        if isinstance(tensor, ShapeOnly):
+            return torch.stack([tensor] * self._group.num_replicas)
+        return _all_gather_ddp_if_available(tensor, self._group.replicas.group, sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the replicas, of which there is one."""
-        return tensor
+        """Reduce over the replicas what this rank of each has."""
+        if self._group is None or self._group.num_replicas == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, self._group.replicas.group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_alone("reduce_boolean_decision")
-        return decision if self._group is None else self._group.agree(decision, all)
+        return decision if self._group is None else self._group.world.agree(decision, all)
 
     @property
     def is_in_step(self) -> bool:
@@ -313,7 +338,7 @@ class PipelineProcesses(ParallelStrategy):
             if self.lightning_module.trainer.received_sigterm:  # in one of the last hooks
                 raise SIGTERMException
             self._board.expect_end()
-            self.group.barrier()
+            self.group.world.barrier()
             self._board.stop()
             self._board = None
             self._rest()

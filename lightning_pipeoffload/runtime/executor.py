@@ -19,12 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
-from lightning_pipeoffload.schedule import Action, Kind, Schedule
+from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.messages import (
     RECVS,
@@ -49,7 +50,12 @@ class Executor:
         transport: Moves messages to and from the other ranks.
         timer: Measures the actions.
         memory: Where activations are kept.
+
+    Attributes:
+        reduction: What gives the replicas one gradient; None where there is one replica.
     """
+
+    reduction: GradientReduction | None = None
 
     def __init__(
         self,
@@ -79,7 +85,11 @@ class Executor:
             **dict.fromkeys(COPIES, self._move),
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECVS, self._receive),
+            Kind.W: self._weights,
+            Kind.REDUCE: self._reduce,
         }
+        self._tails: dict[Action, tuple[Action, ...]] = {}
+        self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
 
     @property
@@ -134,6 +144,8 @@ class Executor:
         if plan is not self._plan:
             self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
             self._sends_before = sends_before(plan, self.rank)
+            found = (tail.weights for tail in tails(plan[self.rank]))
+            self._tails = {weights[0]: weights for weights in found if weights}
         self._num_sent = 0
         self._keep = not plan.is_forward_only
         self._microbatches: dict[int, Microbatch] = {}
@@ -171,6 +183,9 @@ class Executor:
     def abandon(self) -> None:
         """Leave a step where it is, after an error."""
         self.current = None
+        self._regrouped.clear()
+        if self.reduction is not None:
+            self.reduction.abandon()
         self._inbox.clear()
         self._outbox.clear()
         for stage in self.stages.values():
@@ -240,6 +255,32 @@ class Executor:
         )
         if not stage.is_first:
             self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
+
+    def _weights(self, action: Action) -> None:
+        """Run a W; the first of a REDUCE's tail with the others, regrouped by parameter."""
+        tail = self._tails.get(action, ())
+        if action in self._regrouped:
+            self._regrouped.remove(action)
+        elif self.reduction is None or not tail:
+            self._compute(action)
+        else:
+            self._run_tail([each for each in tail if each.microbatch in self._microbatches])
+
+    def _run_tail(self, actions: list[Action]) -> None:
+        assert self.reduction is not None
+        first, *others = actions
+        microbatches = [self._microbatches[action.microbatch] for action in actions]
+        self.timer.start()
+        self.stages[first.stage].last_weights(microbatches, self.reduction)
+        self.timer.record(first, len(actions))
+        for action in actions:
+            self.memory.record(action)
+        self._regrouped.update(others)
+
+    def _reduce(self, action: Action) -> None:
+        """Take all gradients of the stage for final; nothing waits for the others' here."""
+        if self.reduction is not None:
+            self.reduction.expect(action.stage)
 
     def _weight(self, action: Action) -> None:
         self.stages[action.stage].weight(self._microbatches[action.microbatch])

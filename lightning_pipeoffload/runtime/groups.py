@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_pipeoffload.runtime.host_group import HostGroup, World, waiting
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
@@ -44,7 +47,7 @@ class _Shared(NamedTuple):
         dist.all_reduce(self.parameter.grad, group=self.group)
 
 
-class PipelineGroup(RankMesh):
+class PipelineGroup(RankMesh, HostGroup):
     """What the processes of a pipeline do together, as one of them sees it.
 
     Args:
@@ -53,6 +56,12 @@ class PipelineGroup(RankMesh):
         device: The device on which this rank computes.
         timeout: How long a rank waits for another; None: as torch does, whatever the default
             group's is.
+        num_replicas: The number of replicas of the pipeline.
+        rank_order: Which global ranks are neighbours; see :class:`RankMesh`.
+
+    Attributes:
+        world: All processes, those of other replicas too.
+        replicas: The counterparts of this process in the other replicas.
     """
 
     def __init__(
@@ -61,20 +70,23 @@ class PipelineGroup(RankMesh):
         global_rank: int,
         device: torch.device,
         timeout: timedelta | None = None,
+        num_replicas: int = 1,
+        rank_order: str = "pipeline_inner",
     ) -> None:
-        super().__init__(schedule, global_rank, timeout)
+        super().__init__(schedule, global_rank, timeout, num_replicas, rank_order)
         self.device = device
         self._connect()
         self._device_group = self.make_group()
-        self.transport = ProcessGroupTransport(
-            self.global_ranks, self.rank, self._edges(), device, timeout
-        )
+        self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._shared: list[_Shared] = []
 
     def _connect(self) -> None:
-        self.host_group = self.make_group(backend="gloo")
-        # Its collectives run beside those of a step, so their order is their own.
-        self._side_group = self.make_group(backend="gloo")
+        self.world = World(self)
+        self.replicas = Replicas(self)
+        self.host_group, self._side_group = self.world.host_group, self.world.side_group
+        if self.num_replicas > 1:
+            self.host_group = self.make_group(backend="gloo")
+            self._side_group = self.make_group(backend="gloo")
         self._comparing: tuple[Any, Tensor] | None = None
 
     def renew(self) -> None:
@@ -87,43 +99,17 @@ class PipelineGroup(RankMesh):
         downstream = {(a, b) for a, b in hops if a != b}
         return downstream | {(b, a) for a, b in downstream}
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        with blaming_peers("lost a rank in a barrier"):
-            dist.barrier(group=self.host_group)
-
-    def broadcast(self, obj: Any, src: int) -> Any:
-        """Return the object of global rank ``src``."""
-        box = [obj]
-        with blaming_peers("lost a rank in a broadcast"):
-            dist.broadcast_object_list(box, src, group=self.host_group)
-        return box[0]
-
+    @override
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in pipeline order."""
-        found: list[Any] = [None] * self.num_ranks
-        with blaming_peers("lost a rank while gathering"):
-            dist.all_gather_object(found, obj, group=self.host_group)
-        by_global_rank = dict(zip(sorted(self.global_ranks), found, strict=True))
+        by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
-
-    # The group's own methods, in each batch: those of torch.distributed take twice as long.
-
-    def start_counting(self, vote: bool) -> Callable[[], int]:
-        """Vote, as all ranks do; return a function that waits for the number that say yes."""
-        box = torch.tensor([int(vote)])
-        return _waiting(self._side_group.allreduce([box]), box)
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:
         """Return a function that waits for the number of global rank ``src``."""
         box = torch.tensor([int(number)])
         root = dist.get_group_rank(self._side_group, src)
-        return _waiting(self._side_group.broadcast(box, root), box)
-
-    def agree(self, decision: bool, unanimous: bool) -> bool:
-        """Return whether all, or else any, of the ranks say yes."""
-        votes = self.gather(decision)
-        return all(votes) if unanimous else any(votes)
+        return waiting(self._side_group.broadcast(box, root), box)
 
     def start_comparing(
         self, checksum: int, trained: int, drawn: int = 0
@@ -289,12 +275,3 @@ def _differences(what: str, sources: str, root: int) -> tuple[str, ...]:
         f"data in the same order: call L.seed_everything(...) before the data is made, seed "
         f"generators of your own alike in every process, and do not share samples out by rank",
     )
-
-
-def _waiting(work: Any, box: Tensor) -> Callable[[], int]:
-    def wait() -> int:
-        with blaming_peers("lost a rank while agreeing with it"):
-            work.wait()
-        return int(box)
-
-    return wait

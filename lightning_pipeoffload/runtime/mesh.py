@@ -7,7 +7,7 @@ last stage, computes the loss and so has the step's outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,18 +21,24 @@ from lightning_pipeoffload.schedule import Schedule
 class RankMesh:
     """One process's view of all processes: torch's mesh of replicas times the ranks of a pipeline.
 
-    Four ranks whose last stage is on the last of them::
+    Two replicas of four ranks whose last stage is on the last of them, with neighbours of one
+    pipeline, or ``data_inner``, of one stage::
 
-                   rank  0  1  2  3
-        replica 0        3  2  1  0     <- global ranks; that of the root is the lowest
+                   rank  0  1  2  3              rank  0  1  2  3
+        replica 0        3  2  1  0                    6  4  2  0     <- global ranks; that of a
+        replica 1        7  6  5  4                    7  5  3  1        root is its lowest
 
     Args:
         schedule: The schedule, which says which rank holds which stage.
         global_rank: The global rank of this process.
         timeout: How long members of a group wait for each other; None: as torch does.
+        num_replicas: The number of replicas.
+        rank_order: Which global ranks are neighbours, "pipeline_inner" or "data_inner".
 
     Attributes:
-        mesh: Torch's DeviceMesh, with the dimensions ``data`` (one replica) and ``pipeline``.
+        timeout: How long members of a group wait for each other; None: as torch does.
+        mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
+        replica: The replica of this process.
         rank: The rank of this process in its pipeline.
         global_rank: The global rank of this process.
         global_ranks: The global rank of each rank of its pipeline.
@@ -40,30 +46,54 @@ class RankMesh:
     """
 
     def __init__(
-        self, schedule: Schedule, global_rank: int, timeout: timedelta | None = None
+        self,
+        schedule: Schedule,
+        global_rank: int,
+        timeout: timedelta | None = None,
+        num_replicas: int = 1,
+        rank_order: str = "pipeline_inner",
     ) -> None:
-        self._timeout = timeout
-        table = torch.tensor([global_ranks_of(schedule)])
+        self.timeout = timeout
+        self._table = _table_of(schedule, num_replicas, rank_order)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
         # of a pipeline are made by edge, and with the user's.
         self.mesh = DeviceMesh(
             "cpu",
-            table,
+            torch.tensor(self._table),
             mesh_dim_names=("data", "pipeline"),
             _init_backend=False,
             _rank=global_rank,
         )
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
-        replica, self.rank = coordinate
+        self.replica, self.rank = coordinate
         self.global_rank = global_rank
-        self.global_ranks: list[int] = table[replica].tolist()
+        self.global_ranks = self._table[self.replica]
         self.stage_ranks = schedule.placement
 
     @property
     def num_ranks(self) -> int:
         """How many ranks the pipeline has."""
         return len(self.global_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas of the pipeline there are."""
+        return len(self._table)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.num_replicas * self.num_ranks
+
+    def replica_of(self, global_rank: int) -> int:
+        """Return the replica of a process."""
+        return next(n for n, row in enumerate(self._table) if global_rank in row)
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The global ranks that are this rank of each replica."""
+        return [row[self.rank] for row in self._table]
 
     @property
     def root(self) -> int:
@@ -75,25 +105,50 @@ class RankMesh:
         """Whether this process has the last stage."""
         return self.global_rank == self.root
 
+    @property
+    def reports(self) -> bool:
+        """Whether this process tells of the whole run: replica 0's root."""
+        return self.global_rank == 0
+
     def make_group(self, ranks: Iterable[int] | None = None, **options: Any) -> Any:
-        """Make a process group, which all processes have to do.
+        """Make a process group in each replica, which all processes have to do.
 
         Args:
-            ranks: The ranks of the pipeline; None: all of them.
+            ranks: Ranks of the pipeline; None: all of them.
             **options: The options of ``torch.distributed.new_group``.
+
+        Returns:
+            The group of this process; None if it is in none.
         """
-        chosen = range(self.num_ranks) if ranks is None else ranks
-        members = sorted(self.global_ranks[rank] for rank in chosen)
-        return dist.new_group(members, self._timeout, **options)
+        chosen = list(range(self.num_ranks) if ranks is None else ranks)
+        return self._make_groups([[row[rank] for rank in chosen] for row in self._table], options)
+
+    def make_data_group(self, **options: Any) -> Any:
+        """Make a process group of each rank's counterparts in all replicas; return this one's."""
+        return self._make_groups([*zip(*self._table, strict=True)], options)
+
+    def make_world_group(self, **options: Any) -> Any:
+        """Make a process group of all processes."""
+        return self._make_groups([[rank for row in self._table for rank in row]], options)
+
+    def _make_groups(self, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
+        found = None
+        for members in groups:
+            group = dist.new_group(sorted(members), self.timeout, **options)
+            if self.global_rank in members:
+                found = group
+        return found
 
 
-def global_ranks_of(schedule: Schedule) -> list[int]:
-    """Say which global rank each pipeline rank is: the one with the last stage is global rank 0.
+def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:
+    """Say which global rank each pipeline rank of each replica is.
 
-    Lightning's loggers, progress bar and rank-zero code are there. In a V the last stage is on
-    pipeline rank 0 already.
+    The one with the last stage is a pipeline's lowest: Lightning's loggers, progress bar and
+    rank-zero code are there. In a V the last stage is on pipeline rank 0 already.
     """
+    num_ranks = schedule.num_ranks
     last = schedule.rank_of(schedule.num_stages - 1)
-    if last == 0:
-        return list(range(schedule.num_ranks))
-    return [(last - rank) % schedule.num_ranks for rank in range(schedule.num_ranks)]
+    places = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
+    if rank_order == "data_inner":
+        return [[place * num_replicas + n for place in places] for n in range(num_replicas)]
+    return [[n * num_ranks + place for place in places] for n in range(num_replicas)]

@@ -303,7 +303,7 @@ class Pipeline:
             self._assign()
 
     def _cut(self, probe: Probe) -> None:
-        costs = estimate_costs(self.module, self.chain, probe)
+        costs = self.settings.agree(estimate_costs(self.module, self.chain, probe))
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self._draw_check = DrawCheck(self.partition)

@@ -61,12 +61,13 @@ class _Step:
     Attributes:
         start: The start of the step.
         end: The end of the step.
-        actions: Kind and stage of each action, and the spans in which it computed.
+        actions: Kind and stage of each action, the spans in which it computed, and how many actions
+            shared these.
     """
 
     start: Any
     end: Any = None
-    actions: list[tuple[tuple[Kind, int], list[tuple[Any, Any]]]] = field(default_factory=list)
+    actions: list[tuple[tuple[Kind, int], list[tuple[Any, Any]], int]] = field(default_factory=list)
 
 
 class ActionTimer:
@@ -95,10 +96,16 @@ class ActionTimer:
         """Go on measuring the action."""
         self._since = self._now()
 
-    def record(self, action: Action) -> None:
-        """Mark the end of ``action``, and keep its time."""
+    def record(self, action: Action, num_actions: int = 1) -> None:
+        """Mark the end of ``action``, and keep its time.
+
+        Args:
+            action: An action.
+            num_actions: How many of its kind and stage ran as one.
+        """
         self._spans.append((self._since, self._now()))
-        self._step.actions.append(((action.kind, action.stage), self._spans))
+        each = (action.kind, action.stage), self._spans, num_actions
+        self._step.actions.extend([each] * num_actions)
 
     def start_step(self) -> None:
         """Mark the start of a step."""
@@ -113,8 +120,8 @@ class ActionTimer:
         """Return the median of each kind of action and stage."""
         found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for step in self._steps:
-            for key, spans in step.actions:
-                found[key].append(self._seconds(spans))
+            for key, spans, num_actions in step.actions:
+                found[key].append(self._seconds(spans) / num_actions)
         return {key: median(seconds) for key, seconds in found.items()}
 
     def step_seconds(self) -> float:
@@ -127,7 +134,7 @@ class ActionTimer:
         Each step's actions are set against its own period, so that the share is from 0 to 1.
         """
         shares = [
-            1 - sum(self._seconds(spans) for _, spans in step.actions) / seconds
+            1 - sum(self._seconds(spans) / n for _, spans, n in step.actions) / seconds
             for step, seconds in self._periods()
         ]
         return median(shares or [0.0])

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import (
     DEFAULTS,
     BufferedLink,
@@ -130,28 +130,22 @@ class ProcessGroupTransport:
     arrive in the order of the plan.
 
     Args:
-        global_ranks: The global ranks of the pipeline's ranks.
-        rank: The rank of this process in the pipeline.
+        mesh: The processes, and which of them are this one's pipeline.
         edges: Directed pairs of pipeline ranks that exchange messages.
         device: The device that the tensors are on.
-        timeout: How long a rank waits for another; None: as torch does.
         settings: The settings of messages over NCCL.
     """
 
     def __init__(
         self,
-        global_ranks: list[int],
-        rank: int,
+        mesh: RankMesh,
         edges: set[tuple[int, int]],
         device: torch.device,
-        timeout: timedelta | None = None,
         settings: MessageSettings = DEFAULTS,
     ) -> None:
-        self._global_ranks = global_ranks
-        self._rank = rank
+        self._mesh = mesh
         self._edges = edges
         self._device = device
-        self._timeout = timeout
         self._settings = settings
         self._backend = _backend_for(device)
         self._make_link = self._link_maker()
@@ -159,8 +153,8 @@ class ProcessGroupTransport:
 
     def connect(self) -> None:
         """Make the groups, on all ranks; again: forget what was on its way."""
-        global_ranks, rank, edges = self._global_ranks, self._rank, self._edges
-        groups = self._make_groups(global_ranks, edges)
+        global_ranks, rank, edges = self._mesh.global_ranks, self._mesh.rank, self._edges
+        groups = self._make_groups()
         self._to: dict[int, Link] = {}
         self._from: dict[int, Link] = {}
         for edge in sorted(edges):  # in the same order on every rank
@@ -186,18 +180,14 @@ class ProcessGroupTransport:
         place = dist.get_group_rank(group, global_rank)
         return self._make_link(group, place, global_rank, self._device)
 
-    def _make_groups(
-        self, global_ranks: list[int], edges: set[tuple[int, int]]
-    ) -> dict[tuple[int, int], Any]:
+    def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
-            group = dist.new_group(global_ranks, self._timeout, backend="gloo")
-            return dict.fromkeys(edges, group)
-        options = self._settings.options(self._timeout) if self._backend == "nccl" else None
+            return dict.fromkeys(self._edges, self._mesh.make_group(backend="gloo"))
+        is_nccl = self._backend == "nccl"
+        options = self._settings.options(self._mesh.timeout) if is_nccl else None
         return {
-            edge: dist.new_group(
-                [global_ranks[edge[0]], global_ranks[edge[1]]], self._timeout, pg_options=options
-            )
-            for edge in sorted(edges)  # every rank makes them in this order
+            edge: self._mesh.make_group(edge, pg_options=options)
+            for edge in sorted(self._edges)  # every rank makes them in this order
         }
 
     def _meet(self, link: Link, exchange: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings, refuse_unb
 from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 
 BAD_ARGUMENTS = {
+    "rank_order": ("inner", 'rank_order must be "pipeline_inner" .* or "data_inner" '),
     "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
     "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
@@ -60,21 +61,35 @@ def test_a_schedule_of_the_users_must_be_one():
         settings.make_schedule(2, 4)
 
 
-@pytest.mark.parametrize(("size", "world_size"), [("auto", 4), (4, 4), (1, 1)])
-def test_ranks_of_a_pipeline(size, world_size):
-    assert PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size) == world_size
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "found"),
+    [
+        ("auto", 1, (1, 4)),
+        (4, 1, (1, 4)),
+        ("auto", "auto", (1, 4)),
+        (2, "auto", (2, 2)),
+        ("auto", 2, (2, 2)),
+        (1, 4, (4, 1)),
+    ],
+)
+def test_replicas_and_ranks_of_four_devices(ranks, replicas, found):
+    settings = PipelineSettings(pipeline_parallel_size=ranks, data_parallel_size=replicas)
+    assert (settings.num_replicas(4), settings.num_ranks(4)) == found
 
 
 @pytest.mark.parametrize(
-    ("size", "world_size", "message"),
+    ("ranks", "replicas", "devices", "use"),
     [
-        (2, 3, r"devices \(3\) must be a multiple of pipeline_parallel_size \(2\); use devices=2"),
-        (2, 4, r"devices \(4\) are more than pipeline_parallel_size \(2\), and replicas"),
+        (2, 1, 3, "devices=2 or pipeline_parallel_size=3"),
+        (2, 1, 4, "devices=2 or pipeline_parallel_size=4 or data_parallel_size=2"),
+        ("auto", 4, 6, "devices=4 or data_parallel_size=6"),
+        (3, 2, 4, "devices=6 or pipeline_parallel_size=2"),
     ],
 )
-def test_devices_that_make_no_pipeline_are_refused(size, world_size, message):
-    with pytest.raises(ValueError, match=message):
-        PipelineSettings(pipeline_parallel_size=size).num_ranks(world_size)
+def test_devices_that_make_no_pipelines_are_refused(ranks, replicas, devices, use):
+    settings = PipelineSettings(pipeline_parallel_size=ranks, data_parallel_size=replicas)
+    with pytest.raises(ValueError, match=rf"^devices \({devices}\) are not .*; use {use}$"):
+        settings.num_ranks(devices)
 
 
 # (schedule, ranks, samples of the first batch) -> microbatches
@@ -201,8 +216,6 @@ def test_an_unknown_recompute_is_refused():
 
 
 DEFAULTS = {
-    "data_parallel_size": 1,
-    "rank_order": "pipeline_inner",
     "sharding": "none",
     "optimizer_sync": "auto",
     "compile": False,
@@ -218,8 +231,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("data_parallel_size", 2),
-        ("rank_order", "data_inner"),
         ("sharding", "optimizer"),
         ("optimizer_sync", "barrier"),
         ("compile", True),

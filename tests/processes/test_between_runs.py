@@ -10,6 +10,7 @@ from threading import Lock
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
@@ -98,7 +99,8 @@ def test_what_a_fit_used_can_be_saved_after_it(ranks, num_ranks):
 
 
 def test_a_pipeline_has_the_throughput_of_its_batches():
-    plain = PipelineThroughput(available_flops=100, world_size=4, window_size=2)
+    lightnings = Throughput(available_flops=100, world_size=4, window_size=2)
+    plain = PipelineThroughput.replacing(lightnings, num_ranks=4)
     for batches in (1, 2):
         plain.update(
             time=batches, batches=batches, samples=8 * batches, lengths=80 * batches, flops=60

@@ -23,6 +23,26 @@ def test_the_last_stage_is_on_global_rank_0(schedule, num_ranks, global_ranks):
         assert mesh.stage_ranks[-1] == global_ranks.index(0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "order", "table"),
+    [
+        ("1f1b", "pipeline_inner", [[2, 1, 0], [5, 4, 3]]),
+        ("1f1b", "data_inner", [[4, 2, 0], [5, 3, 1]]),
+        ("zb_v", "pipeline_inner", [[0, 1, 2], [3, 4, 5]]),
+        ("zb_v", "data_inner", [[0, 2, 4], [1, 3, 5]]),
+    ],
+)
+def test_a_replica_after_the_other_or_beside_it(schedule, order, table):
+    plan = build(schedule, 3, 6)
+    for replica, row in enumerate(table):
+        for rank, global_rank in enumerate(row):
+            mesh = RankMesh(plan, global_rank, num_replicas=2, rank_order=order)
+            assert (mesh.replica, mesh.rank, mesh.global_ranks) == (replica, rank, row)
+            assert (mesh.root, mesh.reports) == (min(row), global_rank == 0)
+            assert mesh.counterparts == [other[rank] for other in table]
+            assert mesh.replica_of(global_rank) == replica
+
+
 def test_it_is_torchs_mesh_of_replicas_times_ranks():
     mesh = RankMesh(build("1f1b", 3, 6), global_rank=2).mesh
     assert mesh.mesh_dim_names == ("data", "pipeline")

@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure import hop_speed
 from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
@@ -55,8 +56,8 @@ def connect() -> tuple[int, ProcessGroupTransport]:
     """Return this process's pipeline rank, and a new transport."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
-    rank = SIZE - 1 - dist.get_rank()
-    return rank, ProcessGroupTransport([2, 1, 0], rank, EDGES, CPU)
+    mesh = RankMesh(build("1f1b", SIZE, SIZE), dist.get_rank())
+    return mesh.rank, ProcessGroupTransport(mesh, EDGES, CPU)
 
 
 def specs_of(tensors):
@@ -285,7 +286,8 @@ def wait_for_the_dead(pipe, rank, port):
     """Rank 0 waits for a message; rank 1 dies."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    transport = ProcessGroupTransport([0, 1], rank, {(0, 1), (1, 0)}, CPU)
+    mesh = RankMesh(build("zb_v", 2, 4), rank)
+    transport = ProcessGroupTransport(mesh, {(0, 1), (1, 0)}, CPU)
     receive = Action.parse("0RECV_B0")
     if rank == 0:
         transport.post(receive, 1, specs_of([torch.ones(1)]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class CutSettings:
         split: See :func:`.partition.cut`.
         recompute: See :class:`.stage_pass.StageContext`.
         global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
+        agree: A function that returns replica 0's of what each replica gives it: its costs, as they
+            have to cut alike.
     """
 
     stage_ranks: tuple[int, ...]
@@ -23,6 +26,7 @@ class CutSettings:
     split: str | Sequence[int] = "auto"
     recompute: str = "none"
     global_ranks: tuple[int, ...] = ()
+    agree: Callable[[Any], Any] = lambda own: own
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -117,6 +117,17 @@ class NamedTensors:
         }
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
+    def own(self) -> list[Tensor]:
+        """List this rank's parameters and buffers, each once; in one order on all replicas."""
+        return list({id(t): t for t in self.ownership.local_tensors().values()}.values())
+
+    def with_local_stages(self) -> dict[str, tuple[Tensor, frozenset[int]]]:
+        """Return this rank's parameters by name, each with those of its stages that use it."""
+        return {
+            name: (tensor, self.owners_of(name) & self.ownership.local_stages)
+            for name, tensor in self.canonical_parameters().items()
+        }
+
     def parameter_names(self) -> list[list[str]]:
         """List the names of each parameter, in the same order on every rank."""
         found: dict[int, list[str]] = {}

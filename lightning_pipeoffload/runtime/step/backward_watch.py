@@ -97,6 +97,10 @@ class BackwardWatch:
         """
         return self._first(Kind.W, microbatch, left)
 
+    def watches_weight(self, microbatch: int) -> bool:
+        """Whether a W is one of those that are watched."""
+        return self._is_new(Kind.W, microbatch)
+
     def _first(
         self, kind: Kind, microbatch: int, left: Kept | None
     ) -> AbstractContextManager[None]:

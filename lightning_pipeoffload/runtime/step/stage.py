@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,10 @@ from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.users_code.written_state import Kept
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.weight_grad.regrouping import (
+    FinalGradients,
+    RegroupedWeightGrads,
+)
 from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
 _NOTHING = nullcontext()
@@ -185,6 +189,35 @@ class StageRunner:
                 self._watch.weight(microbatch.index, alive.left),
             ):
                 alive.queue.run()
+
+    def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
+        """Run the last W's of a step, so that one parameter after another gets its last gradient.
+
+        Args:
+            microbatches: Their microbatches, in the order of the plan.
+            told: What is told of each parameter whose gradient is final.
+        """
+        found = [self._alive[microbatch.index] for microbatch in microbatches]
+        if any(map(self._must_be_apart, microbatches, found)):
+            parameters = RegroupedWeightGrads(alive.queue.waiting for alive in found).parameters
+            told.expect(self._context.stage.index, parameters)
+            for microbatch in microbatches:
+                self.weight(microbatch)
+            for parameter in parameters:
+                told.finish(parameter)
+            return
+        for microbatch, alive in zip(microbatches, found, strict=True):
+            del self._alive[microbatch.index]
+            if alive.store:
+                alive.store.arrive(WAITING)
+        gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
+        told.expect(self._context.stage.index, gradients.parameters)
+        with backward_on(microbatches[0].device):
+            gradients.run(told.finish)
+
+    def _must_be_apart(self, microbatch: Microbatch, alive: _Alive) -> bool:
+        """Whether a W needs what its own F saw, or is watched."""
+        return alive.seen is not None or self._watch.watches_weight(microbatch.index)
 
     def _keep_seen(self) -> None:
         """Keep what the last F saw of tensors that steps write, as this one will write them."""

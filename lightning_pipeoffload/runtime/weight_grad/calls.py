@@ -32,6 +32,15 @@ class DeferredCall:
         self.trains_bias = bias is not None and bias.requires_grad
         self.version = weight._version
 
+    @property
+    def trained_weights(self) -> tuple[Tensor, ...]:
+        """The weights whose gradients :meth:`accumulate` adds to."""
+        return (
+            (self.weight, self.bias)
+            if self.bias is not None and self.trains_bias
+            else (self.weight,)
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the operation's result."""
         raise NotImplementedError

@@ -188,4 +188,6 @@ def _queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tens
         return
     fetch_x = fetch or queue.keep(x)
     fetch_grad = queue.keep(grad)
-    queue.put(lambda: call.accumulate(fetch_x(), fetch_grad()), call.flops(x, grad))
+    queue.put(
+        lambda: call.accumulate(fetch_x(), fetch_grad()), call.trained_weights, call.flops(x, grad)
+    )

@@ -21,12 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
+
+
+class WeightGrad(NamedTuple):
+    """One gradient that waits.
+
+    Attributes:
+        compute: Computes it, and adds it to what there is.
+        weights: The weights that it is of: parameters, or what was made of them by views and casts.
+    """
+
+    compute: Callable[[], None]
+    weights: tuple[Tensor, ...]
 
 
 class Keeper(Protocol):
@@ -54,7 +66,7 @@ class WeightGradQueue:
         self.immediate = immediate
         self.keeper = keeper
         self.flops = 0
-        self._entries: list[Callable[[], None]] = []
+        self._entries: list[WeightGrad] = []
 
     def __enter__(self) -> None:
         IN_FORCE.begin(self)
@@ -62,13 +74,13 @@ class WeightGradQueue:
     def __exit__(self, *error: object) -> None:
         IN_FORCE.end(self)
 
-    def put(self, compute: Callable[[], None], flops: int = 0) -> None:
-        """Keep ``compute`` for W."""
+    def put(self, compute: Callable[[], None], weights: tuple[Tensor, ...], flops: int = 0) -> None:
+        """Keep ``compute``, of the gradients of ``weights``, for W."""
         self.flops += flops
         if self.immediate:
             compute()
         else:
-            self._entries.append(compute)
+            self._entries.append(WeightGrad(compute, weights))
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Keep a tensor for W; return what gives it back."""
@@ -84,10 +96,19 @@ class WeightGradQueue:
     @torch.no_grad()
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
-        entries = self._entries[::-1]
-        self._entries.clear()
+        entries = self.take()[::-1]
         while entries:
-            entries.pop()()
+            entries.pop().compute()
+
+    @property
+    def waiting(self) -> list[WeightGrad]:
+        """All that waits, in the order of the backward."""
+        return self._entries
+
+    def take(self) -> list[WeightGrad]:
+        """Return all that waits, in the order of the backward; whoever takes it computes it."""
+        entries, self._entries = self._entries, []
+        return entries
 
 
 def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
@@ -117,7 +138,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
 
     queue = active_queue()
     if queue is not None and not queue.immediate:
-        queue.put(add)
+        queue.put(add, (parameter,))
     else:
         with torch.no_grad():
             add()

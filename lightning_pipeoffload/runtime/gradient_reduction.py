@@ -1,0 +1,197 @@
+"""The gradients' mean over replicas: REDUCE, which runs while the last weight gradients do.
+
+In a stage's last W's the gradients of one parameter after another become final. As soon as those
+of a **bucket** are, their sum over the replicas starts, bucket by bucket in the same order on all
+of them::
+
+    W of the last microbatches   [ layer 9 ][ layer 8 ][ layer 7 ]
+    sums over the replicas                  [ layer 9 ][ layer 8 ][ layer 7 ]  the optimizer's step
+
+The order is that in which they became final on replica 0 the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.replicas import Replicas
+
+_MOST_BYTES = 25 << 20
+_ALONE = 1 << 20  # a larger gradient is summed where it is, not copied into a bucket
+
+
+class GradientReduction:
+    """Gives each parameter of a rank the mean of its gradients over the replicas.
+
+    Args:
+        replicas: The rank's counterparts.
+        parameters: The rank's parameters by name, each with the rank's stages that use it.
+    """
+
+    def __init__(
+        self, replicas: Replicas, parameters: Mapping[str, tuple[Tensor, frozenset[int]]]
+    ) -> None:
+        self._replicas = replicas
+        self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
+        self._stages = {name: stages for name, (_, stages) in parameters.items()}
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._trained: list[str] = []
+        self._buckets: list[_Bucket] | None = None
+        self._final: dict[str, None] = {}
+        self._done: set[int] = set()
+        self._num_started = 0
+        self._told: Callable[[], None] = lambda: None
+
+    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+        """Take all gradients of a stage for final, but for those of the W's to come.
+
+        Args:
+            stage: A stage whose last B has run.
+            coming: The parameters that its W's to come are for.
+        """
+        if not self._done:
+            self._notice_trained()
+        self._done.add(stage)
+        later = {self._names[id(parameter)] for parameter in coming}
+        self._take(name for name in self._trained if name not in later)
+
+    def finish(self, parameter: Tensor) -> None:
+        """Take the gradient of a parameter for final, whose last W has run."""
+        name = self._names[id(parameter)]
+        if name in self._trained:
+            self._take([name])
+
+    def wait(self) -> None:
+        """Let all gradients be the means; all replicas call it, after the last W of the plan."""
+        self._notice_trained()
+        self._final.update(dict.fromkeys(self._trained))
+        buckets = self._buckets = self._buckets or self._make_buckets()
+        for bucket in buckets[self._num_started :]:
+            bucket.start(self._replicas)
+        self._told()  # one step back
+        absent = [name for bucket in buckets for name in bucket.absent]
+        here = torch.tensor([name not in absent for name in self._trained], dtype=torch.uint8)
+        self._told = self._replicas.start_union(here)
+        for bucket in buckets:
+            bucket.end()
+        if absent:
+            self._told()
+            self._leave_out(name for name in absent if not here[self._trained.index(name)])
+        self.abandon()
+
+    def _leave_out(self, names: Iterable[str]) -> None:
+        """Give no gradient to what has none on any replica."""
+        for name in names:
+            self._tensors[name].grad = None
+
+    def _make_buckets(self) -> list[_Bucket]:
+        """Make buckets, in the order in which gradients became final on replica 0.
+
+        Raises:
+            RuntimeError: Replica 0 trains other parameters here.
+        """
+        order: list[str] = self._replicas.first(list(self._final))
+        if different := sorted({*order} ^ {*self._trained}):
+            raise RuntimeError(
+                f"{different[0]} is trained by some replicas of the pipeline and not by others; "
+                f"freeze and unfreeze alike on all ranks"
+            )
+        tensors = {name: self._tensors[name] for name in order}
+        return [_Bucket(part, tensors) for part in _parts(tensors)]
+
+    def abandon(self) -> None:
+        """Forget what was under way."""
+        self._final.clear()
+        self._done.clear()
+        self._num_started = 0
+
+    def _notice_trained(self) -> None:
+        trained = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
+        if trained != self._trained:
+            self._trained, self._buckets = trained, None
+
+    def _take(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._stages[name] <= self._done:
+                self._final.setdefault(name)
+        for bucket in (self._buckets or [])[self._num_started :]:
+            if not bucket.names <= self._final.keys():
+                break
+            bucket.start(self._replicas)
+            self._num_started += 1
+
+
+class _Bucket:
+    """Gradients that are summed together.
+
+    Args:
+        names: The names of their parameters.
+        tensors: Parameters by name.
+
+    Attributes:
+        absent: The names of those that have no gradient here in this step.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.names = frozenset(names)
+        self._tensors = {name: tensors[name] for name in names}
+        self.absent: list[str] = []
+
+    @torch.no_grad()
+    def start(self, replicas: Replicas) -> None:
+        """Start the sum, of what makes up the mean."""
+        self.absent = [name for name, tensor in self._tensors.items() if tensor.grad is None]
+        for name in self.absent:
+            self._tensors[name].grad = torch.zeros_like(self._tensors[name])
+        self._gradients = [*self._of_each()]
+        if len(self._gradients) == 1 and self._gradients[0].is_contiguous():
+            self._flat = self._gradients[0].view(-1)
+        else:
+            self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients])
+        self._flat.div_(replicas.num)  # before they are added: so half precision has room
+        self._wait = replicas.start_sum(
+            torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+        )
+
+    def _of_each(self) -> Iterator[Tensor]:
+        for name, tensor in self._tensors.items():
+            gradient = tensor.grad
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"{name} has a gradient of layout {gradient.layout}, which replicas do not "
+                    f"sum; make it dense, with sparse=False in nn.Embedding say"
+                )
+            yield gradient
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Wait for the sum; let the gradients have it."""
+        self._wait()
+        if self._flat.data_ptr() != self._gradients[0].data_ptr():
+            parts = self._flat.split([gradient.numel() for gradient in self._gradients])
+            for gradient, part in zip(self._gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        del self._flat, self._gradients, self._wait
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Put what is small together, in order; of one dtype."""
+    part: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        is_alone = tensor.nbytes >= _ALONE
+        fits = part and tensors[part[0]].dtype == tensor.dtype
+        if part and (is_alone or not fits or num_bytes + tensor.nbytes > _MOST_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(name)
+        num_bytes += tensor.nbytes
+        if is_alone:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part

@@ -1,0 +1,82 @@
+"""Processes that tell each other what their hosts know: those of a pipeline, or all of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+
+class HostGroup:
+    """Processes with a group over gloo.
+
+    Attributes:
+        host_group: That process group; another one when the processes connect anew.
+    """
+
+    host_group: Any
+
+    def barrier(self) -> None:
+        """Wait for all of them."""
+        with blaming_peers("lost a rank in a barrier"):
+            dist.barrier(group=self.host_group)
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Return the object of global rank ``src``."""
+        box = [obj]
+        with blaming_peers("lost a rank in a broadcast"):
+            dist.broadcast_object_list(box, src, group=self.host_group)
+        return box[0]
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the objects of all of them, in the order of their global ranks."""
+        found: list[Any] = [None] * dist.get_world_size(self.host_group)
+        with blaming_peers("lost a rank while gathering"):
+            dist.all_gather_object(found, obj, group=self.host_group)
+        return found
+
+    def agree(self, decision: bool, unanimous: bool) -> bool:
+        """Return whether all, or else any, of them say yes."""
+        votes = self.gather(decision)
+        return all(votes) if unanimous else any(votes)
+
+
+class World(HostGroup):
+    """All processes of a run, those of every replica.
+
+    Args:
+        mesh: The processes.
+
+    Attributes:
+        size: How many there are.
+        side_group: Another process group, whose collectives run beside those of a step.
+    """
+
+    def __init__(self, mesh: RankMesh) -> None:
+        self.size = mesh.world_size
+        self.host_group = mesh.make_world_group(backend="gloo")
+        self.side_group = mesh.make_world_group(backend="gloo")
+
+    # The group's own method, in each batch: that of torch.distributed takes twice as long.
+
+    def start_counting(self, vote: bool) -> Callable[[], int]:
+        """Vote, as all processes do; return a function that waits for the number that say yes."""
+        box = torch.tensor([int(vote)])
+        return waiting(self.side_group.allreduce([box]), box)
+
+
+def waiting(work: Any, box: Tensor) -> Callable[[], int]:
+    """Return a function that waits for a number that is on its way."""
+
+    def wait() -> int:
+        with blaming_peers("lost a rank while agreeing with it"):
+            work.wait()
+        return int(box)
+
+    return wait

@@ -1,0 +1,85 @@
+"""One rank's counterparts in all replicas of its pipeline: the same stages, on other data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.message_links import as_bytes
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_Value = TypeVar("_Value")
+
+
+class Replicas:
+    """What counterparts do together, as one of them sees it; nothing where it has none.
+
+    Args:
+        mesh: The processes.
+
+    Attributes:
+        num: How many replicas there are.
+        group: Their process group, for what hooks and steps ask for; None where there is one.
+    """
+
+    group: Any = None
+
+    def __init__(self, mesh: RankMesh) -> None:
+        self.num = mesh.num_replicas
+        self._source = mesh.counterparts[0]
+        if self.num > 1:
+            self.group = mesh.make_data_group()
+            # Sums of gradients run beside a step, so their order is their own.
+            self._sums = mesh.make_data_group()
+            self._host = mesh.make_data_group(backend="gloo")
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Start to sum a tensor over the replicas, in place; return a function that waits for it.
+
+        On an accelerator its stream waits, not the host.
+        """
+        return _waiting(dist.all_reduce(tensor, group=self._sums, async_op=True))
+
+    def start_union(self, flags: Tensor) -> Callable[[], None]:
+        """Start to set, in place, those of some flags on the host that any replica has set."""
+        return _waiting(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host, async_op=True))
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the objects of all replicas, in their order."""
+        if self.num == 1:
+            return [obj]
+        found: list[Any] = [None] * self.num
+        with blaming_peers("lost a replica while gathering"):
+            dist.all_gather_object(found, obj, group=self._host)
+        return found
+
+    def first(self, obj: _Value) -> _Value:
+        """Return the object that replica 0 has."""
+        if self.num == 1:
+            return obj
+        box = [obj]
+        with blaming_peers("lost a replica in a broadcast"):
+            dist.broadcast_object_list(box, self._source, group=self._host)
+        return box[0]
+
+    @torch.no_grad()
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors have the values that they have on replica 0, where there are others."""
+        for tensor in tensors if self.num > 1 else ():
+            data = tensor.detach().clone(memory_format=torch.contiguous_format)
+            with blaming_peers("lost a replica while weights were sent"):
+                dist.broadcast(as_bytes(data), self._source, group=self.group)
+            tensor.detach().copy_(data)
+
+
+def _waiting(work: Any) -> Callable[[], None]:
+    def wait() -> None:
+        with blaming_peers("lost a replica while summing gradients"):
+            work.wait()
+
+    return wait

@@ -1,0 +1,83 @@
+"""The last W's of a step, regrouped by parameter, so that its gradient is final early.
+
+Of three microbatches and layers 2, 1 and 0::
+
+    as the plan has them   W0: 2 1 0   W1: 2 1 0   W2: 2 1 0
+    regrouped              2 2 2   1 1 1   0 0 0
+                                ^ layer 2 is final
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGrad
+
+
+class FinalGradients(Protocol):
+    """Is told when the gradients of a step are final."""
+
+    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+        """Take all gradients of a stage for final, but for those of the W's to come."""
+
+    def finish(self, parameter: Tensor) -> None:
+        """Take the gradient of a parameter for final."""
+
+
+class RegroupedWeightGrads:
+    """Weight gradients of several microbatches; in those of a parameter the order stays.
+
+    Args:
+        waiting: What waits for W of each microbatch, in the order of the backward.
+    """
+
+    def __init__(self, waiting: Iterable[Iterable[WeightGrad]]) -> None:
+        self._groups: dict[tuple[int, ...], list[Callable[[], None]]] = {}
+        self._by_id: dict[int, Tensor] = {}
+        for entries in waiting:
+            for compute, weights in entries:
+                parameters = {id(p): p for weight in weights for p in _parameters_of(weight)}
+                self._by_id |= parameters
+                self._groups.setdefault((*parameters,), []).append(compute)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order in which they get their last gradient."""
+        last = dict.fromkeys(key for group in reversed(self._groups) for key in reversed(group))
+        return [self._by_id[key] for key in reversed(last)]
+
+    @torch.no_grad()
+    def run(self, finish: Callable[[Tensor], None]) -> None:
+        """Compute and accumulate all; each frees its tensors.
+
+        Args:
+            finish: A function that is given each parameter when its gradient is final.
+        """
+        left = Counter(key for group in self._groups for key in group)
+        for group, computations in self._groups.items():
+            computations.reverse()
+            while computations:
+                computations.pop()()
+            left.subtract(group)
+            for key in group:
+                if not left[key]:
+                    finish(self._by_id[key])
+
+
+def _parameters_of(weight: Tensor) -> Iterable[Tensor]:
+    """Return what a weight was made of; itself, if it was made of nothing."""
+    if weight.grad_fn is None:
+        return [weight]
+    found, nodes = [], [weight.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return found

@@ -1,0 +1,97 @@
+"""What the rank processes of the tests of replicas run, and the same on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from tests.support import fits
+
+NUM_SAMPLES = 64
+
+
+def samples() -> TensorDataset:
+    """Samples whose labels follow from their tokens."""
+    tokens = torch.randint(32, (NUM_SAMPLES,), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens, labels(tokens))
+
+
+def labels(tokens: torch.Tensor) -> torch.Tensor:
+    return (7 * tokens + 3) % 32
+
+
+class Net(fits.Net):
+    """Without dropout, whose noise is another on each replica."""
+
+    def __init__(self, tie: bool = False, frozen: str = "") -> None:
+        super().__init__(tie, dropout=0.0)
+        if frozen:
+            self.get_submodule(frozen).requires_grad_(False)
+
+
+class Batches(Callback):
+    """Keeps the tokens of each batch, and what is logged."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, _: int
+    ) -> None:
+        self.tokens.append(batch["x"].tolist())
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[str, Any]:
+    """Train for some batches of eight samples on each replica; saves what was trained to a file."""
+    L.seed_everything(7, workers=True, verbose=False)
+    module = Net(**options.pop("module", {}))
+    trainer_options = {"max_steps": 5, "gradient_clip_val": 0.5, **options.pop("trainer", {})}
+    strategy = PipeOffloadStrategy(
+        **{"num_microbatches": 4, "data_parallel_size": num_replicas, **options}
+    )
+    batches = Batches()
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_replicas * num_ranks,
+        strategy=strategy,
+        callbacks=[batches],
+        max_epochs=-1,
+        enable_checkpointing=False,
+        **trainer_options,
+    )
+    trainer.fit(module, DataLoader(samples(), 8, collate_fn=fits.collate))
+    trainer.save_checkpoint(path)
+    group = strategy.group
+    return {"replica": group.replica, "tokens": batches.tokens, "losses": batches.losses}
+
+
+def joined(found: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of each batch, those of all replicas together."""
+    by_replica = {each["replica"]: each["tokens"] for each in found}
+    assert all(each["tokens"] == by_replica[each["replica"]] for each in found)
+    return [sum(parts, []) for parts in zip(*by_replica.values(), strict=True)]
+
+
+def train_plain(
+    module: Net, batches: list[list[int]], accumulate: int = 1, clip: float = 0.5
+) -> dict[str, torch.Tensor]:
+    """Train on one device, in plain torch; return the weights."""
+    configured: Any = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for index, batch in enumerate(batches):
+        tokens = torch.tensor(batch)
+        (module.loss({"x": tokens, "y": labels(tokens)}) / accumulate).backward()
+        if (index + 1) % accumulate == 0:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return {name: value.detach() for name, value in module.state_dict().items()}

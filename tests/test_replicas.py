@@ -1,0 +1,41 @@
+"""Replicas train what one device would on their batches together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+
+from tests.support import replica_fits
+
+
+def plain(found, module, **options):
+    L.seed_everything(7, workers=True, verbose=False)
+    return replica_fits.train_plain(
+        replica_fits.Net(**module), replica_fits.joined(found), **options
+    )
+
+
+def assert_same(path, expected):
+    state = torch.load(path, weights_only=False)["state_dict"]
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks_", "options"),
+    [
+        (2, 1, {"schedule": "1f1b"}),
+        (2, 2, {"schedule": "zb_h1", "module": {"tie": True}}),
+        (2, 2, {"schedule": "zb_v", "rank_order": "data_inner", "module": {"frozen": "embed"}}),
+    ],
+)
+def test_weights_are_those_of_all_batches_together(ranks, tmp_path, replicas, ranks_, options):
+    path = str(tmp_path / "trained.ckpt")
+    train = partial(replica_fits.train, **options)
+    found = ranks(replicas * ranks_).run(train, replicas, ranks_, path)
+    assert len({str(each["tokens"]) for each in found}) == replicas
+    assert_same(path, plain(found, options.get("module", {})))
