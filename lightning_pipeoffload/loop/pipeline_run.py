@@ -105,6 +105,7 @@ class PipelineRun:
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
         self._needs: MemoryNeeds | None = None
+        self._reduction: GradientReduction | None = None
 
     @property
     def plan(self) -> Schedule:
@@ -177,11 +178,14 @@ class PipelineRun:
                 returned by then.
             differentiate: Starts the backward from a microbatch's weighted loss.
         """
+        self.executor.reduction = None  # not of what is left of batches before
         if not self._training.goes_on(accumulation):
             if self._training.costs is None and self.measurements.suffice:
                 self._plan_by_measurement()
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
+
+        self.executor.reduction = self._reduction if accumulation.is_last else None
 
         def execute(shares: Sequence[Any]) -> list[Any]:
             weights = [share / accumulation.num_batches for share in shares]
@@ -196,11 +200,12 @@ class PipelineRun:
 
     def finish_reduction(self) -> None:
         """Let gradients be the means over the replicas, where there are several."""
-        if self.executor.reduction is not None:
-            self.executor.reduction.wait()
+        if self._reduction is not None:
+            self._reduction.wait()
 
     def finish_plan(self) -> None:
         """Run the backwards that are left of batches that accumulate."""
+        self.executor.reduction = None
         self._training.finish()
 
     def _plan_by_measurement(self) -> None:
@@ -320,7 +325,7 @@ class PipelineRun:
         """
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
-        self.executor.reduction = self._make_reduction()
+        self._reduction = self._make_reduction()
         self._training.choose(accumulation, self.pipeline.costs)
         if self._group.reports:
             print_prediction(self.report())
