@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.support.rank_pool import RankPool
 
@@ -32,3 +33,4 @@ def _an_environment_of_its_own() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+    torch.use_deterministic_algorithms(False)  # as Trainer(deterministic=True) does for good
