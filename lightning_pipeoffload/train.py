@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from lightning_pipeoffload.cli.configuration import build, run_hydra_app
 from lightning_pipeoffload.cli.job_folders import (
     is_job_of_sweep,
+    name_folder_by_step,
     removing_unused_folder,
     run_job_apart,
 )
@@ -75,11 +77,12 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
     """Let a ValueError through on global rank 0 if training has not begun: it is a refusal.
 
     So is a memory limit that no plan meets, which the first steps must measure. The other ranks
-    refuse for the same reason, so they end without repeating it. Another ValueError of a later step
-    becomes a RuntimeError, which shows its traceback.
+    refuse for the same reason, so they end without repeating it, if global rank 0 has started them:
+    srun and torchrun end all as soon as one has ended, maybe before that rank has said a word.
+    Another ValueError of a later step becomes a RuntimeError, which shows its traceback.
 
     Raises:
-        SystemExit: The run is refused, and this is another rank than global rank 0.
+        SystemExit: The run is refused, and global rank 0 says why.
         RuntimeError: A later step raised a ValueError.
     """
     try:
@@ -87,15 +90,21 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
     except ValueError as error:
         if trainer.global_step and not isinstance(error, ScheduleError):
             raise RuntimeError(f"training failed after {trainer.global_step} steps") from error
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero and _starts_its_ranks(trainer):
             raise SystemExit(2) from error
         raise
+
+
+def _starts_its_ranks(trainer: Trainer) -> bool:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, LightningEnvironment)
 
 
 def main() -> None:
     """Run the console script ``pipeoffload-train``."""
     # As `python -m` has it: the module that a configuration names may lie in the current folder.
     sys.path.insert(0, str(Path.cwd()))
+    name_folder_by_step()
     run_hydra_app("train", train)
 
 

@@ -19,13 +19,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["SweepJobError", "is_job_of_sweep", "removing_unused_folder", "run_job_apart"]
+__all__ = [
+    "SweepJobError",
+    "is_job_of_sweep",
+    "name_folder_by_step",
+    "removing_unused_folder",
+    "run_job_apart",
+]
 
 _OF_SWEEP = ("hydra.mode=", "hydra.sweep", "hydra.run.dir=")
+_RUN = "PIPEOFFLOAD_RUN"
+"""The environment variable that conf/train.yaml names a run's folder by, else by the time."""
+_INTERACTIVE = ("bash", "interactive")
+"""Names of Slurm's jobs in which Lightning takes no notice of Slurm: there a shell runs."""
 
 
 class SweepJobError(Exception):
     """A job of a sweep has ended with another status than 0."""
+
+
+def name_folder_by_step() -> None:
+    """Give the ranks that srun has started one folder, which a requeued job finds again.
+
+    Each of them composes the configuration by itself, at another second than the others.
+    """
+    if _is_task_of_srun():
+        step = f"{os.environ['SLURM_JOB_ID']}/{os.environ['SLURM_STEP_ID']}"
+        os.environ.setdefault(_RUN, step)
+
+
+def _is_task_of_srun() -> bool:
+    is_interactive = os.environ.get("SLURM_JOB_NAME") in _INTERACTIVE
+    return "SLURM_STEP_ID" in os.environ and not is_interactive
 
 
 def is_job_of_sweep() -> bool:
@@ -71,11 +96,14 @@ def _flags(words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def removing_unused_folder() -> Iterator[None]:
-    """Leave no folder behind where a ValueError comes before anything was written to it."""
+    """Leave no folder behind where a ValueError comes before anything was written to it.
+
+    But for one of ranks that srun has started, into which others may be about to write.
+    """
     try:
         yield
     except ValueError:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not _is_task_of_srun():
             _remove_unused()
         raise
 
