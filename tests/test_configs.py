@@ -95,6 +95,17 @@ def test_cluster_reaches_the_trainer(name):
     assert train_config(f"cluster={name}").trainer.num_nodes == 1
 
 
+@pytest.mark.parametrize(("given", "expected"), [([], 3), (["trainer.num_nodes=2"], 2)])
+def test_the_nodes_are_those_of_the_allocation_unless_they_are_given(given, expected, monkeypatch):
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    assert train_config(*given).trainer.num_nodes == expected
+
+
+def test_a_requeued_job_writes_a_log_of_its_own(monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert train_config().logger.csv.version == "1"
+
+
 def test_every_argument_of_the_strategy_is_at_its_default():
     parameters = signature(PipeOffloadStrategy.__init__).parameters.values()
     given_by_the_trainer = signature(ParallelStrategy.__init__).parameters

@@ -28,6 +28,8 @@ REFUSED = 2
 FAILED = 1
 """Exit status for a sweep of which a job has failed."""
 
+_EXTRA_SLURM = "; pip install lightning-pipeoffload[slurm]"
+
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: with 1, errors are raised and show where they come from."""
 
@@ -99,7 +101,8 @@ def _refusals_of_one_line() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         message, *_ = str(error).partition("Config search path:")
-        _refuse(" ".join(message.split()))
+        is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
+        _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
     except ValueError as error:
         # What follows the first line is a drawing of the place.
         _refuse(str(error).partition("\n")[0])

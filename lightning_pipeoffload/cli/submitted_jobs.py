@@ -1,0 +1,101 @@
+"""Jobs that Hydra gives to Slurm: a rank that fails ends its job, and the command that waits.
+
+Hydra turns a job's exception into a result, of which the command that submits it sees only global
+rank 0's. And of a job that ends without one submitit learns from Slurm's accounting, which not
+every cluster has. conf/cluster/slurm.yaml names the callback here, which mends both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
+from lightning_pipeoffload.cli.job_folders import SweepJobError
+
+__all__ = ["QueueWatcher", "SubmittedJobs"]
+
+_SECONDS_BETWEEN_LOOKS = 5.0
+_ENDED_BADLY = {
+    *("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT", "UNKNOWN"),
+}
+
+
+class SubmittedJobs(Callback):
+    """Joins Hydra where it submits jobs, and where one has run."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Let submitit ask Slurm's queue for its jobs."""
+        SlurmJob.watcher = QueueWatcher(Path(str(config.hydra.launcher.submitit_folder)).parent)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """End this rank with a status that Slurm sees, if its part of the job has failed.
+
+        Raises:
+            SystemExit: The job has failed.
+        """
+        if job_return.status == JobStatus.FAILED:
+            try:
+                _ = job_return.return_value
+            except Exception:
+                traceback.print_exc()
+            raise SystemExit(1)
+
+
+class QueueWatcher(SlurmInfoWatcher):
+    """Knows how jobs are from the queue, in place of submitit's own, which asks ``sacct``.
+
+    Args:
+        folder: Where submitit keeps what the jobs write, one folder for each.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._told: set[str] = set()
+        self._states: dict[str, str] = {}
+        self._looked = float("-inf")
+
+    def register_job(self, job_id: str) -> None:
+        """Say that a job is submitted; each of a sweep's is registered by itself as well."""
+        main_id = job_id.partition("_")[0]
+        if main_id not in self._told:
+            sys.stderr.write(f"submitted to Slurm: job {main_id}; output is in {self._folder}\n")
+        self._told.add(main_id)
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether a job, of which no result is there yet, has ended.
+
+        Raises:
+            SweepJobError: It has ended, and not well.
+        """
+        state = self.get_state(job_id, mode)
+        if state in _ENDED_BADLY:
+            raise SweepJobError(
+                f"Slurm job {job_id} ended as {state}; what its ranks wrote is in "
+                f"{self._folder / job_id}"
+            )
+        return state == "COMPLETED"
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """Return the state of a job in Slurm's words; UNKNOWN if it is in the queue no longer."""
+        if mode == "force" or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS:
+            self._look()
+        return self._states.get(job_id, "UNKNOWN") if self._states else "PENDING"
+
+    def _look(self) -> None:
+        """Ask for all jobs of this user: of one that is gone Slurm would refuse to answer."""
+        command = ["squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i %T"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        self._looked = time.monotonic()
+        if done.returncode == 0:  # else the controller is away for a while
+            self._states = dict(line.split() for line in done.stdout.splitlines())
