@@ -65,6 +65,7 @@ class PipelineRun:
         pipeline: This rank's part of the module.
         executor: What runs this rank's actions.
         measurements: What those actions cost.
+        reduction: What gives the replicas one gradient; None where there is one replica.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class PipelineRun:
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
         self._needs: MemoryNeeds | None = None
-        self._reduction: GradientReduction | None = None
+        self.reduction: GradientReduction | None = None
 
     @property
     def plan(self) -> Schedule:
@@ -185,7 +186,7 @@ class PipelineRun:
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
 
-        self.executor.reduction = self._reduction if accumulation.is_last else None
+        self.executor.reduction = self.reduction if accumulation.is_last else None
 
         def execute(shares: Sequence[Any]) -> list[Any]:
             weights = [share / accumulation.num_batches for share in shares]
@@ -200,8 +201,8 @@ class PipelineRun:
 
     def finish_reduction(self) -> None:
         """Let gradients be the means over the replicas, where there are several."""
-        if self._reduction is not None:
-            self._reduction.wait()
+        if self.reduction is not None:
+            self.reduction.wait()
 
     def finish_plan(self) -> None:
         """Run the backwards that are left of batches that accumulate."""
@@ -325,7 +326,7 @@ class PipelineRun:
         """
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
-        self._reduction = self._make_reduction()
+        self.reduction = self._make_reduction()
         self._training.choose(accumulation, self.pipeline.costs)
         if self._group.reports:
             print_prediction(self.report())
