@@ -39,3 +39,15 @@ def test_weights_are_those_of_all_batches_together(ranks, tmp_path, replicas, ra
     found = ranks(replicas * ranks_).run(train, replicas, ranks_, path)
     assert len({str(each["tokens"]) for each in found}) == replicas
     assert_same(path, plain(found, options.get("module", {})))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "uniform", "offload": "half"}, {"schedule": "1f1b", "rank_order": "data_inner"}],
+)
+def test_batches_that_accumulate_are_reduced_once(ranks, tmp_path, options):
+    path = str(tmp_path / "trained.ckpt")
+    train = partial(replica_fits.train, trainer={"accumulate_grad_batches": 2}, **options)
+    found = ranks(4).run(train, 2, 2, path)
+    assert len(found[0]["tokens"]) == 2 * 5
+    assert_same(path, plain(found, {}, accumulate=2))

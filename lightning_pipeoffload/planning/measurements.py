@@ -74,10 +74,12 @@ class Measurements:
         left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
         budget = memory.settings.host.budget
         ranks = self._group.gather((left, budget))
-        # The limit is one for all ranks: that of the device with the least.
-        least = min(self._group.replicas.gather(min(left for left, _ in ranks)))
         budgets = self._group.replicas.first([budget for _, budget in ranks])
-        return MachineLimits(least if keeps_device_limit else None, budgets)
+        if not keeps_device_limit:
+            return MachineLimits(None, budgets)
+        # The limit is one for all ranks: that of the device with the least.
+        least = min(left for left, _ in ranks)
+        return MachineLimits(min(self._group.replicas.gather(least)), budgets)
 
     def start_anew(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on.
