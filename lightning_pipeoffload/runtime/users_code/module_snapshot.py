@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
 _DEPTH = 3
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, dict, set, deque)
+_VALUES = (dict.values, OrderedDict.values)
 
 
 Attribute = tuple[nn.Module, str]
@@ -118,7 +119,7 @@ def private_copy(value: Any, depth: int = _DEPTH) -> Any:
     """Copy what can be changed in place in a value, as deep as :func:`unchanged` looks."""
     if type(value) is Tensor:
         return value.detach().clone()
-    if depth == 0 or not (isinstance(value, _CONTAINERS) or _attributes(value)):
+    if depth == 0 or not (_is_container(value) or _attributes(value)):
         return value
     found = copy.copy(value)
     if isinstance(found, (list, deque)):
@@ -141,7 +142,7 @@ def look_into(value: Any) -> Look:
 
 def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
     """Yield what can be changed in place: a container, an object's attributes, and those in it."""
-    place = value if isinstance(value, _CONTAINERS) else _attributes(value)
+    place = value if _is_container(value) else _attributes(value)
     if place is None or id(place) in known:
         return
     known.add(id(place))
@@ -149,6 +150,13 @@ def _containers(value: Any, known: set[int], depth: int) -> Iterator[Any]:
     if depth > 1:
         for part in parts_of(place):
             yield from _containers(part, known, depth - 1)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether a value holds others; a dict that computes its own may load much, or fail."""
+    if isinstance(value, dict):
+        return type(value).values in _VALUES
+    return isinstance(value, _CONTAINERS)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

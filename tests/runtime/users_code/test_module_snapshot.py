@@ -1,11 +1,12 @@
 """What a run without values collects does not stay, however deep it was put."""
 
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code import written_state
+from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into, unchanged
 
 
 class Meter:
@@ -39,3 +40,22 @@ def test_all_is_as_it_was(write):
     assert (module.values, module.named, list(module.last)) == ([1], {"a": [1]}, [1])
     assert (module.meter.total, module.meter.history) == (0.0, [])
     assert not hasattr(module, "made")
+
+
+class Lazy(OrderedDict):
+    """Loads its values when it is asked for them, as those of transformers do."""
+
+    def values(self):
+        raise ValueError("could not load")
+
+
+def test_a_mapping_that_loads_its_values_is_left_alone(monkeypatch):
+    """A star import brings such into the user's namespace, beside thousands of names."""
+    monkeypatch.setitem(globals(), "MAPPING", Lazy(a=[1]))
+    module = Module()
+    module.mapping = Lazy(b=[1])
+    with written_state.noting_writes(module) as written, unchanged(module):
+        module.values.append(2)
+        module.total = 1
+    assert [variable.label for variable in written] == []
+    assert len(look_into(OrderedDict(a=[1]))) == 2
