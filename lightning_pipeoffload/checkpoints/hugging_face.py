@@ -8,7 +8,7 @@ then to the values when one of them is used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from typing import Any
@@ -95,12 +95,30 @@ def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
     made = _keep_last()
-    found: _Weights = {}
-    for name, tensor in once.items():
-        found |= _later(revert, {name: tensor}, made)
     together = _later(revert, once, made)
-    are_alone = _sizes(found) == _sizes(together)  # no rule makes one of several
-    return found if are_alone else together
+    found: _Weights = {}
+    for names in _find_groups(revert, once, _sizes(together)):
+        found |= _later(revert, {name: once[name] for name in names}, made)
+    return found if _sizes(found) == _sizes(together) else together
+
+
+def _find_groups(
+    convert: Callable[[_Weights], _Weights],
+    weights: _Weights,
+    expected: Mapping[str, torch.Size],
+) -> Iterator[list[str]]:
+    """Yield the names of weights of which one is made, a few at a time: those of one submodule."""
+    left = {name: (_shape_of(tensor), name.split(".")) for name, tensor in weights.items()}
+    for depth in range(max(len(parts) for _, parts in left.values()), -1, -1):
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, (_, parts) in left.items():
+            groups.setdefault((*parts[:depth],), []).append(name)
+        for names in groups.values():
+            made = _sizes(convert({name: left[name][0] for name in names}))
+            if made.items() <= expected.items():
+                yield names
+                for name in names:
+                    del left[name]
 
 
 def _tied_to(model: nn.Module) -> list[str]:

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    HrmTextConfig,
+    HrmTextForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from lightning_pipeoffload import load_weights, save_pretrained
+from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import loaded_fits
@@ -30,6 +33,7 @@ SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "merged": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
+    "cut": lambda: HrmTextForCausalLM(HrmTextConfig(**{**LLAMA, "num_key_value_heads": 4})),
     "renamed": lambda: GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, **SPECIAL)
     ),
@@ -187,6 +191,20 @@ def test_a_models_folder_goes_there_and_back(tmp_path, kind):
     assert_has(read, state)
 
 
+def test_weights_that_are_merged_are_read_a_few_at_a_time():
+    model = MODELS["cut"]()
+    read = []
+
+    def stored(name, tensor):
+        return StoredTensor(tensor.to("meta"), lambda: read.append(name) or tensor)
+
+    hub = to_hub(model, {name: stored(name, t) for name, t in model.state_dict().items()})
+    value = hub["model.H_module.layers.1.mlp.gate_up_proj.weight"] * 1
+    mlp = model.model.H_module.layers[1].mlp
+    assert torch.equal(value, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert len(read) == 2
+
+
 def test_a_plain_modules_weights_are_written_too(tmp_path):
     state = drawn()
     torch.save({"state_dict": state}, tmp_path / "last.ckpt")
@@ -228,3 +246,13 @@ def test_each_rank_loads_its_own_part(ranks, hub, size, options):
     assert values == ({"load_weights"} if size > 1 else set())
     assert sum(read) <= num_elements + 2 * 64 * 32  # the embedding is on two ranks
     assert max(read) < 0.8 * num_elements or size == 1
+
+
+def test_adapters_train_as_on_one_device(ranks, hub):
+    folder, *_ = hub
+    expected = loaded_fits.fit(0, folder, {}, loaded_fits.Adapted, 4)["losses"]
+    assert expected[2] < expected[0] - 0.01
+    for found in ranks(2).run(
+        loaded_fits.fit, 2, folder, {"schedule": "zb_v"}, loaded_fits.Adapted, 4
+    ):
+        assert found["losses"] == pytest.approx(expected, rel=1e-9)

@@ -38,12 +38,29 @@ class Loaded(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Adapted(Loaded):
+    """Trains adapters of the model, in float64."""
+
+    def configure_model(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        if self.model is None:
+            super().configure_model()
+            config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=["norm"])
+            self.model = get_peft_model(self.model, config).double()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
 def data() -> torch.Tensor:
     return torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(0))
 
 
-def fit(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit two steps; return the losses, sizes of what was read, and who gave stages values."""
+def fit(
+    size: int, folder: str, options: dict[str, Any], kind: type[Loaded] = Loaded, num_steps: int = 2
+) -> dict[str, Any]:
+    """Fit; return the losses, sizes of what was read, and who gave stages values."""
     losses = []
     read = []
     value = StoredTensor.value
@@ -60,12 +77,13 @@ def fit(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
         patch.setattr(StoredTensor, "value", value_counted)
         trainer = L.Trainer(
             **fits.SILENT,
-            devices=size,
+            devices=size or 1,
             strategy=fits.strategy(size, **options),
-            max_steps=2,
+            max_steps=num_steps,
             callbacks=[Losses()],
             enable_checkpointing=False,
         )
         L.seed_everything(7, workers=True, verbose=False)
-        trainer.fit(Loaded(folder), DataLoader(data(), 8))
-    return {"losses": losses, "read": sum(read), "stages": trainer.strategy.report()["stages"]}
+        trainer.fit(kind(folder), DataLoader(data(), 8))
+    stages = trainer.strategy.report()["stages"] if size else []
+    return {"losses": losses, "read": sum(read), "stages": stages}
