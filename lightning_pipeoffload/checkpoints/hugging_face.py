@@ -97,8 +97,8 @@ def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     made = _keep_last()
     together = _later(revert, once, made)
     found: _Weights = {}
-    for names in _find_groups(revert, once, _sizes(together)):
-        found |= _later(revert, {name: once[name] for name in names}, made)
+    for group in _find_groups(revert, once, _sizes(together)):
+        found |= _later(revert, {name: once[name] for name in group}, made)
     return found if _sizes(found) == _sizes(together) else together
 
 
