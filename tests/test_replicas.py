@@ -8,7 +8,8 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support import replica_fits
+from lightning_pipeoffload.loop.callback_checks import refuse_synchronized_norms
+from tests.support import fits, replica_fits
 
 
 def plain(found, module, **options):
@@ -51,3 +52,10 @@ def test_batches_that_accumulate_are_reduced_once(ranks, tmp_path, options):
     found = ranks(4).run(train, 2, 2, path)
     assert len(found[0]["tokens"]) == 2 * 5
     assert_same(path, plain(found, {}, accumulate=2))
+
+
+def test_batchnorm_over_replicas_is_refused():
+    trainer = L.Trainer(**fits.SILENT, sync_batchnorm=True)
+    refuse_synchronized_norms(trainer, 1)
+    with pytest.raises(ValueError, match="sync_batchnorm=True is not built over .*=2 replicas"):
+        refuse_synchronized_norms(trainer, 2)

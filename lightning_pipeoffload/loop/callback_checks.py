@@ -1,4 +1,4 @@
-"""Lightning's callbacks and profilers that cannot do over a pipeline what they do elsewhere."""
+"""Lightning's callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ def _check_of_fit(callback: Callback, module: LightningModule) -> None:
             "StochasticWeightAveraging runs one more epoch without backwards where a module has "
             "BatchNorm, which cannot be pipelined; use WeightAveraging(), which averages the "
             "statistics with the weights, or another norm"
+        )
+
+
+def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:
+    """Refuse ``sync_batchnorm`` where there is something to synchronize.
+
+    Raises:
+        ValueError: There is.
+    """
+    synchronizes = trainer._accelerator_connector._layer_sync is not None  # private: nothing else
+    if synchronizes and num_replicas > 1:
+        raise ValueError(
+            f"sync_batchnorm=True is not built over data_parallel_size={num_replicas} replicas, "
+            f"which would wait for each other in every microbatch's forward; leave it out, and "
+            f"each replica has its own statistics, or use a norm of one sample such as GroupNorm"
         )
 
 

@@ -17,7 +17,11 @@ from lightning_pipeoffload.hooks.gradient_sizes import share_gradient_sizes
 from lightning_pipeoffload.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.arrivals import Arrivals
 from lightning_pipeoffload.loop.batch_backward import BatchBackward
-from lightning_pipeoffload.loop.callback_checks import check_callbacks, check_profiler
+from lightning_pipeoffload.loop.callback_checks import (
+    check_callbacks,
+    check_profiler,
+    refuse_synchronized_norms,
+)
 from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
 from lightning_pipeoffload.loop.joint_stop import JointStop
@@ -106,6 +110,7 @@ class RunSetup(ModelInParts):
         refuse_module(self._module, trainer)
         check_callbacks(trainer)
         check_profiler(trainer)
+        refuse_synchronized_norms(trainer, self.num_replicas)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
