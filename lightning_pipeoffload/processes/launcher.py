@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,  # private: as Lightning's own strategies
@@ -45,6 +46,9 @@ class JointLauncher(_SubprocessScriptLauncher):
         leave: A function that waits for the other ranks.
         fail: A function that tells them of an exception.
 
+    Raises:
+        ValueError: Slurm's batch script has started this process alone.
+
     Attributes:
         started: The processes that this one has started, by whichever launcher; later trainers use
             them too.
@@ -61,6 +65,7 @@ class JointLauncher(_SubprocessScriptLauncher):
         fail: Callable[[BaseException], None],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
+        _refuse_without_srun(environment, num_processes * num_nodes)
         self._leave, self._fail = leave, fail
         self._has_launched = False
 
@@ -140,3 +145,17 @@ def _refuse_without_script(num_processes: int) -> None:
         f"one runs, and it runs none: it was read from standard input or `python -c`; write it to "
         f"a file, or start it with torchrun"
     )
+
+
+def _refuse_without_srun(environment: ClusterEnvironment, num_ranks: int) -> None:
+    """Refuse to be a rank in Slurm's batch script, where Lightning would wait for the others.
+
+    Raises:
+        ValueError: This is one process, and not a task of several.
+    """
+    is_script = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
+    if num_ranks > 1 and is_script and isinstance(environment, SLURMEnvironment):
+        raise ValueError(
+            f"{num_ranks} ranks, but the batch script has started this process without srun, and "
+            f"nothing starts the others; write srun --kill-on-bad-exit=1 before the command"
+        )

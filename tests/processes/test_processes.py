@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from queue import Queue
 from unittest.mock import Mock
@@ -32,6 +33,17 @@ def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, m
     make_trainer()
     monkeypatch.delenv(missing)
     with pytest.raises(ValueError, match=rf"num_nodes=2, but .* with {missing} set"):
+        make_trainer()
+
+
+@pytest.mark.parametrize(("step", "is_refused"), [({}, True), ({"SLURM_STEP_ID": "0"}, False)])
+def test_a_batch_script_without_srun_is_refused(monkeypatch, step, is_refused):
+    task = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "NNODES": "2", "PROCID": "0", "LOCALID": "0"}
+    slurm = {f"SLURM_{name}": value for name, value in task.items()}
+    for name, value in {**slurm, "ENVIRONMENT": "BATCH", "SLURM_NODEID": "0", **step}.items():
+        monkeypatch.setenv(name, value)
+    expected = pytest.raises(ValueError, match="2 ranks, but .* write srun")
+    with expected if is_refused else nullcontext():
         make_trainer()
 
 
