@@ -1,4 +1,4 @@
-"""Lightning's callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
+"""Callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
 
 from __future__ import annotations
 
