@@ -6,6 +6,8 @@ from inspect import getdoc, signature
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import SCHEDULES
@@ -46,6 +48,16 @@ def test_every_argument_is_in_the_docstring():
     arguments = getdoc(PipeOffloadStrategy).partition("Args:")[2].partition("Raises:")[0]
     documented = set(re.findall(r"^    (\w+): ", arguments, re.MULTILINE))
     assert documented == signature(PipeOffloadStrategy.__init__).parameters.keys() - {"self"}
+
+
+@pytest.mark.parametrize(
+    "there", [FSDPStrategy, DeepSpeedStrategy, FullyShardedDataParallel], ids=lambda of: of.__name__
+)
+def test_every_argument_of_lightnings_strategies_has_its_line(there):
+    written = set(re.findall(r"`(\w+)\b", page("from_fsdp_and_deepspeed.md")))
+    parameters = signature(there.__init__).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    assert named - written == {"self"} | ({"module"} & named)
 
 
 def test_every_schedule_is_in_the_table():

@@ -62,7 +62,7 @@ class QueueWatcher(SlurmInfoWatcher):
         super().__init__()
         self._folder = folder
         self._told: set[str] = set()
-        self._states: dict[str, str] = {}
+        self._states: dict[str, str] | None = None
         self._looked = float("-inf")
 
     def register_job(self, job_id: str) -> None:
@@ -90,7 +90,7 @@ class QueueWatcher(SlurmInfoWatcher):
         """Return the state of a job in Slurm's words; UNKNOWN if it is in the queue no longer."""
         if mode == "force" or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS:
             self._look()
-        return self._states.get(job_id, "UNKNOWN") if self._states else "PENDING"
+        return "PENDING" if self._states is None else self._states.get(job_id, "UNKNOWN")
 
     def _look(self) -> None:
         """Ask for all jobs of this user: of one that is gone Slurm would refuse to answer."""

@@ -19,7 +19,7 @@ def queue(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def say(lines):
-        text = "exit 1" if lines is None else f"echo '{lines}'"
+        text = "exit 1" if lines is None else f"printf '{lines}'"
         (tmp_path / "squeue").write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "squeue").chmod(0o755)
 
@@ -35,7 +35,7 @@ def test_a_job_is_waited_for_until_it_is_completed(queue):
     assert found == [False, False, False, False, True]
 
 
-@pytest.mark.parametrize("lines", ["7_0 COMPLETED\n7_1 FAILED", "7_1 TIMEOUT", "7_0 RUNNING"])
+@pytest.mark.parametrize("lines", ["7_0 COMPLETED\n7_1 FAILED", "7_1 TIMEOUT", "7_0 RUNNING", ""])
 def test_a_job_that_ends_otherwise_ends_the_waiting(queue, lines):
     queue(lines)
     with pytest.raises(SweepJobError, match=r"job 7_1 ended as (FAILED|TIMEOUT|UNKNOWN); .*f/7_1"):
