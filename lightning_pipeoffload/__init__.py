@@ -9,6 +9,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
+from lightning_pipeoffload.processes.data_parallel import (
+    data_parallel_rank,
+    data_parallel_size,
+)
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
@@ -17,6 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     "MemoryPicture",
     "PipeOffloadStrategy",
+    "data_parallel_rank",
+    "data_parallel_size",
     "defer_weight_grad",
     "load_weights",
     "save_pretrained",

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload.loop.first_batches import FirstBatches
 from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
 
@@ -31,11 +32,19 @@ class PipelineLoaders:
         seed: The seed of the run, the same on every rank.
         current_epoch: A function that returns the epoch.
         replica: The replica, whose workers draw random numbers of their own.
+        first_batches: What sees the first batches of training; None: nothing does.
     """
 
-    def __init__(self, seed: int, current_epoch: Callable[[], int], replica: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        current_epoch: Callable[[], int],
+        replica: int = 0,
+        first_batches: FirstBatches | None = None,
+    ) -> None:
         self._seed = seed
         self._replica = replica
+        self._first_batches = first_batches
         self._current_epoch = current_epoch
         self._places: Counter[tuple[bool, int]] = Counter()
         self._owned: list[Any] = []
@@ -53,7 +62,10 @@ class PipelineLoaders:
         _give_back(loader)
         if isinstance(loader, DataLoader):
             _let_workers_agree(loader, self._replica)
-        if _intercept_passes(loader, _Passes(seed, self._current_epoch, repeats=is_training)):
+        passes = _Passes(seed, self._current_epoch, repeats=is_training)
+        if is_training and self._first_batches is not None:
+            passes.note = self._first_batches.noting(loader)
+        if _intercept_passes(loader, passes):
             self._owned.append(loader)
 
     def release(self) -> None:
@@ -63,7 +75,13 @@ class PipelineLoaders:
 
 
 class _Passes:
-    """The passes through one loader; in training it may start over and over within an epoch."""
+    """The passes through one loader; in training it may start over and over within an epoch.
+
+    Attributes:
+        note: A function that each pass goes through.
+    """
+
+    note: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
 
     def __init__(self, seed: int, current_epoch: Callable[[], int], repeats: bool) -> None:
         self._seed = seed
@@ -74,7 +92,7 @@ class _Passes:
     def start(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         epoch = self._current_epoch()
         stream = RandomStream(mix_seed(self._seed, epoch, self._finished[epoch]))
-        return _Batches(iterate, stream, lambda: self._finish(epoch))
+        return _Batches(lambda: self.note(iterate()), stream, lambda: self._finish(epoch))
 
     def _finish(self, epoch: int) -> None:
         self._finished[epoch] += self._repeats

@@ -23,6 +23,7 @@ from lightning_pipeoffload.loop.callback_checks import (
     refuse_synchronized_norms,
 )
 from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload.loop.first_batches import FirstBatches
 from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
 from lightning_pipeoffload.loop.joint_stop import JointStop
 from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
@@ -49,7 +50,7 @@ _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
     *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_metric_groups"),
-    *("_requeue", "_stop", "_arrivals"),
+    *("_requeue", "_stop", "_arrivals", "_first_batches"),
 })  # fmt: skip
 
 
@@ -57,6 +58,7 @@ class RunSetup(ModelInParts):
     """Brings a trainer and a module together with the pipeline that runs them."""
 
     _steps: StepCalls
+    _first_batches: FirstBatches
     backward_of_batch: BatchBackward
     _metric_groups: MetricGroups | None = None
     _end_hooks: EndHooks | None = None
@@ -115,8 +117,9 @@ class RunSetup(ModelInParts):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._seed = self._choose_seed(trainer)
+        self._first_batches = FirstBatches(self.group.replicas)
         self._loaders = PipelineLoaders(
-            self._seed, lambda: trainer.current_epoch, self.group.replica
+            self._seed, lambda: trainer.current_epoch, self.group.replica, self._first_batches
         )
         self._attach()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -283,6 +286,7 @@ class RunSetup(ModelInParts):
 
     @override
     def give_back(self) -> None:
+        super().give_back()
         if self._copies is not None:
             self._copies.remove()
             self._copies = None

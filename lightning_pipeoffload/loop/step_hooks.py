@@ -44,6 +44,7 @@ class StepHooks(RunSetup):
                 self._gradient_hooks.start_batch()
             self._start_batch(len(slices), accumulation)
             with sharing_casts(self.root_device), self._counted():
+                self._first_batches.start_step()
                 start, differentiate = backward.start, backward.differentiate
                 done = self.run.train(inputs, slices, accumulation, start, differentiate)
             self._log(done)

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.processes.between_runs import BetweenRuns
+from lightning_pipeoffload.processes.data_parallel import forget_replica, tell_replica
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.failure_cause import (
     SIGINT_STATUS,
@@ -170,6 +171,7 @@ class PipelineProcesses(ParallelStrategy):
                 self.num_replicas,
                 self.settings.rank_order,
             )
+        tell_replica(self._group.replica, self._group.num_replicas)
         if self.world_size > 1:
             self._connect(self._group)
         self.agree_on_randomness()  # a module may be made between here and ``setup``
@@ -286,6 +288,7 @@ class PipelineProcesses(ParallelStrategy):
 
     def give_back(self) -> None:
         """Leave the user's objects as they were; called after the run's last hook."""
+        forget_replica()
 
     def _fail(self, exception: BaseException) -> None:
         self.give_back()

@@ -261,3 +261,23 @@ def test_a_rank_with_fewer_batches_is_named(kind, rank):
     assert run.status == 1
     cause = f"global rank {rank}, whose data has ended after 3 batches"
     assert any(cause in line for line in run.lines)
+
+
+def test_a_replica_with_fewer_batches_is_named():
+    run = run_failing("--devices", "2", "--replicas", "2", "--fewer", "replica")
+    assert run.status == 1
+    cause = "stops because of replica 1, whose data has ended after 3 batches where replica 0 has"
+    assert run.lines
+    assert all(cause in line for line in run.lines)
+
+
+def test_a_rank_of_a_replica_that_fails_is_named_with_its_replica():
+    run = run_failing(
+        "--devices", "4", "--replicas", "2", "--hook", "training_step", "--act", "raise",
+        "--rank", "3",
+    )  # fmt: skip
+    place = "replica 1, stage 0, F of microbatch 0"
+    assert run.status == 1
+    assert run.lines[0] == f"[pipeoffload] global rank 3 failed in {place}"
+    cause = f": RuntimeError: on purpose (in {place})"
+    assert sorted(run.lines[1:]) == [because(3, cause, other) for other in (0, 1, 2)]

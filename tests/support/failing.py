@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
 from tests.support import fits
 
 
@@ -127,6 +127,15 @@ class FailingSamples(TensorDataset):
         return super().__getitem__(index)
 
 
+class UnevenStream(IterableDataset):
+    """Is shared out over the replicas, but replica 1 has three batches of four samples only."""
+
+    def __iter__(self) -> Any:
+        rank = data_parallel_rank()
+        part = list(fits.samples())[rank :: data_parallel_size()]
+        yield from part[:12] if rank == 1 else part
+
+
 class Callback(L.Callback):
     """Fails in a callback, or lets one rank read other batches or freeze what others train."""
 
@@ -160,6 +169,7 @@ class Strategy(PipeOffloadStrategy):
 def read_options() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--hook", choices=[*HOOKS, "backward"])
     parser.add_argument("--act", default="nothing")
@@ -167,7 +177,7 @@ def read_options() -> Namespace:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
     parser.add_argument("--before", choices=["fit", "connecting"])
-    parser.add_argument("--fewer", choices=["train", "val"])
+    parser.add_argument("--fewer", choices=["train", "val", "replica"])
     parser.add_argument("--then", choices=["call", "wait"])
     parser.add_argument("--rank-too", type=int)
     parser.add_argument("--timeout", type=float, default=1800.0)
@@ -197,6 +207,7 @@ def main() -> None:
         strategy=Strategy(
             ACTS[options.act] if options.before == "connecting" and is_at_fault else None,
             num_microbatches=4,
+            data_parallel_size=options.replicas,
             timeout=timedelta(seconds=options.timeout),
         ),
         max_epochs=3,
@@ -209,7 +220,9 @@ def main() -> None:
         trainer.predict(module, data)
     else:
         validation = fits.loader()
-        if options.fewer and is_at_fault:
+        if options.fewer == "replica":
+            data = DataLoader(UnevenStream(), batch_size=4, collate_fn=fits.collate)
+        elif options.fewer and is_at_fault:
             few = Subset(fits.samples(), range(24))
             short = DataLoader(few, batch_size=8, collate_fn=fits.collate)
             data, validation = (short, validation) if options.fewer == "train" else (data, short)

@@ -1,0 +1,114 @@
+"""Replicas that read the same batches are refused; those that share out data are let alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_pipeoffload.loop.first_batches import FirstBatches
+from tests.support import replica_data, replica_fits
+
+
+class Both:
+    """Two replicas in one process: they gather what the first has, and what it is told."""
+
+    num = 2
+
+    def __init__(self, others=None):
+        self.others = others
+        self.gathered = []
+
+    def gather(self, checksums):
+        self.gathered.append(checksums)
+        return [checksums, self.others]
+
+
+def read(loader, replicas):
+    first = FirstBatches(replicas)
+    batches = list(first.noting(loader)(iter(loader)))
+    return first, batches
+
+
+def gathered(loader):
+    """Return what a replica that reads ``loader`` gives to the others."""
+    replicas = Both([[]])
+    first, _ = read(loader, replicas)
+    first.start_step()
+    first.start_step()
+    return replicas.gathered[0]
+
+
+def loader(tokens, **options):
+    return DataLoader(TensorDataset(torch.tensor(tokens)), 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_refused"),
+    [
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], True),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 4, 3, 5, 6], False),
+        ([1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], False),  # constant: nothing to tell them by
+        ([1, 2], [1, 2], False),
+    ],
+)
+def test_the_first_two_batches_are_compared_once(mine, theirs, is_refused):
+    replicas = Both(gathered(loader(theirs)))
+    first, batches = read(loader(mine), replicas)
+    assert len(batches) == len(mine) // 2
+    first.start_step()
+    assert not replicas.gathered
+    if is_refused:
+        with pytest.raises(ValueError, match=r"replicas 0 and 1 read the same .* TensorDataset"):
+            first.start_step()
+    else:
+        first.start_step()
+    first.start_step()
+    assert len(replicas.gathered) == 1
+
+
+def test_what_a_distributed_sampler_shares_out_is_not_looked_at():
+    data = TensorDataset(torch.tensor([1, 1, 2, 2]))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    for shared in (
+        DataLoader(data, 2, sampler=sampler),
+        DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False)),
+    ):
+        replicas = Both()
+        first, batches = read(shared, replicas)
+        first.start_step()
+        first.start_step()
+        assert (len(batches), replicas.gathered) == (1, [])
+
+
+def test_one_replica_costs_nothing():
+    assert FirstBatches(SimpleNamespace(num=1)).noting([]) is iter
+
+
+@pytest.mark.parametrize("kind", ["stream", "own sampler"])
+def test_two_replicas_of_one_rank(ranks, kind):
+    found = ranks(2).run(partial(replica_data.fit, kind), 2, 1)
+    if kind == "stream":
+        for each in found:
+            assert "replicas 0 and 1 read the same batches of Stream" in each["error"]
+            assert "lightning_pipeoffload.data_parallel_rank()" in each["error"]
+            assert len(each["tokens"]) == 1
+    else:
+        assert_shared_out(found)
+
+
+def test_a_stream_that_workers_share_out_over_two_replicas(ranks):
+    found = ranks(4).run(partial(replica_data.fit, "in workers"), 2, 2)
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[2]["tokens"] == found[3]["tokens"]
+    assert_shared_out(found[::2])
+
+
+def assert_shared_out(found):
+    assert not any(each["error"] for each in found)
+    tokens = [token for each in found for batch in each["tokens"] for token in batch]
+    assert sorted(tokens) == sorted(replica_fits.samples().tensors[0].tolist())
+    assert [each["told"] for each in found] == [[(0, 2), (0, 1)], [(1, 2), (0, 1)]]
