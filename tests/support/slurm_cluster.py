@@ -83,7 +83,12 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
 
     def start(*command: str) -> None:
         log = (folder / f"{command[0]}-{len(daemons)}.out").open("wb")
-        daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        daemons.append(
+            # In a session of its own: Ctrl-C is for the tests, which end the jobs first.
+            subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        )
 
     try:
         start("munged", "--foreground", "--force", *_munge_options(folder))
@@ -92,7 +97,11 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         for node in ("node1", "node2"):
             start("slurmd", "-D", "-N", node)
         _wait_until(lambda: _idle(environment) == 2)
-        yield environment
+        try:
+            yield environment
+        finally:  # of a test that has failed or is broken off, jobs would outlive the daemons
+            subprocess.run(["scancel", "--user=root", "--full"], env=environment, check=True)
+            _wait_until(lambda: _idle(environment) == 2)
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
