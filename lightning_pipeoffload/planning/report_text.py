@@ -214,7 +214,9 @@ def _why(report: dict[str, Any], planned: Timeline) -> str:
 
 def _headline(report: dict[str, Any]) -> str:
     chunks = f" x {report['num_chunks']} chunks" if report["num_chunks"] > 1 else ""
+    num_replicas = report["num_replicas"]
+    replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
     return (
-        f"{report['schedule']}, {report['num_ranks']} ranks{chunks}, "
+        f"{report['schedule']}, {replicas}{report['num_ranks']} ranks{chunks}, "
         f"{report['num_microbatches']} microbatches"
     )

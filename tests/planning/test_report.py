@@ -32,6 +32,7 @@ REPORT = {
     "schedule": "1f1b",
     "num_ranks": 2,
     "num_chunks": 1,
+    "num_replicas": 1,
     "num_microbatches": 4,
     "bubble": 0.2,
     "k": [0.5, 0.5],
