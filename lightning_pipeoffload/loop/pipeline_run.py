@@ -375,6 +375,8 @@ class PipelineRun:
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""
         self._training.abandon()
+        if self.reduction is not None:
+            self.reduction.abandon()
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights = lambda: None
         self.pipeline.detach()

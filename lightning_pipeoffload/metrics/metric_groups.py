@@ -45,10 +45,10 @@ class _Gather:
     """Gathers a metric's state over the replicas; metrics that are copied have it in common."""
 
     def __init__(self, replicas: Replicas) -> None:
-        self._group = replicas.group
+        self._replicas = replicas
 
     def __call__(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
-        return gather_all_tensors(state, self._group if group is None else group)
+        return gather_all_tensors(state, self._replicas.group if group is None else group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gather:
         return self

@@ -184,8 +184,6 @@ class Executor:
         """Leave a step where it is, after an error."""
         self.current = None
         self._regrouped.clear()
-        if self.reduction is not None:
-            self.reduction.abandon()
         self._inbox.clear()
         self._outbox.clear()
         for stage in self.stages.values():

@@ -43,7 +43,7 @@ class GradientReduction:
         self._final: dict[str, None] = {}
         self._done: set[int] = set()
         self._num_started = 0
-        self._told: Callable[[], None] = lambda: None
+        self._told: Callable[[], None] = _nothing
 
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Take all gradients of a stage for final, but for those of the W's to come.
@@ -80,7 +80,7 @@ class GradientReduction:
         if absent:
             self._told()
             self._leave_out(name for name in absent if not here[self._trained.index(name)])
-        self.abandon()
+        self._begin()
 
     def _leave_out(self, names: Iterable[str]) -> None:
         """Give no gradient to what has none on any replica."""
@@ -103,7 +103,12 @@ class GradientReduction:
         return [_Bucket(part, tensors) for part in _parts(tensors)]
 
     def abandon(self) -> None:
-        """Forget what was under way."""
+        """Forget what was under way, after an error."""
+        self._buckets = None
+        self._told = _nothing
+        self._begin()
+
+    def _begin(self) -> None:
         self._final.clear()
         self._done.clear()
         self._num_started = 0
@@ -176,6 +181,10 @@ class _Bucket:
             for gradient, part in zip(self._gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
         del self._flat, self._gradients, self._wait
+
+
+def _nothing() -> None:
+    pass
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:

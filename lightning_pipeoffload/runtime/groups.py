@@ -75,6 +75,7 @@ class PipelineGroup(RankMesh, HostGroup):
     ) -> None:
         super().__init__(schedule, global_rank, timeout, num_replicas, rank_order)
         self.device = device
+        self.replicas = Replicas(self)
         self._connect()
         self._device_group = self.make_group()
         self.transport = ProcessGroupTransport(self, self._edges(), device)
@@ -82,7 +83,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def _connect(self) -> None:
         self.world = World(self)
-        self.replicas = Replicas(self)
+        self.replicas.connect()
         self.host_group, self._side_group = self.world.host_group, self.world.side_group
         if self.num_replicas > 1:
             self.host_group = self.make_group(backend="gloo")

@@ -31,12 +31,16 @@ class Replicas:
 
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
+        self._mesh = mesh
         self._source = mesh.counterparts[0]
+
+    def connect(self) -> None:
+        """Make the groups, on all ranks; again: forget what was under way."""
         if self.num > 1:
-            self.group = mesh.make_data_group()
+            self.group = self._mesh.make_data_group()
             # Sums of gradients run beside a step, so their order is their own.
-            self._sums = mesh.make_data_group()
-            self._host = mesh.make_data_group(backend="gloo")
+            self._sums = self._mesh.make_data_group()
+            self._host = self._mesh.make_data_group(backend="gloo")
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start to sum a tensor over the replicas, in place; return a function that waits for it.
