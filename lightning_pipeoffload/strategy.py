@@ -43,7 +43,8 @@ class PipeOffloadStrategy(StepHooks):
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
-        sharding: What replicas share out among them. Not built yet.
+        sharding: What replicas share out among them: "none"; "optimizer": the optimizer's step and
+            what it keeps, of which each replica has its part. Gradients stay whole on all.
         num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
@@ -125,7 +126,6 @@ class PipeOffloadStrategy(StepHooks):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         refuse_unbuilt(
-            sharding=sharding,
             optimizer_sync=optimizer_sync,
             compile=compile,
             solver_seconds=solver_seconds,
@@ -138,6 +138,7 @@ class PipeOffloadStrategy(StepHooks):
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=data_parallel_size,
             rank_order=rank_order,
+            sharding=sharding,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             schedule=schedule,

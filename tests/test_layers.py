@@ -37,6 +37,7 @@ LAYERS = (
     "runtime/transport",
     "runtime/host_group",
     "runtime/replicas",
+    "runtime/buckets",
     "runtime/gradient_reduction",
     "runtime/executor",
     "runtime/in_process",

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import nn
+from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import MeanMetric
 
@@ -177,6 +178,11 @@ def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_
     source = inspect.getsource(torch.utils.checkpoint)
     assert "            ret = function(*args, **kwargs)" in source
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
+
+
+def test_torchs_distributed_checkpoint_asks_a_tensor_for_its_shards():
+    found = {name for name in vars(_Checkpointable) if name.startswith("__")}
+    assert {"__create_write_items__", "__get_tensor_shard__"} <= found
 
 
 def test_a_parameter_keeps_its_post_accumulate_hooks_where_they_are_looked_for():

@@ -22,6 +22,7 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
+from lightning_pipeoffload.checkpoints.piece_exchange import PieceExchange
 from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -121,12 +122,24 @@ class CheckpointHooks(PipelineProcesses):
                 read_states(optimizer)
         if self._saves_folder:
             refuse_remote_folder(filepath, storage_options)
-        if self.group.replica:  # replica 0 has the same, and writes it
-            return
         if self._saves_folder:
-            self._save_folder(checkpoint, Path(self.group.broadcast(filepath, self.group.root)))
+            self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
-        scattered = ScatteredValues(checkpoint, self.group)
+        pieces = PieceExchange(checkpoint, self.group.replicas)
+        if self.group.replica:  # replica 0 has all else too, and writes it
+            pieces.answer()
+            return
+        with pieces.answered():
+            self._save_file(checkpoint, filepath, storage_options, pieces)
+
+    def _save_file(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None,
+        pieces: PieceExchange,
+    ) -> None:
+        scattered = ScatteredValues(checkpoint, self.group, pieces.bring)
         if type(self.checkpoint_io) is not MovingCheckpointIO:  # it may copy what it is given
             super().save_checkpoint(scattered.bring(), filepath, storage_options)
             return
@@ -136,7 +149,8 @@ class CheckpointHooks(PipelineProcesses):
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
         rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
-        rest = ScatteredValues(rest, self.group).bring()
+        if not self.group.replica:
+            rest = ScatteredValues(rest, self.group).bring()
         write_checkpoint_folder({**rest, **by_ranks}, path, self.group)
 
     @override

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # expor
 from lightning_pipeoffload.checkpoints.file import is_remote, replacing
 from lightning_pipeoffload.checkpoints.stored_folder import StoredFolder
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
@@ -60,23 +61,24 @@ def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
 
 
 def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:
-    """Write a Lightning checkpoint; every rank calls this.
+    """Write a Lightning checkpoint; every rank of every replica calls this.
 
     Args:
         checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes what is not
             shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank 0.
         path: The path of the folder, the same on every rank; what is there is replaced.
-        group: The pipeline's processes.
+        group: The processes. What several have is written by one of them.
 
     Raises:
         RuntimeError: A rank could not write; all of them raise it, and what was there stays.
     """
-    with replacing(path, folder=True) if group.is_root else nullcontext() as own:
-        part: Path = group.broadcast(own, group.root)
+    world = group.world
+    with replacing(path, folder=True) if group.reports else nullcontext() as own:
+        part: Path = world.broadcast(own, 0)
         rest = dict(checkpoint)
-        with _naming_ranks(f"the checkpoint {path} was not saved", group):
-            save(_parts(rest), checkpoint_id=part, process_group=group.host_group)
-        if group.is_root:
+        with _naming_ranks(f"the checkpoint {path} was not saved", world):
+            save(_parts(rest), checkpoint_id=part, process_group=world.host_group)
+        if group.reports:
             with (part / META_FILE).open("wb") as file:
                 torch.save(rest, file)
 
@@ -92,7 +94,7 @@ def _parts(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _naming_ranks(what: str, group: PipelineGroup) -> Iterator[None]:
+def _naming_ranks(what: str, group: HostGroup) -> Iterator[None]:
     """Say in one line what failed on which ranks; the same on all of them."""
     try:
         with blaming_peers(f"lost a rank: {what}"):

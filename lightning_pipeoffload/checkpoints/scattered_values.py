@@ -6,7 +6,7 @@ global rank 0 has a shape, another rank has the value in the same place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.late_tensor import LateTensor
+from lightning_pipeoffload.checkpoints.parted_tensor import PartedTensor
 from lightning_pipeoffload.checkpoints.value_places import (
     Place,
     leaves_with_places,
@@ -37,13 +38,20 @@ class ScatteredValues:
         checkpoint: This rank's checkpoint. What a callback has given is left as it is, as it may
             be in use.
         group: The pipeline's processes.
+        value_of: Returns the value of what this rank has in the checkpoint.
 
     Raises:
         RuntimeError: No rank has a value; all of them raise it.
     """
 
-    def __init__(self, checkpoint: dict[str, Any], group: PipelineGroup) -> None:
+    def __init__(
+        self,
+        checkpoint: dict[str, Any],
+        group: PipelineGroup,
+        value_of: Callable[[Any], Any] = value_of,
+    ) -> None:
         self._checkpoint = checkpoint
+        self._value_of = value_of
         self._group = group
         self._leaves = dict(leaves_with_places(checkpoint))
         absent = [place for place, leaf in self._leaves.items() if isinstance(leaf, ShapeOnly)]
@@ -68,7 +76,9 @@ class ScatteredValues:
         values = {place: leaf.cpu() for place, leaf in self._leaves.items() if _is_elsewhere(leaf)}
         with blaming_peers("lost a rank while collecting a checkpoint"):
             for place, (owner, _) in zip(self._places, self._owners, strict=True):
-                values[place] = self._group.bring(self._leaves.get(place), owner)
+                leaf = self._leaves.get(place)
+                is_owner = owner == self._group.global_rank
+                values[place] = self._group.bring(self._value_of(leaf) if is_owner else leaf, owner)
         return with_values(self._checkpoint, values) if self._group.is_root else self._checkpoint
 
     @contextmanager
@@ -105,6 +115,8 @@ class ScatteredValues:
         return values
 
     def _fetch(self, leaf: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
+        if owner == self._group.root:
+            return self._value_of(leaf)
         with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
             self._ask(number, owner)
             value: Tensor = self._group.bring(leaf, owner, room)
@@ -121,7 +133,7 @@ class ScatteredValues:
                 if int(asked) == _DONE:
                     return
                 leaf = self._leaves[self._places[int(asked)]]
-                self._group.bring(value_of(leaf), self._group.global_rank)
+                self._group.bring(self._value_of(leaf), self._group.global_rank)
 
 
 def shapes_of(tree: Any, global_rank: int) -> Any:
@@ -131,25 +143,33 @@ def shapes_of(tree: Any, global_rank: int) -> Any:
     def shape(place: Place, tensor: Tensor) -> Tensor:
         name = ".".join(map(str, place))
         origin = frozenset((f"{name} (on global rank {global_rank})",))
-        return ShapeOnly(tensor.to("meta"), host, origin)
+        meta = tensor.meta if isinstance(tensor, ShapeOnly) else tensor.to("meta")
+        return ShapeOnly(meta, host, origin)
 
     return map_tensors(shape, tree)
 
 
 def _has_value(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)
+    is_shape = isinstance(leaf, ShapeOnly) and not isinstance(leaf, PartedTensor)
+    return isinstance(leaf, Tensor) and not is_shape
 
 
 def _is_elsewhere(leaf: Any) -> bool:
     """Whether a tensor has a value that is not in this process's memory."""
-    if not _has_value(leaf) or leaf.layout is not torch.strided:
+    if (
+        not isinstance(leaf, Tensor)
+        or isinstance(leaf, ShapeOnly)
+        or leaf.layout is not torch.strided
+    ):
         return False
     return isinstance(leaf, StoredTensor) or leaf.device.type != "cpu"
 
 
 def _memory_of(leaf: Any) -> Any:
     """Return what two tensors have in common that are one; a tied weight has many names."""
-    if isinstance(leaf, StoredTensor) or leaf.layout is not torch.strided or not leaf.numel():
+    if isinstance(leaf, (StoredTensor, ShapeOnly)):
+        return id(leaf)
+    if leaf.layout is not torch.strided or not leaf.numel():
         return id(leaf)
     return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
 

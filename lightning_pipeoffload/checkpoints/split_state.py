@@ -52,7 +52,8 @@ class SplitState:
             by_name: Whether it is to be this rank's part, by the names of the parameters.
         """
         collect = self._collector.optimizer_part if by_name else self._collector.optimizer_state
-        return collect(optimizer, self._parameters.names_in(optimizer))
+        shares = self._parameters.shares_of(optimizer)
+        return collect(optimizer, self._parameters.names_in(optimizer), shares)
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.
@@ -82,4 +83,5 @@ class SplitState:
         """
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
-            load_optimizer_state(optimizer, state, names, own)
+            shares = self._parameters.shares_of(optimizer)
+            load_optimizer_state(optimizer, state, names, own, shares)

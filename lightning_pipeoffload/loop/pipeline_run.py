@@ -314,7 +314,9 @@ class PipelineRun:
             optimizers: The user's optimizers.
         """
         try:
-            self._needs = MemoryNeeds.of(self.pipeline, first, measure_states(optimizers))
+            num_sharing = self._settings.num_sharing(self._group.num_replicas)
+            states = measure_states(optimizers, num_sharing)
+            self._needs = MemoryNeeds.of(self.pipeline, first, states)
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 

@@ -35,7 +35,6 @@ from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.trial import refuse_optimizer
 from lightning_pipeoffload.processes.rank_differences import (
     describe_module,
     describe_optimizers,
@@ -195,7 +194,10 @@ class RunSetup(ModelInParts):
             if self._copies is not None:
                 self._copies.follow()
             self._parameters = OptimizedParameters(
-                self._run.pipeline, self.group, lambda: self.optimizers
+                self._run.pipeline,
+                self.group,
+                lambda: self.optimizers,
+                self.settings.num_sharing(self.group.num_replicas),
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = StepCalls(self._module, self._replica_seed)
@@ -207,10 +209,7 @@ class RunSetup(ModelInParts):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with EqualIsSame():
             super().setup_optimizers(trainer)
-        if self.group.num_ranks > 1:
-            for optimizer in self.optimizers:
-                refuse_optimizer(optimizer, self.root_device, self.group.num_ranks)
-            self._parameters.narrow_steps()
+        self._parameters.narrow_steps()
         if self._is_split:  # by a fit before this one
             self._parameters.forget_foreign()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.optimizers.copy import optimizer_like
 from lightning_pipeoffload.optimizers.narrowed_optimizer import narrow_steps
 from lightning_pipeoffload.optimizers.optimizer_state import forget_states
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.randomness import seed_all
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
 
@@ -28,10 +28,12 @@ class OptimizedValues(NamedTuple):
     Attributes:
         values: The values of the tensors, of two halves as one.
         others: What the optimizer keeps for them, and how often it has asked for gradients.
+        is_by_element: Whether what it keeps for a tensor are numbers, and tensors of its shape.
     """
 
     values: list[Tensor]
     others: list[Any]
+    is_by_element: bool
 
 
 class OptimizerCandidate:
@@ -41,7 +43,7 @@ class OptimizerCandidate:
         optimizer: The user's optimizer.
         device: The device of the tensors.
         is_sparse: Whether their gradients are sparse.
-        in_halves: Whether each tensor is two parameters.
+        in_halves: Whether each tensor is two parameters, its elements laid out flat.
         own: Which of the two tensors it keeps, as a rank keeps its own parameters.
     """
 
@@ -69,7 +71,7 @@ class OptimizerCandidate:
         made = []
         for place in PLACES:
             value = _spread_values(place).to(self._device, dtype)
-            for part in value.chunk(2) if self._in_halves else [value]:
+            for part in value.view(-1).chunk(2) if self._in_halves else [value]:
                 made.append(nn.Parameter(part.clone()))
                 self._places[made[-1]] = place
         return made
@@ -101,14 +103,20 @@ class OptimizerCandidate:
 
     def _kept(self, place: int) -> OptimizedValues:
         state = self._optimizer.state
-        kept = OptimizedValues([], [self._num_evaluations])
+        members = [p for p in state if self._places.get(p) == place]
+        by_element = all(_is_by_element(state[p], p.shape) for p in members)
+        kept = OptimizedValues([], [self._num_evaluations], by_element)
         for group in self._optimizer.param_groups:
             parts = [p for p in group["params"] if self._places.get(p) == place]
-            kept.values.append(torch.cat([part.detach() for part in parts]))
+            kept.values.append(torch.cat([part.detach().reshape(-1) for part in parts]))
             options = [value for name, value in group.items() if name != "params"]
             states = [state[part] for part in parts if part in state]
             kept.others.extend(_copies([options, states]))
         return kept
+
+
+def _is_by_element(state: Any, shape: torch.Size) -> bool:
+    return all(not leaf.dim() or leaf.shape == shape for leaf in tensors_in(state))
 
 
 def _spread_values(place: int) -> Tensor:

@@ -20,6 +20,8 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     name_groups,
     read_states,
 )
+from lightning_pipeoffload.optimizers.step_shares import StepShares
+from lightning_pipeoffload.optimizers.trial import refuse_optimizer, try_optimizer
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
@@ -32,6 +34,7 @@ class OptimizedParameters:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
         optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
+        num_sharing: The number of replicas that share out steps and what optimizers keep.
     """
 
     def __init__(
@@ -39,11 +42,14 @@ class OptimizedParameters:
         pipeline: Pipeline,
         group: PipelineGroup,
         optimizers: Callable[[], list[Optimizer]],
+        num_sharing: int = 1,
     ) -> None:
         self._pipeline = pipeline
         self._group = group
         self._optimizers = optimizers
         self._narrowed: list[NarrowedOptimizer] = []
+        self._num_sharing = num_sharing
+        self._shares: list[StepShares | None] = []
 
     @property
     def names(self) -> list[GroupNames]:
@@ -61,9 +67,26 @@ class OptimizedParameters:
         return list(zip(self._optimizers(), self.names, strict=True))
 
     def narrow_steps(self) -> None:
-        """Let the optimizers step with what this rank owns, even where a step's closure splits."""
+        """Let the optimizers step with what this rank owns, even where a step's closure splits.
+
+        Raises:
+            ValueError: An optimizer's step depends on which other parameters it has.
+        """
+        if self._group.world_size == 1:
+            return
+        num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
+        for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
+            refuse_optimizer(optimizer, self._pipeline.device, num_ranks, num_sharing)
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
+        # Before hooks on steps come, with which no other optimizer like them can be made.
+        self._shares = [self._make_shares(optimizer) for optimizer in self._optimizers()]
+
+    def _make_shares(self, optimizer: Optimizer) -> StepShares | None:
+        if self._num_sharing == 1 or not optimizer.param_groups:
+            return None
+        trial = try_optimizer(optimizer, self._pipeline.device)
+        return StepShares(self._group, cuts=not trial.needs_whole_tensors)
 
     def start_training(self) -> None:
         """Heed the hooks that were registered with the optimizers since they were made."""
@@ -100,10 +123,18 @@ class OptimizedParameters:
                     optimizer.state[parameter] = state
 
     def forget_foreign(self) -> None:
-        """Let the optimizers forget what they know of what other ranks own."""
+        """Let the optimizers forget what they know of what other ranks and replicas own."""
         own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
+        if self._pipeline.committed:
+            for narrowed, shares in zip(self._narrowed, self._shares, strict=True):
+                narrowed.share_out(shares)
+
+    def shares_of(self, optimizer: Optimizer) -> StepShares | None:
+        """Return what each replica steps with; None where all step with everything."""
+        found = [n.shares for n in self._narrowed if n.optimizer is optimizer]
+        return found[0] if found else None
 
     def _refuse_lost_states(self) -> None:
         """Refuse an optimizer that the user keeps where its states are on another rank.

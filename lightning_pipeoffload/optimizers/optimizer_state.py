@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.stored_tensor import read_stored
 
 GroupNames = list[list[str]]
@@ -121,6 +122,7 @@ def load_optimizer_state(
     state: Mapping[str, Any],
     names: GroupNames,
     parameters: Mapping[str, Tensor],
+    shares: StepShares | None = None,
 ) -> None:
     """Load what this rank owns of a plain optimizer's state dict.
 
@@ -129,6 +131,7 @@ def load_optimizer_state(
         state: The state of an optimizer of the whole module.
         names: The names of the whole module's parameters in each group.
         parameters: This rank's parameters, by name.
+        shares: What each replica steps with; None: all step with everything.
 
     Raises:
         ValueError: The state is of other groups.
@@ -142,7 +145,10 @@ def load_optimizer_state(
     ):
         for index, name in zip(group["params"], members, strict=True):
             if name in parameters and index in state["state"]:
-                local[place_of[id(parameters[name])]] = state["state"][index]
+                parameter, whole = parameters[name], state["state"][index]
+                kept = whole if shares is None else shares.own_state(parameter, whole)
+                if kept is not None:
+                    local[place_of[id(parameter)]] = kept
         groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
     optimizer.load_state_dict({"state": local, "param_groups": groups})
     read_states(optimizer)

@@ -19,7 +19,7 @@ _META = torch.device("meta")
 _Kind = tuple[torch.Size, torch.dtype]
 
 
-def measure_states(optimizers: Iterable[Any]) -> dict[int, int]:
+def measure_states(optimizers: Iterable[Any], num_sharing: int = 1) -> dict[int, int]:
     """Return the bytes that optimizers will keep for each parameter, by its id.
 
     Nothing is changed: others like them take a step, on shapes, or on small tensors where that
@@ -27,6 +27,7 @@ def measure_states(optimizers: Iterable[Any]) -> dict[int, int]:
 
     Args:
         optimizers: The user's optimizers.
+        num_sharing: The number of replicas that share out what they keep.
 
     Raises:
         NotRebuiltError: There is no making another optimizer like one of them.
@@ -36,7 +37,9 @@ def measure_states(optimizers: Iterable[Any]) -> dict[int, int]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         kinds = {(p.shape, p.dtype): 0 for p in parameters if p.requires_grad}
         sizes = _sizes_of(optimizer, kinds) if kinds else {}
-        found.update((id(p), sizes.get((p.shape, p.dtype), 0)) for p in parameters)
+        for p in parameters:
+            size = sizes[p.shape, p.dtype] if p.requires_grad else 0
+            found[id(p)] = -(-size // num_sharing)
     return found
 
 

@@ -42,7 +42,8 @@ class OptimizerTrial:
 
     Attributes:
         needs_all_parameters: Whether two parameters together take other steps than each by itself.
-        needs_whole_tensors: Whether the halves of a tensor take other steps than the tensor.
+        needs_whole_tensors: Whether the halves of a tensor, laid out flat, take other steps than
+            the tensor, or what is kept for them is no half of what is kept for it.
     """
 
     needs_all_parameters: bool
@@ -52,13 +53,16 @@ class OptimizerTrial:
 _TRIED: dict[tuple[type, str, str], OptimizerTrial] = {}
 
 
-def refuse_optimizer(optimizer: Any, device: torch.device, num_ranks: int) -> None:
+def refuse_optimizer(
+    optimizer: Any, device: torch.device, num_ranks: int, num_sharing: int = 1
+) -> None:
     """Refuse an optimizer whose step for a parameter depends on which others it has.
 
     Args:
         optimizer: The user's optimizer.
         device: The device that its parameters will be on.
-        num_ranks: The number of ranks over which they are spread, more than one.
+        num_ranks: The number of ranks over which they are spread.
+        num_sharing: The number of replicas that share out its step.
 
     Raises:
         ValueError: Its step depends on them; the message names its class, why, and what to do.
@@ -66,20 +70,27 @@ def refuse_optimizer(optimizer: Any, device: torch.device, num_ranks: int) -> No
     if not optimizer.param_groups:  # Lightning's, where the user has none
         return
     name = type(optimizer).__name__
-    instead = "use an optimizer that treats each parameter by itself, such as AdamW, or devices=1"
+    if num_sharing > 1 and hasattr(optimizer, "eval"):
+        raise ValueError(
+            f"{name} makes weights for evaluation of all that it keeps, and each of the "
+            f'{num_sharing} replicas has a part of that; set sharding="none", or use another one'
+        )
+    whose = f"{num_ranks} ranks" if num_ranks > 1 else f"{num_sharing} replicas"
+    option = "devices=1" if num_ranks > 1 else 'sharding="none"'
+    instead = f"use an optimizer that treats each parameter by itself, such as AdamW, or {option}"
     try:
         trial = try_optimizer(optimizer, device)
     except NotTriedError as error:
         raise ValueError(
             f"{name} cannot be tried on small tensors ({error}), so there is no knowing whether "
             f"its step is right for a part of the parameters, which is what each of the "
-            f"{num_ranks} ranks has; {instead}"
+            f"{whose} has; {instead}"
         ) from error.__cause__
     if trial.needs_all_parameters:
         raise ValueError(
             f"{name} computes over all its parameters, or draws random numbers for them (two small "
             f"tensors together did not take the step of each by itself), and each of the "
-            f"{num_ranks} ranks has a part of them only; {instead}"
+            f"{whose} has a part of them only; {instead}"
         )
 
 
@@ -125,12 +136,13 @@ def _try(make_candidate: Callable[..., OptimizerCandidate]) -> OptimizerTrial:
         halves = _take_steps(make_candidate, in_halves=True)
     except NotTriedError:
         halves = []
+    by_element = all(kept.is_by_element for step in halves for kept in step.values())
     return OptimizerTrial(
         needs_all_parameters=not all(
             _are_equal([step[place] for step in together], [step[place] for step in alone])
             for place, alone in apart.items()
         ),
-        needs_whole_tensors=not _are_equal(_values(together), _values(halves)),
+        needs_whole_tensors=not by_element or not _are_equal(_values(together), _values(halves)),
     )
 
 

@@ -36,6 +36,19 @@ def check_rank_order(value: Any) -> None:
         )
 
 
+def check_sharding(value: Any) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: It is nothing that replicas can share out.
+    """
+    if value not in ("none", "optimizer"):
+        raise ValueError(
+            f'sharding must be "none" or "optimizer" (replicas share out its state and its step), '
+            f"not {value!r}"
+        )
+
+
 def check_num_microbatches(value: Any) -> None:
     """Check the argument, or the number that a batch's size leads to.
 

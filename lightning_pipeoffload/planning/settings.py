@@ -16,6 +16,7 @@ from lightning_pipeoffload.planning.argument_checks import (
     check_offload,
     check_rank_order,
     check_schedule,
+    check_sharding,
     check_split,
     is_name,
 )
@@ -37,7 +38,6 @@ from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 _NOT_BUILT = {
-    "sharding": "none",
     "optimizer_sync": "auto",
     "compile": False,
     "solver_seconds": 60.0,
@@ -56,6 +56,7 @@ class PipelineSettings:
     pipeline_parallel_size: int | str = "auto"
     data_parallel_size: int | str = 1
     rank_order: str = "pipeline_inner"
+    sharding: str = "none"
     num_microbatches: int | str = "auto"
     num_chunks: int | str = "auto"
     schedule: ScheduleLike = "auto"
@@ -71,6 +72,7 @@ class PipelineSettings:
         for name in ("pipeline_parallel_size", "data_parallel_size", "num_chunks"):
             check_count(name, getattr(self, name))
         check_rank_order(self.rank_order)
+        check_sharding(self.sharding)
         check_num_microbatches(self.num_microbatches)
         check_blocks(self.blocks)
         check_split(self.split)
@@ -98,6 +100,10 @@ class PipelineSettings:
             ValueError: The devices do not make that many pipelines of that many ranks.
         """
         return self._sizes(world_size)[0]
+
+    def num_sharing(self, num_replicas: int) -> int:
+        """Return how many replicas share out what an optimizer keeps; 1: each has all of it."""
+        return num_replicas if self.sharding == "optimizer" else 1
 
     def _sizes(self, world_size: int) -> tuple[int, int]:
         """Return replicas, and ranks of each."""

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.buckets import in_buckets
 from lightning_pipeoffload.runtime.replicas import Replicas
-
-_MOST_BYTES = 25 << 20
-_ALONE = 1 << 20  # a larger gradient is summed where it is, not copied into a bucket
 
 
 class GradientReduction:
@@ -100,7 +98,7 @@ class GradientReduction:
                 f"freeze and unfreeze alike on all ranks"
             )
         tensors = {name: self._tensors[name] for name in order}
-        return [_Bucket(part, tensors) for part in _parts(tensors)]
+        return [_Bucket(part, tensors) for part in in_buckets(tensors)]
 
     def abandon(self) -> None:
         """Forget what was under way, after an error."""
@@ -185,22 +183,3 @@ class _Bucket:
 
 def _nothing() -> None:
     pass
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Put what is small together, in order; of one dtype."""
-    part: list[str] = []
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        is_alone = tensor.nbytes >= _ALONE
-        fits = part and tensors[part[0]].dtype == tensor.dtype
-        if part and (is_alone or not fits or num_bytes + tensor.nbytes > _MOST_BYTES):
-            yield part
-            part, num_bytes = [], 0
-        part.append(name)
-        num_bytes += tensor.nbytes
-        if is_alone:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part

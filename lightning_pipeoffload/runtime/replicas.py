@@ -24,6 +24,7 @@ class Replicas:
 
     Attributes:
         num: How many replicas there are.
+        own: Which of them this process is of.
         group: Their process group, for what hooks and steps ask for; None where there is one.
     """
 
@@ -31,8 +32,9 @@ class Replicas:
 
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
+        self.own = mesh.replica
+        self._ranks = mesh.counterparts
         self._mesh = mesh
-        self._source = mesh.counterparts[0]
 
     def connect(self) -> None:
         """Make the groups, on all ranks; again: forget what was under way."""
@@ -47,11 +49,27 @@ class Replicas:
 
         On an accelerator its stream waits, not the host.
         """
-        return _waiting(dist.all_reduce(tensor, group=self._sums, async_op=True))
+        work = dist.all_reduce(tensor, group=self._sums, async_op=True)
+        return _waiting(work, "summing gradients")
+
+    def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
+        """Start to copy what a contiguous tensor is on one replica to all of them, in place.
+
+        Args:
+            tensor: The tensor.
+            source: That replica.
+
+        Returns:
+            A function that waits for it; on an accelerator its stream waits, not the host.
+        """
+        data = as_bytes(tensor)
+        work = dist.broadcast(data, self._ranks[source], group=self.group, async_op=True)
+        return _waiting(work, "weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:
         """Start to set, in place, those of some flags on the host that any replica has set."""
-        return _waiting(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host, async_op=True))
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host, async_op=True)
+        return _waiting(work, "summing gradients")
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all replicas, in their order."""
@@ -68,8 +86,17 @@ class Replicas:
             return obj
         box = [obj]
         with blaming_peers("lost a replica in a broadcast"):
-            dist.broadcast_object_list(box, self._source, group=self._host)
+            dist.broadcast_object_list(box, self._ranks[0], group=self._host)
         return box[0]
+
+    def send(self, tensor: Tensor, replica: int) -> None:
+        """Send a tensor on the host to another replica, which waits for it."""
+        data = as_bytes(tensor.contiguous())
+        dist.send(data, self._ranks[replica], group=self._host)
+
+    def receive(self, room: Tensor, replica: int) -> None:
+        """Fill a contiguous tensor on the host with what another replica sends."""
+        dist.recv(as_bytes(room), self._ranks[replica], group=self._host)
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
@@ -77,13 +104,13 @@ class Replicas:
         for tensor in tensors if self.num > 1 else ():
             data = tensor.detach().clone(memory_format=torch.contiguous_format)
             with blaming_peers("lost a replica while weights were sent"):
-                dist.broadcast(as_bytes(data), self._source, group=self.group)
+                dist.broadcast(as_bytes(data), self._ranks[0], group=self.group)
             tensor.detach().copy_(data)
 
 
-def _waiting(work: Any) -> Callable[[], None]:
+def _waiting(work: Any, what: str) -> Callable[[], None]:
     def wait() -> None:
-        with blaming_peers("lost a replica while summing gradients"):
+        with blaming_peers(f"lost a replica while {what}"):
             work.wait()
 
     return wait

@@ -215,8 +215,12 @@ def test_an_unknown_recompute_is_refused():
         PipelineSettings(recompute="some")
 
 
+def test_an_unknown_sharding_is_refused():
+    with pytest.raises(ValueError, match="sharding must be .*, not 'gradients'"):
+        PipelineSettings(sharding="gradients")
+
+
 DEFAULTS = {
-    "sharding": "none",
     "optimizer_sync": "auto",
     "compile": False,
     "solver_seconds": 60,
@@ -231,7 +235,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sharding", "optimizer"),
         ("optimizer_sync", "barrier"),
         ("compile", True),
         ("solver_seconds", 5.0),
