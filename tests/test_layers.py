@@ -39,6 +39,7 @@ LAYERS = (
     "runtime/replicas",
     "runtime/buckets",
     "runtime/gradient_reduction",
+    "runtime/saved_buffers",
     "runtime/executor",
     "runtime/in_process",
     "runtime/groups",

@@ -46,7 +46,6 @@ IMPORTED = {
     "lightning.fabric.utilities.distributed": [
         "_get_default_process_group_backend_for_device",
         "_init_dist_connection",
-        "_all_gather_ddp_if_available",
         "_sync_ddp_if_available",
     ],
     "lightning.pytorch.core.optimizer": ["_init_optimizers_and_lr_schedulers"],
@@ -106,6 +105,7 @@ USED = {
     "_results": TRAINER,
     "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
     "_forward_cache": MeanMetric(),
+    "_to_sync": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,
     "_optimizer_step_pre_hooks": OPTIMIZER,

@@ -40,6 +40,7 @@ from lightning_pipeoffload.runtime.microbatch import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.saved_buffers import SavedBuffers
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Schedule, simulate
@@ -203,6 +204,7 @@ class PipelineRun:
         """Let gradients be the means over the replicas, where there are several."""
         if self.reduction is not None:
             self.reduction.wait()
+            self._buffers.copy_first()
 
     def finish_plan(self) -> None:
         """Run the backwards that are left of batches that accumulate."""
@@ -329,6 +331,7 @@ class PipelineRun:
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
         self.reduction = self._make_reduction()
+        self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
         self._training.choose(accumulation, self.pipeline.costs)
         if self._group.reports:
             print_prediction(self.report())

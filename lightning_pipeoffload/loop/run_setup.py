@@ -201,6 +201,7 @@ class RunSetup(ModelInParts):
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = StepCalls(self._module, self._replica_seed)
+        self.group.replicas.in_probe = lambda: self._steps.is_probing
         self.backward_of_batch = BatchBackward(
             self._module, self.precision_plugin, self._run, self.group
         )

@@ -26,6 +26,7 @@ class StepCalls:
 
     Attributes:
         watching: A function that makes the context in which each call of a step that computes runs.
+        is_probing: Whether a step is looked at right now.
         end_step: A function that is called when a step has come to its end, which it does on the
             last stage.
     """
@@ -36,6 +37,7 @@ class StepCalls:
         self._capture = LogCapture(module)
         self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
         self.end_step: Callable[[], None] = lambda: None
+        self.is_probing = False
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         """Say what to run for one batch.
@@ -51,8 +53,12 @@ class StepCalls:
         def step(part: Any, call: StepCall) -> Any:
             capturing = self._capture.capturing(call.is_last, call.is_probe)
             watching = nullcontext() if call.is_probe else self.watching()
-            with self._loggers_quiet(call), _print_quiet(call), capturing, watching:
-                result = plain(part, *rest, **kwargs)
+            self.is_probing = call.is_probe
+            try:
+                with self._loggers_quiet(call), _print_quiet(call), capturing, watching:
+                    result = plain(part, *rest, **kwargs)
+            finally:
+                self.is_probing = False
             if not call.is_probe:
                 self.end_step()
             return result

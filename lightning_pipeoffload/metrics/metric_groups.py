@@ -48,6 +48,8 @@ class _Gather:
         self._replicas = replicas
 
     def __call__(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
+        if self._replicas.is_alone_with(state):
+            return [state] * self._replicas.num
         return gather_all_tensors(state, self._replicas.group if group is None else group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gather:

@@ -134,7 +134,8 @@ def _fresh(metric: Metric) -> Metric:
     for child in copy.modules():
         child.__dict__.pop("forward", None)
         if isinstance(child, Metric):
-            child.sync_on_compute = child.dist_sync_on_step  # as of the value of one call
+            # Private: what it has been made with decides, not ``sync_on_compute``.
+            child._to_sync = child.dist_sync_on_step  # as of the value of one call
     copy.reset()
     return copy
 

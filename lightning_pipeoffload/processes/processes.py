@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,  # private: as Lightning's own strategies
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
     _sync_ddp_if_available,  # private: as Lightning's own strategies
@@ -45,7 +44,6 @@ from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.schedule import Schedule
@@ -225,21 +223,21 @@ class PipelineProcesses(ParallelStrategy):
     ) -> Tensor:
         """Gather over the replicas: what this rank of each has, in their order.
 
-        Where there is one the tensor itself, as on one device. What has no value, in a step on a
-        rank that does not come to its end, stands for what has none either.
+        Where there is one the tensor itself, as on one device.
         """
         if self._group is None or self._group.num_replicas == 1:
             return tensor
-        if isinstance(tensor, ShapeOnly):
-            return torch.stack([tensor] * self._group.num_replicas)
-        return _all_gather_ddp_if_available(tensor, self._group.replicas.group, sync_grads)
+        return self._group.replicas.gather_tensor(tensor, differentiable=sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over the replicas what this rank of each has."""
         if self._group is None or self._group.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
-        return _sync_ddp_if_available(tensor, self._group.replicas.group, reduce_op)
+        if self._group.replicas.is_alone_with(tensor):
+            return tensor
+        # A copy: it sums in place, where what a step has logged may be.
+        return _sync_ddp_if_available(tensor.clone(), self._group.replicas.group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 _Value = TypeVar("_Value")
@@ -26,6 +27,7 @@ class Replicas:
         num: How many replicas there are.
         own: Which of them this process is of.
         group: Their process group, for what hooks and steps ask for; None where there is one.
+        in_probe: A function that says whether a step is only looked at, by this rank for itself.
     """
 
     group: Any = None
@@ -33,6 +35,7 @@ class Replicas:
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
         self.own = mesh.replica
+        self.in_probe: Callable[[], bool] = lambda: False
         self._ranks = mesh.counterparts
         self._mesh = mesh
 
@@ -80,6 +83,26 @@ class Replicas:
             dist.all_gather_object(found, obj, group=self._host)
         return found
 
+    def gather_tensor(self, tensor: Tensor, differentiable: bool) -> Tensor:
+        """Stack the tensors of all replicas, in their order.
+
+        What has no value stands for what has none either, and so does what a probe has: replicas
+        look at steps when each of them has to.
+
+        Args:
+            tensor: This rank's; of the same shape on each replica.
+            differentiable: Whether gradients go back to the replica that each part is of.
+        """
+        tensor = tensor if differentiable else tensor.detach()
+        if self.is_alone_with(tensor):
+            return torch.stack([tensor] * self.num)
+        gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.own)
+        return gathered
+
+    def is_alone_with(self, tensor: Tensor) -> bool:
+        """Whether the other replicas do not come to where a tensor is."""
+        return isinstance(tensor, ShapeOnly) or self.in_probe()
+
     def first(self, obj: _Value) -> _Value:
         """Return the object that replica 0 has."""
         if self.num == 1:
@@ -106,6 +129,37 @@ class Replicas:
             with blaming_peers("lost a replica while weights were sent"):
                 dist.broadcast(as_bytes(data), self._ranks[0], group=self.group)
             tensor.detach().copy_(data)
+
+    @torch.no_grad()
+    def copy_first_together(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors, which are small, have their values on replica 0, in one message."""
+        aligned = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+        data = torch.cat([as_bytes(tensor.contiguous()) for tensor in aligned])
+        with blaming_peers("lost a replica while buffers were sent"):
+            dist.broadcast(data, self._ranks[0], group=self.group)
+        for tensor, part in zip(aligned, data.split([t.nbytes for t in aligned]), strict=True):
+            if self.own:
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+class _GatheredTensor(torch.autograd.Function):
+    """Tensors of all replicas; torch's own takes the ranks of a group for global ones."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any, own: int) -> Tensor:
+        ctx.group, ctx.own = group, own
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)]
+        parts += [torch.empty_like(parts[0]) for _ in range(dist.get_world_size(group) - 1)]
+        with blaming_peers("lost a replica in all_gather"):
+            dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        with blaming_peers("lost a replica in the backward of all_gather"):
+            dist.all_reduce(total, group=ctx.group)
+        return total[ctx.own], None, None
 
 
 def _waiting(work: Any, what: str) -> Callable[[], None]:
