@@ -95,6 +95,8 @@ USED = {
     "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
     "_should_check_val_fx": TRAINER.fit_loop.epoch_loop,
     "_logger_connector": TRAINER,
+    "_accelerator_connector": TRAINER,
+    "_layer_sync": TRAINER._accelerator_connector,
     "_signal_connector": TRAINER,
     "_sigterm_notifier_fn": TRAINER._signal_connector,
     "_slurm_sigusr_handler_fn": TRAINER._signal_connector,
