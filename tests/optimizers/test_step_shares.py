@@ -2,13 +2,113 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
+from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer
+from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
 from tests.support import replica_fits, shared_steps
+from tests.support.threaded_replicas import run_replicas
 
 SHARED = {"sharding": "optimizer"}
+
+
+SHAPES = [(33, 17), (100,), (5,), (), (64, 64), (3, 4, 5, 7), (1,), (8, 6, 5, 5)]
+FREED, UNUSED = 0, 5  # of these: frozen for one step, and without a gradient in the first
+
+
+class MakesNew(torch.optim.SGD):
+    """Gives parameters new memory in each step."""
+
+    def step(self, closure):
+        closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * (p.grad + group["weight_decay"] * p.data)
+
+
+def make_parameters(dtype):
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+    made[-1].data = made[-1].data.to(memory_format=torch.channels_last)
+    return made
+
+
+def step_often(parameters, optimizer):
+    """Take four steps; in between options change, a parameter is frozen, the state is loaded."""
+    generator = torch.Generator().manual_seed(1)
+    for index in range(4):
+        gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters]
+        parameters[FREED].requires_grad_(index != 2)
+
+        def closure(index=index, gradients=gradients):
+            for place, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                is_used = p.requires_grad and (place != UNUSED or index)
+                p.grad = gradient if is_used else None
+            return torch.zeros(())
+
+        optimizer.step(closure)
+        optimizer.param_groups[1]["lr"] *= 0.5
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+
+
+def make_optimizer(parameters, kind, options):
+    groups = [{"params": parameters[:4], "weight_decay": 0.1}, {"params": parameters[4:]}]
+    return kind(groups, **{"lr": 0.1, **options})
+
+
+def step_as_replica(kind, options, dtype, cuts, group):
+    parameters = make_parameters(dtype)
+    optimizer = make_optimizer(parameters, kind, options)
+    shares = StepShares(group, cuts)
+    NarrowedOptimizer(optimizer, GradientAge()).share_out(shares)
+    step_often(parameters, optimizer)
+    return parameters, optimizer.state, shares
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind", "options", "dtype", "cuts"),
+    [
+        (2, torch.optim.AdamW, {}, torch.float32, True),
+        (3, torch.optim.AdamW, {"fused": True, "amsgrad": True}, torch.float64, True),
+        (2, torch.optim.SGD, {"momentum": 0.9, "foreach": True}, torch.bfloat16, True),
+        (5, torch.optim.Adagrad, {}, torch.float32, True),  # has a state before its first step
+        (2, torch.optim.Adafactor, {}, torch.float32, False),
+        (3, MakesNew, {}, torch.float32, True),
+    ],
+)
+def test_weights_and_states_are_the_same_to_the_bit(replicas, kind, options, dtype, cuts):
+    expected = make_parameters(dtype)
+    whole = make_optimizer(expected, kind, options)
+    step_often(expected, whole)
+    for parameters, state, shares in run_replicas(
+        replicas, partial(step_as_replica, kind, options, dtype, cuts)
+    ):
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
+        for own, plain in zip(parameters, expected, strict=True):
+            part = shares.own_state(own, whole.state[plain]) if plain in whole.state else None
+            torch.testing.assert_close(state.get(own), part, rtol=0, atol=0)
+
+
+def test_a_state_that_another_fit_has_shared_out_is_refused():
+    def share_anew(group):
+        parameters = make_parameters(torch.float32)
+        optimizer = make_optimizer(parameters, torch.optim.AdamW, {})
+        narrowed = NarrowedOptimizer(optimizer, GradientAge())
+        narrowed.share_out(StepShares(group, cuts=True))
+        step_often(parameters, optimizer)
+        narrowed.share_out(StepShares(group, cuts=True))  # over as many replicas: goes on
+        with pytest.raises(RuntimeError, match="AdamW keeps is shared out over 2 replicas"):
+            narrowed.share_out(None)
+
+    run_replicas(2, share_anew)
 
 
 def run(ranks, replicas, num_ranks, module, *fits_in_turn):
@@ -68,3 +168,19 @@ def test_a_fit_goes_on_in_either_form_with_the_step_shared_out_or_not(ranks, tmp
         shared, whole, *_ = each["numbers"]
         for figure in ("kept", "estimated"):
             assert shared[figure] == pytest.approx(whole[figure] / 2, rel=0.05)
+
+
+def test_infinities_skip_the_step_of_every_replica(ranks, tmp_path):
+    shared, whole = (str(tmp_path / f"{name}.ckpt") for name in ("shared", "whole"))
+    options = {"scaled": True, "steps": 4}
+    ranks(2).run(
+        shared_steps.train,
+        2,
+        1,
+        {"infinite_at": 2},
+        [{**SHARED, **options, "save": shared}, {**options, "save": whole}],
+    )
+    found, expected = (torch.load(path, weights_only=False) for path in (shared, whole))
+    assert {state["step"].item() for state in found["optimizer_states"][0]["state"].values()} == {3}
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)

@@ -273,6 +273,30 @@ def test_what_needs_whole_tensors_is_found(make):
     assert try_optimizer(make(), CPU) == BY_TENSOR
 
 
+class NormedRows(SGD):
+    """Its halves take the tensor's steps where they are rows, and not where they are laid out."""
+
+    def step(self, closure):
+        closure()
+        for p in all_members(self):
+            p.grad.div_(p.grad.norm(dim=-1, keepdim=True))
+        super().step()
+
+
+class Blockwise(SGD):
+    """Keeps a number for each 256 elements, as optimizers of eight bits do."""
+
+    def step(self, closure):
+        super().step(closure)
+        for p in all_members(self):
+            self.state[p]["largest"] = p.detach().reshape(-1, 256).abs().amax(1)
+
+
+@pytest.mark.parametrize("kind", [NormedRows, Blockwise])
+def test_what_works_on_halves_only_if_they_are_rows_or_blocks_needs_whole_tensors(kind):
+    assert try_optimizer(kind(parameters(), lr=0.1), CPU) == BY_TENSOR
+
+
 class Trained(SGD):
     """As a schedule-free one: it has weights to train, and others to evaluate."""
 
@@ -434,6 +458,25 @@ def test_a_refusal_is_one_line_that_names_class_cause_and_remedy():
     with pytest.raises(ValueError, match="^Forgetful cannot be tried on small tensors .*AdamW, or"):
         refuse_optimizer(Forgetful(parameters(), 0.1), CPU, num_ranks=2)
     refuse_optimizer(AdamW(parameters()), CPU, num_ranks=2)
+
+
+class Evaluated(Trained):
+    def eval(self):
+        self.is_training = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ClipsAll, "^ClipsAll computes over all .* the 4 replicas has a part .*sharding=.none.$"),
+        (Evaluated, "^Evaluated makes weights for evaluation of .* the 4 replicas .*sharding="),
+    ],
+)
+def test_what_replicas_cannot_share_out_is_refused(kind, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_optimizer(kind(parameters(), lr=0.1), CPU, num_ranks=1, num_sharing=4)
+    if kind is Evaluated:
+        refuse_optimizer(kind(parameters(), lr=0.1), CPU, num_ranks=2)
 
 
 class OneOptimizer(fits.Net):

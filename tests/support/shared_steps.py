@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,9 +26,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 class Net(replica_fits.Net):
     """With an optimizer by its name, of two groups."""
 
-    def __init__(self, optimizer: str = "adamw", **options: Any) -> None:
+    def __init__(self, optimizer: str = "adamw", infinite_at: int = -1, **options: Any) -> None:
         super().__init__(**options)
         self.kind = optimizer
+        self.infinite_at = infinite_at
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == self.infinite_at else loss
 
     def configure_optimizers(self) -> dict[str, Any]:
         members = list(self.named_parameters())
@@ -55,7 +61,8 @@ def train(
         num_ranks: Ranks of each.
         module: Arguments of the module.
         fits_in_turn: The strategy's options of each fit; but ``steps``, the step to which it
-            trains, ``save``, a path to save to, and ``resume``, one to go on with.
+            trains, ``scaled`` for 16-mixed, ``save``, a path to save to, and ``resume``, one to go
+            on with.
     """
     batches = replica_fits.Batches()
     numbers = []
@@ -64,6 +71,9 @@ def train(
         given = dict(options)
         steps, save, resume = given.pop("steps", 5), given.pop("save"), given.pop("resume", None)
         trainer_options = {"gradient_clip_val": 0.5, **given.pop("trainer", {})}
+        if given.pop("scaled", False):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            trainer_options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
         strategy = PipeOffloadStrategy(
             **{"num_microbatches": 4, "data_parallel_size": num_replicas, **given}
         )
