@@ -62,6 +62,7 @@ CASES = {
     "folder": (False, (8, 3), {"save_distributed_checkpoint": True}),
     "accumulated": (False, (4, 7), {"accumulate_grad_batches": 2}),
     "the last validation": (True, (NUM_STEPS, NUM_STEPS), {}),
+    "replicas": (False, (4, 2), {"data_parallel_size": 2}),
 }
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support import replica_metrics
+from tests.support import replica_fits, replica_metrics
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +35,14 @@ def test_it_is_what_ddp_has(ranks, expected, num_ranks, schedule):
         assert state.keys() == expected[0]["state"].keys()
         for name, value in expected[0]["state"].items():
             torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("num_ranks", "stopping"), [(1, 1), (2, 3)])
+def test_replicas_decide_alike_by_what_each_logs_for_itself(ranks, tmp_path, num_ranks, stopping):
+    train = partial(replica_fits.train, callbacks=[replica_fits.Decides(stopping, 2)])
+    found = ranks(2 * num_ranks).run(train, 2, num_ranks, str(tmp_path / "trained.ckpt"))
+    one, other = found[:num_ranks], found[num_ranks:]
+    assert one[0]["tokens"] != other[0]["tokens"]
+    assert {len(each["tokens"]) for each in found} == {3}  # one more: all hear of it there
+    assert [each["weights"] for each in one] == [each["weights"] for each in other]
+    assert len({str(each["rates"]) for each in found}) == 1

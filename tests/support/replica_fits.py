@@ -49,10 +49,35 @@ class Batches(Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
+class SaveAfter(Callback):
+    """Saves a checkpoint when so many steps are done."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class Decides(Callback):
+    """Multiplies the learning rate by what is logged; one rank stops after so many steps."""
+
+    def __init__(self, rank: int, num_steps: int) -> None:
+        self.rank, self.num_steps = rank, num_steps
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= float(trainer.callback_metrics["train_loss"])
+        if trainer.global_rank == self.rank and trainer.global_step == self.num_steps:
+            trainer.should_stop = True
+
+
 def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[str, Any]:
     """Train for some batches of eight samples on each replica; saves what was trained to a file."""
     L.seed_everything(7, workers=True, verbose=False)
     module = Net(**options.pop("module", {}))
+    callbacks, ckpt_path = options.pop("callbacks", []), options.pop("ckpt_path", None)
     trainer_options = {"max_steps": 5, "gradient_clip_val": 0.5, **options.pop("trainer", {})}
     strategy = PipeOffloadStrategy(
         **{"num_microbatches": 4, "data_parallel_size": num_replicas, **options}
@@ -62,15 +87,23 @@ def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[
         **fits.SILENT,
         devices=num_replicas * num_ranks,
         strategy=strategy,
-        callbacks=[batches],
+        callbacks=[batches, *callbacks],
         max_epochs=-1,
         enable_checkpointing=False,
         **trainer_options,
     )
-    trainer.fit(module, DataLoader(samples(), 8, collate_fn=fits.collate))
+    loader = DataLoader(samples(), 8, shuffle=bool(callbacks or ckpt_path), collate_fn=fits.collate)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     trainer.save_checkpoint(path)
     group = strategy.group
-    return {"replica": group.replica, "tokens": batches.tokens, "losses": batches.losses}
+    state = strategy.lightning_module_state_dict()
+    return {
+        "replica": group.replica,
+        "tokens": batches.tokens,
+        "losses": batches.losses,
+        "weights": {n: t.tolist() for n, t in state.items() if type(t) is torch.Tensor},
+        "rates": [each["lr"] for each in trainer.optimizers[0].param_groups],
+    }
 
 
 def joined(found: list[dict[str, Any]]) -> list[list[int]]:
