@@ -31,6 +31,7 @@ from lightning_pipeoffload.processes.failure_cause import (
     Failure,
     describe,
     is_cut_off,
+    name_place,
     without_answer,
 )
 from lightning_pipeoffload.processes.failure_notes import FailureNotes
@@ -71,9 +72,11 @@ class FailureBoard:
     Attributes:
         also_look: Functions that are called with the store whenever this rank looks at it and
             nothing has failed; they return why the run is to end, if it is.
+        place_of: A function that says where in the pipelines a global rank is; empty: nowhere.
     """
 
     also_look: Sequence[Callable[[Store], str | None]] = ()
+    place_of: Callable[[int], str] = staticmethod(lambda global_rank: "")
 
     def __init__(
         self,
@@ -335,7 +338,8 @@ class FailureBoard:
         quietly = quietly or (failure.is_interrupt and self._global_rank != 0)
         with self._lock:
             if not quietly:
-                say(f"{self._name} stops because of {failure.cause}")
+                cause = name_place(failure, self.place_of)
+                say(f"{self._name} stops because of {cause}")
             try:
                 if failure != _RANK_ZERO_GONE:
                     self._say_seen()

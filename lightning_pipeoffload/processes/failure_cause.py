@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -15,6 +16,8 @@ from lightning_pipeoffload.schedule import ScheduleError
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
 SIGINT_STATUS = 128 + signal.SIGINT
 REFUSED_STATUS = 2
+
+_SILENT = re.compile(r"global rank (\d+)(?=, which)")
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,15 @@ def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
     is_told = -status in (signal.SIGINT, signal.SIGTERM)
     cause = f"global rank {global_rank}, which was killed by {name}"
     return Failure(cause, 128 - status if is_told else 1, is_deaf=True)
+
+
+def name_place(failure: Failure, place_of: Callable[[int], str]) -> str:
+    """Return the cause of a failure; who could not tell it has its place behind the name.
+
+    Args:
+        failure: Why a run has failed.
+        place_of: A function that says where a global rank is.
+    """
+    found = _SILENT.match(failure.cause) if failure.is_deaf else None
+    place = place_of(int(found[1])) if found is not None else ""
+    return _SILENT.sub(rf"\g<0> ({place})", failure.cause, count=1) if place else failure.cause

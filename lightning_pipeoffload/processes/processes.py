@@ -197,6 +197,7 @@ class PipelineProcesses(ParallelStrategy):
             connect_store(run, self._timeout), self.global_rank, group.global_ranks, patience
         )
         assert self._board is not None
+        self._board.place_of = group.place_of
         self._board.connect(connect_store(run, self._timeout))
 
     def agree_on_randomness(self) -> None:

@@ -90,6 +90,15 @@ class RankMesh:
         """Return the replica of a process."""
         return next(n for n, row in enumerate(self._table) if global_rank in row)
 
+    def place_of(self, global_rank: int) -> str:
+        """Say where a process is, "replica 1, stage 3"; nothing where there is one replica."""
+        if self.num_replicas == 1:
+            return ""
+        replica = self.replica_of(global_rank)
+        rank = self._table[replica].index(global_rank)
+        stages = [str(s) for s, holder in enumerate(self.stage_ranks) if holder == rank]
+        return f"replica {replica}, stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+
     @property
     def counterparts(self) -> list[int]:
         """The global ranks that are this rank of each replica."""

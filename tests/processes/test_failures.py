@@ -281,3 +281,12 @@ def test_a_rank_of_a_replica_that_fails_is_named_with_its_replica():
     assert run.lines[0] == f"[pipeoffload] global rank 3 failed in {place}"
     cause = f": RuntimeError: on purpose (in {place})"
     assert sorted(run.lines[1:]) == [because(3, cause, other) for other in (0, 1, 2)]
+
+
+def test_a_rank_of_a_replica_that_is_killed_is_named_with_its_replica():
+    run = run_failing(
+        "--devices", "4", "--replicas", "2", "--hook", "backward", "--act", "kill", "--rank", "3"
+    )
+    assert run.status != 0
+    cause = " (replica 1, stage 0), which was killed by SIGKILL"
+    assert sorted(run.lines) == [because(3, cause, other) for other in (0, 1, 2)]
