@@ -134,6 +134,8 @@ class NarrowedOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         step, *given = args
+        if self.shares is not None:
+            self.shares.start_step()
         self._narrow(self.shares)
         return (
             (step, *map(self._among_whole, given)),

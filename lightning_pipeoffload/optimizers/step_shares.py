@@ -106,6 +106,10 @@ class StepShares:
         found: Mapping[str, Any] = map_operands(cut, state)
         return found
 
+    def start_step(self) -> None:
+        """Forget what a step before was of, which may have ended in an error."""
+        self._stepping.clear()
+
     def lend(
         self, parameters: Sequence[Tensor], state: MutableMapping[Tensor, Any]
     ) -> list[Tensor]:
@@ -157,7 +161,6 @@ class StepShares:
         ]
         for copy in copies:
             copy.end()
-        self._stepping.clear()
 
     def _values_by_bucket(self, replica: int) -> Iterable[list[Tensor]]:
         values = [

@@ -97,6 +97,25 @@ def test_weights_and_states_are_the_same_to_the_bit(replicas, kind, options, dty
             torch.testing.assert_close(state.get(own), part, rtol=0, atol=0)
 
 
+def test_after_an_error_in_a_step_the_next_one_is_whole():
+    def step_again(group):
+        parameters = make_parameters(torch.float32)
+        optimizer = make_optimizer(parameters, torch.optim.AdamW, {})
+        NarrowedOptimizer(optimizer, GradientAge()).share_out(StepShares(group, cuts=True))
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "fast"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = rate
+        optimizer.step()
+        assert {*map(id, optimizer.state)} <= {*map(id, parameters)}
+        return parameters
+
+    first, second = run_replicas(2, step_again)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_a_state_that_another_fit_has_shared_out_is_refused():
     def share_anew(group):
         parameters = make_parameters(torch.float32)

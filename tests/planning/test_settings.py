@@ -220,6 +220,14 @@ def test_an_unknown_sharding_is_refused():
         PipelineSettings(sharding="gradients")
 
 
+@pytest.mark.parametrize(
+    ("sharding", "num_replicas", "num_sharing"),
+    [("none", 4, 1), ("optimizer", 4, 4), ("optimizer", 1, 1)],
+)
+def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_sharing):
+    assert PipelineSettings(sharding=sharding).num_sharing(num_replicas) == num_sharing
+
+
 DEFAULTS = {
     "optimizer_sync": "auto",
     "compile": False,
