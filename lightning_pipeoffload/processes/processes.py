@@ -17,18 +17,16 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
-    _sync_ddp_if_available,  # private: as Lightning's own strategies
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.processes.between_runs import BetweenRuns
+from lightning_pipeoffload.processes.collectives import Collectives
 from lightning_pipeoffload.processes.data_parallel import forget_replica, tell_replica
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.failure_cause import (
@@ -45,23 +43,20 @@ from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.transport import says_peer_lost
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.schedule import Schedule
 
 # Where a hook needs all ranks, and one is not on its way, nobody waits longer.
 _PATIENCE = timedelta(seconds=60)
 
 
-class PipelineProcesses(ParallelStrategy):
+class PipelineProcesses(Collectives):
     """Starts one process for each rank, lets them talk, and ends them together."""
 
     settings: PipelineSettings
     num_nodes = 1
     _process_group_backend: str | None = None
     _timeout: timedelta | None = default_pg_timeout
-    _group: PipelineGroup | None = None
     _board: FailureBoard | None = None
-    _has_failed = False
     _has_broken_off = False
     _metrics_store: Store | None = None
     _meeting: Meeting | None = None
@@ -70,17 +65,6 @@ class PipelineProcesses(ParallelStrategy):
     def place(self) -> str:
         """Where in the plan this rank is; empty between steps."""
         return ""
-
-    @property
-    def group(self) -> PipelineGroup:
-        """The pipeline's processes.
-
-        Raises:
-            RuntimeError: They are not connected yet.
-        """
-        if self._group is None:
-            raise RuntimeError("the pipeline's processes are not connected yet")
-        return self._group
 
     @property
     @override
@@ -204,76 +188,6 @@ class PipelineProcesses(ParallelStrategy):
         """Let every rank's global generators go on from where global rank 0's are."""
         replay = self.broadcast(RandomnessReplay())
         replay.restore()
-
-    # Before the first run there is nobody to wait for, as in Lightning's own strategies.
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._refuse_alone("barrier")
-        if self._group is not None:
-            self._group.world.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_alone("broadcast")
-        return obj if self._group is None else self._group.world.broadcast(obj, src)
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """Gather over the replicas: what this rank of each has, in their order.
-
-        Where there is one the tensor itself, as on one device.
-        """
-        if self._group is None or self._group.num_replicas == 1:
-            return tensor
-        return self._group.replicas.gather_tensor(tensor, differentiable=sync_grads)
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the replicas what this rank of each has."""
-        if self._group is None or self._group.num_replicas == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        if self._group.replicas.is_alone_with(tensor):
-            return tensor
-        # A copy: it sums in place, where what a step has logged may be.
-        return _sync_ddp_if_available(tensor.clone(), self._group.replicas.group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_alone("reduce_boolean_decision")
-        return decision if self._group is None else self._group.world.agree(decision, all)
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether the user's step is running right now."""
-        return False
-
-    @property
-    def left_hook(self) -> str:
-        """Where the other ranks have left the hook that is running; empty if they have not."""
-        return ""
-
-    def _refuse_alone(self, name: str) -> None:
-        """Refuse what needs all ranks where the others do not come to it."""
-        if self._has_failed:
-            raise RuntimeError(
-                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
-                f"be saved on an exception; save every so many steps"
-            )
-        if self.is_in_step:
-            raise RuntimeError(
-                f"{name}() inside a step would wait for ever: the other ranks have left the step, "
-                f"or are not there yet{in_brackets(calling_line())}; call it in a hook such as "
-                f"on_train_batch_end"
-            )
-        if self.left_hook:
-            raise RuntimeError(
-                f"{name}() would wait for ever: the ranks without the last stage have left "
-                f"{self.left_hook}, which its step has written; call it before that, or in another "
-                f"hook"
-            )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
