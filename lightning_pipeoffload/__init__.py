@@ -7,6 +7,7 @@ schedule, ``"pipeoffload_zb_h1"`` for instance.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
+from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
 from lightning_pipeoffload.processes.data_parallel import (
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MemoryPicture",
     "PipeOffloadStrategy",
+    "PipelineMonitor",
     "data_parallel_rank",
     "data_parallel_size",
     "defer_weight_grad",

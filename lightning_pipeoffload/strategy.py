@@ -21,9 +21,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_pipeoffload.loop.step_hooks import StepHooks
+from lightning_pipeoffload.metrics.rank_figures import RankFigures
 from lightning_pipeoffload.planning.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
@@ -181,6 +183,23 @@ class PipeOffloadStrategy(StepHooks):
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
         return self.run.report(live_bytes)
+
+    def share_figures(self, name: str) -> RankFigures:
+        """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0.
+
+        Args:
+            name: What they are called, the same on every rank and once in a fit.
+        """
+        ranks = sorted({*self.group.first_replica, *self.group.roots})
+        store = self._metrics_store
+        alone = HashStore()
+        return RankFigures(
+            lambda: alone if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
+            f"figures/{name}",
+            self.global_rank,
+            ranks,
+            self._fail_elsewhere,
+        )
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the value of a parameter, a buffer or a gradient, on whatever rank it is.

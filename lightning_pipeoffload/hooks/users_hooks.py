@@ -1,7 +1,7 @@
 """Which hooks of a module and of a trainer's callbacks are the user's own.
 
-What Lightning ships with is known to do on every rank what it does on one; a user's hook may look
-at gradients of which some are still to come, or at what is on another rank.
+What Lightning and this package ship with is known to do on every rank what it does on one; a user's
+hook may look at gradients of which some are still to come, or at what is on another rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+# Of this package what the user is given to train are demos, which are as a user's own.
+_KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")
 _BETWEEN_BATCHES = (
     "on_train_batch_start",
     "on_before_backward",
@@ -25,7 +27,7 @@ def owners_of_hooks(trainer: Trainer) -> list[Any]:
 
 def is_users_hook(owner: object, hook: str) -> bool:
     """Whether the user has written what ``owner`` does at a hook, in a class or on the instance."""
-    return not getattr(getattr(owner, hook), "__module__", "").startswith("lightning.")
+    return not getattr(getattr(owner, hook), "__module__", "").startswith(_KNOWN)
 
 
 def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:

@@ -26,12 +26,14 @@ class Look:
         scale: Pixels per second.
         highest: The memory that the tallest curve stands for; None: the picture's own.
         unit: What the axis of time is counted in.
+        explained: What the legend explains beside the colours of actions.
     """
 
     window: Window
     scale: float
     highest: float | None = None
     unit: str = "s"
+    explained: tuple[LegendEntry, ...] = ()
 
     @classmethod
     def of(
@@ -77,7 +79,7 @@ class Canvas:
         # FREE takes no time: it has no cell, so its colour would explain nothing.
         kinds = {event.action.kind for event in timeline.events if event.end > event.start}
         entries = entries_for(kinds, max((count for _, count in chunks.values()), default=1))
-        legend = arrange(entries, width - LEFT - MARGIN)
+        legend = arrange([*entries, *look.explained], width - LEFT - MARGIN)
         canvas = cls(Drawing(width, 0.0), timeline, look, narrow_lanes, chunks, legend)
         canvas.drawing.height = canvas.top(timeline.num_ranks) + LINE + MARGIN
         return canvas

@@ -34,7 +34,13 @@ MEMORY_COLOR, MEMORY_OUTLINE = "#d8dce6", "#5c6784"
 SMALLEST_FONT = 6.0
 
 
-def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None = None) -> Drawing:
+def picture(
+    timeline: Timeline,
+    costs: Costs,
+    title: str = "",
+    look: Look | None = None,
+    curves: Sequence[Curve] | None = None,
+) -> Drawing:
     """Draw when each rank computes and copies what, and how much memory it has in use.
 
     The width follows from the number of actions, up to 4000 pixels and the margins; numbers that
@@ -45,6 +51,7 @@ def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None
         costs: The memory of stages, for the memory curve.
         title: The line above the picture.
         look: The part to show, and its scales; None: all, by scales of its own.
+        curves: The memory curve of each rank; None: as the costs say.
     """
     canvas = Canvas.of(timeline, look)
     canvas.drawing.write(LEFT, MARGIN + LINE / 2, title)
@@ -53,7 +60,7 @@ def picture(timeline: Timeline, costs: Costs, title: str = "", look: Look | None
         _draw_empty_row(canvas, rank)
     for event in filter(canvas.look.window.shows, timeline.events):
         _draw_event(canvas, event)
-    curves = memory_curves(timeline, costs)
+    curves = memory_curves(timeline, costs) if curves is None else curves
     highest = canvas.look.highest or max((m for curve in curves for _, m in curve), default=0.0)
     for rank, curve in enumerate(curves):
         _draw_memory(canvas, rank, curve, highest)

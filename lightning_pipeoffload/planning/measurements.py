@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_pipeoffload.pictures.measured_step import MeasuredStep, join_ranks
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.memory_limit import device_limit
+from lightning_pipeoffload.planning.rank_step import times_of
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.measure.clocks import compare_clocks
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.hop_speed import measure_hops
 from lightning_pipeoffload.runtime.measure.measured_costs import (
@@ -19,7 +22,7 @@ from lightning_pipeoffload.runtime.measure.measured_costs import (
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule
 
 # The first one allocates and warms caches; medians of three leave it out.
@@ -52,17 +55,39 @@ class Measurements:
         """Whether the first steps have just been measured, by which to plan those that follow."""
         return self._executor.timer.num_steps == _STEPS_TO_MEASURE
 
-    def gather_costs(self, schedule: Schedule) -> Costs:
+    def gather_costs(self, schedule: Schedule, may_copy: bool = True) -> Costs:
         """Return what the stages of all ranks cost, the hops between them and copies included.
 
         All ranks call it, between two steps.
 
         Args:
             schedule: Which rank has which stage.
+            may_copy: Whether to measure copies too.
         """
         self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
-        costs = join_costs(self._group.gather(self._costs(may_copy=True)))
+        costs = join_costs(self._group.gather(self._costs(may_copy)))
         return self._group.replicas.first(costs)  # that all replicas run one plan
+
+    def gather_step(self, step: TimedStep) -> tuple[MeasuredStep, float] | None:
+        """Bring together what each rank did when in a step; all ranks call it at its end.
+
+        They wait for each other, and for their accelerators.
+
+        Args:
+            step: The last step of this rank.
+
+        Returns:
+            On the root the step, with times of its clock, and the seconds by which these may err;
+            None elsewhere.
+        """
+        offsets = compare_clocks(self._group)
+        read, error = self._executor.timer.clock.to_host()
+        ranks = self._group.gather((times_of(step, self._executor.memory.ledger, read), error))
+        if offsets is None:
+            return None
+        pairs = list(zip(ranks, offsets, strict=True))
+        measured = join_ranks([times.earlier_by(offset.seconds) for (times, _), offset in pairs])
+        return measured, max(own + offset.error for (_, own), offset in pairs)
 
     def gather_limits(self, keeps_device_limit: bool) -> MachineLimits:
         """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.

@@ -127,6 +127,20 @@ def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumul
     _tell(note)
 
 
+def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
+    """Say where the timeline of a step is, and how far its ranks' times are to be trusted.
+
+    Args:
+        step: The number of the step.
+        paths: The files that show it.
+        error: Seconds by which times of two ranks may be apart.
+    """
+    _tell(
+        f"The timeline of step {step} is in {', '.join(paths)}; the ranks' clocks are compared to "
+        f"±{1e6 * error:.0f} µs."
+    )
+
+
 def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
     """Say what is offloaded from now on, and what is not and why.
 

@@ -98,6 +98,11 @@ class Executor:
         return [self._results[index] for index in sorted(self._results)]
 
     @property
+    def plan(self) -> Schedule:
+        """The plan of the last step."""
+        return self._plan
+
+    @property
     def last_microbatch(self) -> Microbatch:
         """A microbatch of the last step."""
         return next(iter(self._microbatches.values()))
@@ -270,7 +275,7 @@ class Executor:
         microbatches = [self._microbatches[action.microbatch] for action in actions]
         self.timer.start()
         self.stages[first.stage].last_weights(microbatches, self.reduction)
-        self.timer.record(first, len(actions))
+        self.timer.record(*actions)
         for action in actions:
             self.memory.record(action)
         self._regrouped.update(others)

@@ -110,6 +110,16 @@ class RankMesh:
         return self.global_ranks[self.stage_ranks[-1]]
 
     @property
+    def first_replica(self) -> list[int]:
+        """The global rank of each rank of replica 0."""
+        return self._table[0]
+
+    @property
+    def roots(self) -> list[int]:
+        """The root of each replica."""
+        return [row[self.stage_ranks[-1]] for row in self._table]
+
+    @property
     def is_root(self) -> bool:
         """Whether this process has the last stage."""
         return self.global_rank == self.root

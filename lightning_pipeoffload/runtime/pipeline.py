@@ -84,6 +84,7 @@ class Pipeline:
         gradient_age: The age of the gradients of what other ranks own.
         trained_digest: A number that tells apart which parameters train.
         drawn: The generators that all stages draw from.
+        batch_flops: Operations that training takes for the last batch that was cut, of all stages.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -102,6 +103,7 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
+        self.batch_flops = 0
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
@@ -168,11 +170,13 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
+        self.batch_flops = 0
         slices = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
             probe = self.probes.find(kind, part, step, self._take_in, own_seed)
+            self.batch_flops += probe.training_flops
             run: Callable[[StepCall], Any] = partial(step, part)
             if probe.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,14 @@ class HostClock:
         """Return the seconds between two moments."""
         return end - start
 
+    def has_passed(self, moment: float) -> bool:
+        """Whether a moment can be read without waiting."""
+        return True
+
+    def to_host(self) -> HostTimes:
+        """Return what reads moments as the host's time."""
+        return HostTimes(lambda moment: moment, 0.0)
+
 
 class DeviceClock:
     """Moments in the accelerator's current stream; read only when someone asks."""
@@ -53,21 +61,46 @@ class DeviceClock:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
+    def has_passed(self, moment: torch.Event) -> bool:
+        """Whether a moment can be read without waiting."""
+        return moment.query()
 
-@dataclass
-class _Step:
+    def to_host(self) -> HostTimes:
+        """Return what reads moments as the host's time; waits for the accelerator."""
+        torch.accelerator.synchronize()  # so that the mark does not queue behind anything
+        before = time.perf_counter()
+        mark = self.now()
+        mark.synchronize()
+        after = time.perf_counter()
+        middle = (before + after) / 2
+        return HostTimes(lambda moment: middle - self.seconds(moment, mark), (after - before) / 2)
+
+
+class HostTimes(NamedTuple):
+    """Moments as the host's time.
+
+    Attributes:
+        read: Returns the host's ``time.perf_counter()`` at a moment.
+        error: Seconds by which that may err.
+    """
+
+    read: Callable[[Any], float]
+    error: float
+
+
+@dataclass(eq=False)
+class TimedStep:
     """Moments of one step, of the clock that took them.
 
     Attributes:
         start: The start of the step.
         end: The end of the step.
-        actions: Kind and stage of each action, the spans in which it computed, and how many actions
-            shared these.
+        actions: Each action, the spans in which it computed, and how many actions shared these.
     """
 
     start: Any
     end: Any = None
-    actions: list[tuple[tuple[Kind, int], list[tuple[Any, Any]], int]] = field(default_factory=list)
+    actions: list[tuple[Action, list[tuple[Any, Any]], int]] = field(default_factory=list)
 
 
 class ActionTimer:
@@ -81,7 +114,7 @@ class ActionTimer:
         self._clock: HostClock | DeviceClock
         self._clock = HostClock() if device.type == "cpu" else DeviceClock()
         self._now: Callable[[], Any] = self._clock.now
-        self._steps: deque[_Step] = deque(maxlen=_NUM_KEPT_STEPS)
+        self._steps: deque[TimedStep] = deque(maxlen=_NUM_KEPT_STEPS)
 
     def start(self) -> None:
         """Mark the start of an action."""
@@ -96,20 +129,19 @@ class ActionTimer:
         """Go on measuring the action."""
         self._since = self._now()
 
-    def record(self, action: Action, num_actions: int = 1) -> None:
-        """Mark the end of ``action``, and keep its time.
+    def record(self, *actions: Action) -> None:
+        """Mark the end of an action, and keep its time.
 
         Args:
-            action: An action.
-            num_actions: How many of its kind and stage ran as one.
+            *actions: The action; several of one kind and stage where they ran as one.
         """
         self._spans.append((self._since, self._now()))
-        each = (action.kind, action.stage), self._spans, num_actions
-        self._step.actions.extend([each] * num_actions)
+        for action in actions:
+            self._step.actions.append((action, self._spans, len(actions)))
 
     def start_step(self) -> None:
         """Mark the start of a step."""
-        self._step = _Step(self._now())
+        self._step = TimedStep(self._now())
 
     def end_step(self) -> None:
         """Mark the end of a step."""
@@ -120,8 +152,8 @@ class ActionTimer:
         """Return the median of each kind of action and stage."""
         found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for step in self._steps:
-            for key, spans, num_actions in step.actions:
-                found[key].append(self._seconds(spans) / num_actions)
+            for action, spans, num_actions in step.actions:
+                found[action.kind, action.stage].append(self._seconds(spans) / num_actions)
         return {key: median(seconds) for key, seconds in found.items()}
 
     def step_seconds(self) -> float:
@@ -133,10 +165,7 @@ class ActionTimer:
 
         Each step's actions are set against its own period, so that the share is from 0 to 1.
         """
-        shares = [
-            1 - sum(self._seconds(spans) / n for _, spans, n in step.actions) / seconds
-            for step, seconds in self._periods()
-        ]
+        shares = [1 - self.busy_seconds(step) / seconds for step, seconds in self._periods()]
         return median(shares or [0.0])
 
     def between_share(self) -> float:
@@ -152,7 +181,30 @@ class ActionTimer:
         """Steps that were measured and are kept."""
         return len(self._steps)
 
-    def _periods(self) -> Iterator[tuple[_Step, float]]:
+    @property
+    def running(self) -> TimedStep:
+        """The step that was started last."""
+        return self._step
+
+    def ended_after(self, step: TimedStep | None) -> list[TimedStep]:
+        """Return the steps that have ended since one has; all that are kept if it is not."""
+        kept = [*self._steps]
+        return kept[kept.index(step) + 1 :] if step in kept else kept
+
+    def now(self) -> Any:
+        """Mark a moment, which this timer's clock can read."""
+        return self._now()
+
+    @property
+    def clock(self) -> HostClock | DeviceClock:
+        """What reads the moments of a step."""
+        return self._clock
+
+    def busy_seconds(self, step: TimedStep) -> float:
+        """Return the seconds of a step in which an action ran."""
+        return sum(self._seconds(spans) / shared_by for _, spans, shared_by in step.actions)
+
+    def _periods(self) -> Iterator[tuple[TimedStep, float]]:
         """Yield each step with the seconds until the next one starts; a lone one with its own."""
         if len(self._steps) == 1:
             yield self._steps[0], self._clock.seconds(self._steps[0].start, self._steps[0].end)

@@ -7,16 +7,18 @@ after the copy was started.
 from __future__ import annotations
 
 import sys
+from threading import current_thread, main_thread
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
 from lightning_pipeoffload.loop import pipeline_run
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.runtime import late_values
@@ -46,6 +48,11 @@ class Model(LightningModule):
 class Reading(Model):
     def on_train_batch_end(self, *args):
         float(self.blocks[0].weight.sum())
+
+
+class Silent(Model):
+    def log(self, *args, **kwargs):
+        """Do nothing: Lightning reads what it hands to a logger."""
 
 
 class SteadyBatches(Callback):
@@ -100,7 +107,8 @@ def steady(monkeypatch):
         copy.is_copy = True
 
         def wait():
-            steady.check_copy(started)
+            if current_thread() is main_thread():  # others are there to wait
+                steady.check_copy(started)
             return copy
 
         return wait
@@ -113,7 +121,7 @@ def steady(monkeypatch):
     return steady
 
 
-def fit(steady, *callbacks, module=Model, **options):
+def fit(steady, *callbacks, module=Model, logger=False, **options):
     torch.manual_seed(0)
     Trainer(
         devices=1,
@@ -121,7 +129,8 @@ def fit(steady, *callbacks, module=Model, **options):
         callbacks=[steady, *callbacks],
         max_epochs=1,
         enable_checkpointing=False,
-        **{**SILENT, "enable_progress_bar": bool(callbacks)},
+        log_every_n_steps=1,
+        **{**SILENT, "enable_progress_bar": bool(callbacks), "logger": logger},
     ).fit(module(), DataLoader(torch.randn(32, 4), batch_size=4))
 
 
@@ -133,6 +142,12 @@ def test_with_a_progress_bar_and_logged_means(steady, bar):
     assert len({*values}) == 8
     assert all(isinstance(value, float) for value in values[1:])
     assert steady.at_end["loss_epoch"] > 0
+
+
+def test_with_a_monitor(steady, tmp_path):
+    logger = CSVLogger(tmp_path, "", "")
+    fit(steady, PipelineMonitor(), module=Silent, logger=logger)
+    assert "pipeline/grad_norm" in (tmp_path / "metrics.csv").read_text()
 
 
 def test_with_weights_that_are_on_the_device(steady):

@@ -75,6 +75,30 @@ def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):
     assert timer.idle_share() == 0.25
 
 
+def test_steps_that_have_ended_since_one(run_step):
+    timer = run_step(0, 0, 1, 1, 2, 2, 3, 3)
+    [first] = timer.ended_after(None)
+    assert timer.ended_after(first) == []
+    run_step(4, 4, 5, 5, 6, 6, 7, 7)
+    run_step(8, 8, 9, 9, 10, 10, 11, 11)
+    second, third = timer.ended_after(first)
+    assert (second.start, third.start) == (4, 8)
+    assert timer.running is third
+    assert timer.busy_seconds(third) == 3
+
+
+def test_actions_that_ran_as_one_share_their_time(monkeypatch):
+    moments = iter([0, 1, 7, 8])
+    monkeypatch.setattr(timing, "HostClock", lambda: SetClock(moments))
+    timer = ActionTimer(torch.device("cpu"))
+    timer.start_step()
+    timer.start()
+    timer.record(*(Action(Kind.W, 0, microbatch) for microbatch in range(3)))
+    timer.end_step()
+    assert timer.action_seconds() == {(Kind.W, 0): 2}
+    assert timer.idle_share() == 1 - 6 / 8
+
+
 def test_an_accelerator_that_is_not_in_use_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(accelerator, "accelerator_module", lambda: torch.cuda)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -108,6 +108,7 @@ def _unite(into: Probe, other: Probe) -> None:
         into.imagined.setdefault(block, line)
     into.forward_flops = list(map(max, into.forward_flops, other.forward_flops))
     into.weight_flops = list(map(max, into.weight_flops, other.weight_flops))
+    into.training_flops = max(into.training_flops, other.training_flops)
     into.written |= other.written
     into.written_in_place |= other.written_in_place
     into.saved_and_written |= other.saved_and_written

@@ -157,6 +157,7 @@ class ProbePass:
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         if trains and not all(weights):
             self.result.weight_flops[self.segment] += flops
+        self.result.training_flops += flops * (1 + _num_gradients(trains, weights))
 
     def _imagine(self) -> Imagined | None:
         """Go on inside a block and behind them, where all values will be; not for ever."""
@@ -246,3 +247,10 @@ class BeginningPass(ProbePass):
             return super().call_block(index, call, arguments)
         self.arguments = shape_signature(arguments)
         raise BlockReached
+
+
+def _num_gradients(trains: bool, weights: list[bool]) -> int:
+    """Return how many products of the same size a backward has for one of the forward."""
+    if not torch.is_grad_enabled():
+        return 0
+    return 2 if trains or not any(weights) else 1

@@ -29,6 +29,7 @@ class Probe:
             its name.
         forward_flops: Floating-point operations of each segment's forward, for one microbatch.
         weight_flops: The part of them that has a weight gradient of as many operations.
+        training_flops: Operations of a forward and its backward of the whole step, nothing twice.
         written: Names of buffers that the step writes from values that every stage has.
         written_in_place: These buffers, and other tensors in the modules' attributes that the
             step writes in place.
@@ -57,6 +58,7 @@ class Probe:
     segments: dict[str, set[int]]
     forward_flops: list[int]
     weight_flops: list[int]
+    training_flops: int = 0
     written: set[str] = field(default_factory=set)
     written_in_place: set[Attribute] = field(default_factory=set)
     saved_and_written: set[Attribute] = field(default_factory=set)

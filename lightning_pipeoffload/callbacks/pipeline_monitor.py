@@ -1,0 +1,263 @@
+"""A callback that logs what steps take on every rank, and draws one beside its plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeoffload.callbacks.batch_counts import count_batch
+from lightning_pipeoffload.callbacks.logged_figures import figures_to_log
+from lightning_pipeoffload.callbacks.optimizer_step import OptimizerStep
+from lightning_pipeoffload.callbacks.timeline_files import DrawnStep, TimelineFiles
+from lightning_pipeoffload.metrics.rank_figures import RankFigures
+from lightning_pipeoffload.planning.report_text import print_timeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
+from lightning_pipeoffload.strategy import PipeOffloadStrategy
+
+__all__ = ["PipelineMonitor"]
+
+
+class PipelineMonitor(Callback):
+    """Logs figures of every ``log_every_n_steps``-th step, to all loggers, under ``pipeline/``.
+
+    Of the whole run: ``step_seconds``, ``period_seconds`` (from a step's start to the next one's,
+    less validation), ``bubble`` (the idle share of the period), ``samples_per_second``,
+    ``tokens_per_second``, ``model_flops_per_second`` and ``grad_norm`` (before clipping). Of each
+    rank, under ``rank_0/`` and so on in pipeline order: the first three, ``grad_norm`` of its own
+    part, ``peak_activation_bytes`` (so far) and ``offloaded_bytes`` (by the step's last plan). With
+    replicas, ranks are those of the first one, and what is per second counts all of them. Nobody
+    waits for any of it: a step's figures are logged some batches later, with that step's number.
+
+    The operations of a batch are the module's ``flops_per_batch``, as for Lightning's
+    ThroughputMonitor, or else the matrix products, convolutions and attention that the first look
+    at the step has counted, forward and backward, recomputation left out.
+
+    Args:
+        tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
+            that a batch's ``attention_mask`` lets through, or else the size of its ``input_ids``.
+        step: The step to draw, counted from 1; the ranks wait for each other once, at its end.
+            Where batches accumulate that have a plan each, its last batch is drawn.
+        timeline: The file or files to draw it to, beside its plan: ``.svg``, ``.png`` (needs
+            matplotlib), or ``.json``: a trace for https://ui.perfetto.dev.
+
+    Raises:
+        ValueError: A file ends otherwise, the step is none, or one of both is missing.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[Any], Any] | None = None,
+        step: int | None = None,
+        timeline: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
+    ) -> None:
+        self._files = TimelineFiles(timeline)
+        if (step is None) == bool(self._files.paths):
+            raise ValueError(
+                f"step ({step}) and timeline ({timeline}) of a PipelineMonitor belong together: "
+                f"which step to draw, and to which files"
+            )
+        if step is not None and (not isinstance(step, int) or step < 1):
+            raise ValueError(f"step ({step}) of a PipelineMonitor must be a whole number from 1 on")
+        self._tokens = tokens
+        self._chosen = step
+        self._has_drawn = False
+        self._log_every = 0
+        self._figures: RankFigures | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = _strategy_of(trainer)
+        if stage != "fit":
+            return
+        mine = (
+            self._files.obstacle() if trainer.is_global_zero else "",
+            trainer.log_every_n_steps if trainer.loggers else 0,  # type: ignore[attr-defined] # set at run time
+            self._chosen,
+        )
+        # One answer for all: a rank that logs or draws alone would wait for ever.
+        obstacle, self._log_every, self._chosen = strategy.broadcast(mine)
+        if obstacle:
+            raise ValueError(obstacle)
+        self._has_drawn = self._has_drawn and trainer.global_step >= (self._chosen or 0)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = _strategy_of(trainer)
+        self._timer = strategy.run.executor.timer
+        self._seen = next(reversed(self._timer.ended_after(None)), None)
+        self._step = self._next_step(trainer.global_step)
+        self._last: OptimizerStep | None = None
+        self._waiting: deque[OptimizerStep] = deque()
+        if self._log_every:
+            place = trainer.callbacks.index(self)  # type: ignore[attr-defined] # set at run time
+            self._figures = strategy.share_figures(f"monitor {place}")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        is_counted = self._step.is_logged and _strategy_of(trainer).group.is_root
+        self._counts = count_batch(batch, self._tokens) if is_counted else {}
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._step.is_logged:
+            group = _strategy_of(trainer).group
+            own = (p for p in pl_module.parameters() if not isinstance(p, ShapeOnly))
+            gradients = [p.grad for p in own if p.grad is not None and group.counts(p)]
+            self._step.figures["grad_norm"] = get_total_norm(map(_values_of, gradients))
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        strategy = _strategy_of(trainer)
+        self._follow(strategy.run.executor.timer)
+        self._see_plans()
+        if self._counts:
+            self._count(strategy, pl_module)
+        if trainer.global_step >= self._step.number:
+            self._end_step(trainer, strategy)
+        self._send()
+        self._log(trainer, strategy)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._see_plans()
+            self._break_start = self._timer.now()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            step = self._step if self._last is None else self._last
+            step.breaks.append((self._break_start, self._timer.now()))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._figures is None:
+            return
+        if self._last is not None:
+            self._wait_for(self._last)
+        self._send(wait=True)
+        self._figures.close()
+        self._log(trainer, _strategy_of(trainer))
+        self._figures = None
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self._figures is not None:
+            self._figures.abandon()
+            self._figures = None
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._chosen is not None and not self._has_drawn:
+            rank_zero_warn(
+                f"PipelineMonitor has drawn no timeline: step {self._chosen} did not come in this "
+                f"fit, which has ended after step {trainer.global_step}"
+            )
+
+    def _next_step(self, num_done: int) -> OptimizerStep:
+        number = num_done + 1
+        return OptimizerStep(number, bool(self._log_every) and number % self._log_every == 0)
+
+    def _follow(self, timer: ActionTimer) -> None:
+        """Take note that the step after the last one has begun."""
+        last, self._last = self._last, None
+        if timer is not self._timer:  # the plan was made anew in between, which is no step's time
+            self._timer = timer
+        elif last is not None:
+            last.follow_with(self._first_plan(timer))
+        if last is not None:
+            self._wait_for(last)
+
+    def _first_plan(self, timer: ActionTimer) -> TimedStep:
+        ended = timer.ended_after(self._seen)
+        return ended[0] if ended else timer.running
+
+    def _wait_for(self, step: OptimizerStep) -> None:
+        if step.is_logged and step.plans:
+            self._waiting.append(step)
+
+    def _see_plans(self) -> None:
+        """Take in what was measured since the last call."""
+        for plan in self._timer.ended_after(self._seen):
+            self._seen = plan
+            self._step.plans.append(plan)
+
+    def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
+        flops = getattr(module, "flops_per_batch", None) or strategy.run.pipeline.batch_flops
+        for name, number in {**self._counts, "flops": flops}.items():
+            self._step.add(name, number)
+
+    def _end_step(self, trainer: Trainer, strategy: PipeOffloadStrategy) -> None:
+        step, self._step = self._step, self._next_step(trainer.global_step)
+        self._last = step
+        if step.is_logged:
+            ledger = strategy.run.executor.memory.ledger
+            step.figures["peak_activation_bytes"] = ledger.peak_device_bytes
+            step.figures["offloaded_bytes"] = ledger.offloaded_bytes
+        if step.number == self._chosen and step.plans:
+            started = self._timer.now()
+            self._draw(strategy, step)
+            step.breaks.append((started, self._timer.now()))
+
+    def _draw(self, strategy: PipeOffloadStrategy, step: OptimizerStep) -> None:
+        self._has_drawn = True
+        plan, measurements = strategy.run.executor.plan, strategy.run.measurements
+        found = measurements.gather_step(step.plans[-1])
+        costs = measurements.gather_costs(plan, may_copy=plan.has_copies)
+        if found is not None and strategy.group.reports:
+            measured, error = found
+            written = self._files.write(DrawnStep(step.number, measured, error, plan, costs))
+            if written:
+                print_timeline(step.number, written, error)
+
+    def _send(self, wait: bool = False) -> None:
+        """Give what can be read; all if ``wait``."""
+        while self._waiting and (wait or self._waiting[0].has_passed(self._timer)):
+            step = self._waiting.popleft()
+            assert self._figures is not None
+            self._figures.give(step.number, step.read(self._timer))
+
+    def _log(self, trainer: Trainer, strategy: PipeOffloadStrategy) -> None:
+        if self._figures is None or not trainer.is_global_zero:
+            return
+        for step, ranks in self._figures.arrived():
+            figures = figures_to_log(ranks, strategy.group.first_replica)
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step - 1)  # as Lightning counts there
+
+
+def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, PipeOffloadStrategy):
+        raise ValueError(
+            f"PipelineMonitor measures a pipeline, and the strategy is "
+            f'{type(strategy).__name__}; use strategy="pipeoffload"'
+        )
+    return strategy
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,145 @@
+"""When the ranks of a pipeline computed in one step, and which of them waited for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_pipeoffload.schedule import Action, Event, Kind, Timeline
+from lightning_pipeoffload.schedule.simulation.memory_curve import Curve
+from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
+
+__all__ = ["MeasuredStep", "RankStep", "Wait", "join_ranks"]
+
+_FORWARD = (Kind.F,)
+_BACKWARD = (Kind.B, Kind.BW)
+
+Spans = Sequence[tuple[float, float]]
+
+
+class RankStep(NamedTuple):
+    """One rank's step.
+
+    Attributes:
+        actions: Each computing action with the spans in which it ran; between two of them it has
+            waited for a message.
+        held: After actions, what the rank keeps on its device.
+    """
+
+    actions: Sequence[tuple[Action, Spans]]
+    held: Sequence[tuple[Action, float]]
+
+    def earlier_by(self, seconds: float) -> RankStep:
+        """Return the same on a clock that is so much behind."""
+        moved = [
+            (action, [(start - seconds, end - seconds) for start, end in spans])
+            for action, spans in self.actions
+        ]
+        return self._replace(actions=moved)
+
+
+class Wait(NamedTuple):
+    """A rank's wait for a message.
+
+    Attributes:
+        rank: Who waits.
+        action: What it has begun.
+        sender: The rank that is waited for.
+        awaited: The action whose result it is to send.
+        start: When it begins to wait.
+        end: When the message is there.
+    """
+
+    rank: int
+    action: Action
+    sender: int
+    awaited: Action
+    start: float
+    end: float
+
+    @property
+    def words(self) -> str:
+        """What happens, in words."""
+        return f"waits for {self.awaited} of rank {self.sender}"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of all ranks, in seconds from the first rank's start on one clock.
+
+    Attributes:
+        timeline: When each action computed, after what it waited for.
+        beginnings: What actions did before they waited.
+        waits: The waits for messages.
+        curves: What each rank kept on its device.
+    """
+
+    timeline: Timeline
+    beginnings: tuple[Event, ...]
+    waits: tuple[Wait, ...]
+    curves: tuple[Curve, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the ranks' time, from the first start to the last end of all."""
+        timeline = self.timeline
+        busy = sum(timeline.busy) + sum(event.end - event.start for event in self.beginnings)
+        available = timeline.num_ranks * timeline.makespan
+        return 1 - busy / available if available else 0.0
+
+
+def join_ranks(ranks: Sequence[RankStep]) -> MeasuredStep:
+    """Put the steps of all ranks together.
+
+    Args:
+        ranks: The steps of the ranks, with times of one clock.
+    """
+    starts = [spans[0][0] for rank in ranks for _, spans in rank.actions]
+    start = min(starts, default=0.0)
+    pieces = [
+        [(action, [(a - start, b - start) for a, b in spans]) for action, spans in rank.actions]
+        for rank in ranks
+    ]
+    events = tuple(
+        Event(rank, COMPUTE_LANE, action, *spans[-1])
+        for rank, actions in enumerate(pieces)
+        for action, spans in actions
+    )
+    beginnings = tuple(
+        Event(rank, COMPUTE_LANE, action, *span)
+        for rank, actions in enumerate(pieces)
+        for action, spans in actions
+        for span in spans[:-1]
+    )
+    ends = {event.action: event.end for event in events}
+    curves = tuple(_curve(rank.held, ends) for rank in ranks)
+    peaks = tuple(max(memory for _, memory in curve) for curve in curves)
+    return MeasuredStep(Timeline(events, peaks), beginnings, tuple(_waits(pieces)), curves)
+
+
+def _waits(ranks: Sequence[Sequence[tuple[Action, Spans]]]) -> Iterator[Wait]:
+    owners = {action: rank for rank, actions in enumerate(ranks) for action, _ in actions}
+    for rank, actions in enumerate(ranks):
+        for action, spans in actions:
+            for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+                awaited = _awaited_by(action, owners)
+                yield Wait(rank, action, owners[awaited], awaited, end, start)
+
+
+def _awaited_by(action: Action, owners: dict[Action, int]) -> Action:
+    """Return what gives an F its input, or a B its gradient."""
+    step, kinds = (-1, _FORWARD) if action.kind is Kind.F else (1, _BACKWARD)
+    stage, microbatch = action.stage + step, action.microbatch
+    sources = (Action(kind, stage, microbatch) for kind in kinds)
+    return next(source for source in sources if source in owners)
+
+
+def _curve(held: Sequence[tuple[Action, float]], ends: dict[Action, float]) -> Curve:
+    """Return memory over time; what copies change counts at the end of what was computed before."""
+    curve = [(0.0, 0.0)]
+    time = 0.0
+    for action, memory in held:
+        time = ends.get(action, time)
+        curve.append((time, memory))
+    return curve
