@@ -274,5 +274,6 @@ def _differences(what: str, sources: str, root: int) -> tuple[str, ...]:
         f"ranks",
         f"read another {what} than global rank {root}; the ranks of a pipeline must read the same "
         f"data in the same order: call L.seed_everything(...) before the data is made, seed "
-        f"generators of your own alike in every process, and do not share samples out by rank",
+        f"generators of your own alike in every process, and share samples out by nothing but "
+        f"lightning_pipeoffload.data_parallel_rank()",
     )
