@@ -182,7 +182,7 @@ class PipeOffloadStrategy(StepHooks):
         Raises:
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
-        return self.run.report(live_bytes)
+        return self.run.report.make(live_bytes)
 
     def share_figures(self, name: str) -> RankFigures:
         """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0.

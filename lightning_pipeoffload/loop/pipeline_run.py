@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,19 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
+from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
-from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_needs
-from lightning_pipeoffload.planning.report import predict
-from lightning_pipeoffload.planning.report_text import (
-    print_accumulation,
-    print_measurement,
-    print_offload,
-    print_prediction,
-)
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
@@ -43,11 +34,10 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.saved_buffers import SavedBuffers
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.schedule import Schedule, simulate
+from lightning_pipeoffload.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
-_NO_ESTIMATE = "what training needs of memory is not known before it runs: %s"
 _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
 
 
@@ -66,6 +56,7 @@ class PipelineRun:
         pipeline: This rank's part of the module.
         executor: What runs this rank's actions.
         measurements: What those actions cost.
+        report: What the run says of itself.
         reduction: What gives the replicas one gradient; None where there is one replica.
     """
 
@@ -99,14 +90,13 @@ class PipelineRun:
         self._training = TrainingPlan(
             settings, group.num_ranks, self.executor, is_accelerator, group.num_replicas > 1
         )
+        self.report = RunReport(settings, self.pipeline, self._training, self.measurements, group)
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group
         self._settings = settings
-        self._size: int | None = None
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
-        self._needs: MemoryNeeds | None = None
         self.reduction: GradientReduction | None = None
 
     @property
@@ -131,11 +121,11 @@ class PipelineRun:
             ValueError: The first batch cannot be cut, or the step not at its blocks.
         """
         total = batch_size(inputs.batch)
-        if self._size is None:
+        if not self.report.size:
             count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
             self._training.make(count)
-            self._size = total // count
-        size = max(self._size, self._smallest_size(total))
+            self.report.size = total // count
+        size = max(self.report.size, self._smallest_size(total))
         try:
             return self._cut(inputs, size)
         except Exception as error:
@@ -223,9 +213,7 @@ class PipelineRun:
         limits = self.measurements.gather_limits(heeds_devices)
         self._training.make_by(costs, limits)
         self.measurements.start_anew(costs.copy_lanes)
-        if self._group.reports:
-            given = self._settings.limit_bytes
-            print_offload(self.report(), limits.device if given is None else given)
+        self.report.print_plan(limits)
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -308,20 +296,6 @@ class PipelineRun:
             parts.check_filled()
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
-    def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
-        """Find out what training will need, without values; all ranks call it, before they split.
-
-        Args:
-            first: The first microbatch.
-            optimizers: The user's optimizers.
-        """
-        try:
-            num_sharing = self._settings.num_sharing(self._group.num_replicas)
-            states = measure_states(optimizers, num_sharing)
-            self._needs = MemoryNeeds.of(self.pipeline, first, states)
-        except Exception as error:  # the user's own code, which may not go without values
-            log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
-
     def begin_training(self, accumulation: Accumulation) -> None:
         """Agree on what several ranks own, and say what is going to run.
 
@@ -333,49 +307,13 @@ class PipelineRun:
         self.reduction = self._make_reduction()
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
         self._training.choose(accumulation, self.pipeline.costs)
-        if self._group.reports:
-            print_prediction(self.report())
-            print_accumulation(self._training.of_batch, self.plan, accumulation)
+        self.report.print_start(accumulation)
 
     def _make_reduction(self) -> GradientReduction | None:
         """Make what gives the replicas one gradient; None where there is one replica."""
         if self._group.num_replicas == 1:
             return None
         return GradientReduction(self._group.replicas, self.pipeline.tensors.with_local_stages())
-
-    def report(self, live_bytes: bool = False) -> dict[str, Any]:
-        """Describe the pipeline; see ``PipeOffloadStrategy.report``.
-
-        Args:
-            live_bytes: Whether to add the long lists of what was kept over the last step.
-
-        Raises:
-            RuntimeError: There was no batch yet, and the first one decides how the module is cut.
-        """
-        if not self.pipeline.stages:
-            raise RuntimeError("there is nothing to report before the first batch")
-        report = predict(self.plan, self.pipeline, self._training.costs)
-        report["num_replicas"] = self._group.num_replicas
-        needs = self._needs
-        report["memory"] = None if needs is None else describe_needs(needs.of_ranks(self.plan))
-        if self._training.offloaded is not None:
-            report["offload"] = asdict(self._training.offloaded)
-        measured = self.measurements.report()
-        if measured is not None:
-            report["measured"] = dict(measured)
-            if not live_bytes:
-                del report["measured"]["live_bytes"]
-            seconds = max(filter(None, measured["step_seconds"]))
-            num_samples = self.plan.num_microbatches * (self._size or 0) * self._group.num_replicas
-            report["samples_per_second"] = num_samples / seconds
-        return report
-
-    def end_training(self) -> None:
-        """Bring the measurements of all ranks together, and print them."""
-        if self.measurements.end_training(self._training.may_copy) and self._group.reports:
-            costs = self.measurements.costs_at_end
-            assert costs is not None
-            print_measurement(self.report(), simulate(self.plan, costs))
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""

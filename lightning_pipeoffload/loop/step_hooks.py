@@ -36,7 +36,7 @@ class StepHooks(RunSetup):
             slices = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
             if not self.run.pipeline.committed:
-                self.run.estimate_memory(slices[0], self.optimizers)
+                self.run.report.estimate_memory(slices[0], self.optimizers)
                 self._parameters.leave_foreign()
                 self._leave_copies()
                 self.run.begin_training(accumulation)
@@ -132,7 +132,7 @@ class StepHooks(RunSetup):
     def on_train_end(self) -> None:
         self.finish_accumulating()  # where training has stopped in between
         self.run.finish_checking()
-        self.run.end_training()
+        self.run.report.print_end()
         if self._requeue is not None:
             self._requeue.end_training(self.group)
 

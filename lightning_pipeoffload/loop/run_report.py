@@ -1,0 +1,122 @@
+"""What a run says of itself: what it promises before its first step, and has measured after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning_pipeoffload.optimizers.state_size import measure_states
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_needs
+from lightning_pipeoffload.planning.report import predict
+from lightning_pipeoffload.planning.report_text import (
+    print_accumulation,
+    print_measurement,
+    print_offload,
+    print_prediction,
+)
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.schedule import simulate
+
+log = logging.getLogger(__name__)
+
+_NO_ESTIMATE = "what training needs of memory is not known before it runs: %s"
+
+
+class RunReport:
+    """Describes a run; what is printed comes from the one process that reports.
+
+    Args:
+        settings: The strategy's settings.
+        pipeline: This rank's part of the module.
+        training: The plan of training.
+        measurements: What the actions cost.
+        group: The pipeline's processes.
+
+    Attributes:
+        size: Samples of a microbatch; 0 before the first batch.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        training: TrainingPlan,
+        measurements: Measurements,
+        group: PipelineGroup,
+    ) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._training = training
+        self._measurements = measurements
+        self._group = group
+        self._needs: MemoryNeeds | None = None
+        self.size = 0
+
+    def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
+        """Find out what training will need, without values; all ranks call it, before they split.
+
+        Args:
+            first: The first microbatch.
+            optimizers: The user's optimizers.
+        """
+        try:
+            num_sharing = self._settings.num_sharing(self._group.num_replicas)
+            states = measure_states(optimizers, num_sharing)
+            self._needs = MemoryNeeds.of(self._pipeline, first, states)
+        except Exception as error:  # the user's own code, which may not go without values
+            log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def make(self, live_bytes: bool = False) -> dict[str, Any]:
+        """Describe the pipeline; see ``PipeOffloadStrategy.report``.
+
+        Args:
+            live_bytes: Whether to add the long lists of what was kept over the last step.
+
+        Raises:
+            RuntimeError: There was no batch yet, and the first one decides how the module is cut.
+        """
+        if not self._pipeline.stages:
+            raise RuntimeError("there is nothing to report before the first batch")
+        plan, needs = self._training.plan, self._needs
+        report = predict(plan, self._pipeline, self._training.costs)
+        report["num_replicas"] = self._group.num_replicas
+        report["memory"] = None if needs is None else describe_needs(needs.of_ranks(plan))
+        if self._training.offloaded is not None:
+            report["offload"] = asdict(self._training.offloaded)
+        measured = self._measurements.report()
+        if measured is not None:
+            report["measured"] = dict(measured)
+            if not live_bytes:
+                del report["measured"]["live_bytes"]
+            num_samples = plan.num_microbatches * self.size * self._group.num_replicas
+            seconds = max(filter(None, measured["step_seconds"]))
+            report["samples_per_second"] = num_samples / seconds
+        return report
+
+    def print_start(self, accumulation: Accumulation) -> None:
+        """Print what is going to run, with the accumulation of the first batch."""
+        if self._group.reports:
+            print_prediction(self.make())
+            print_accumulation(self._training.of_batch, self._training.plan, accumulation)
+
+    def print_plan(self, limits: MachineLimits) -> None:
+        """Print the plan that was made with measured costs, for what the machines have."""
+        if self._group.reports:
+            given = self._settings.limit_bytes
+            print_offload(self.make(), limits.device if given is None else given)
+
+    def print_end(self) -> None:
+        """Bring the measurements of all ranks together, and print them; all ranks call it."""
+        if self._measurements.end_training(self._training.may_copy) and self._group.reports:
+            costs = self._measurements.costs_at_end
+            assert costs is not None
+            print_measurement(self.make(), simulate(self._training.plan, costs))
