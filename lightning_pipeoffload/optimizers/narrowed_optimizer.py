@@ -106,8 +106,8 @@ class NarrowedOptimizer:
             raise RuntimeError(
                 f"what {type(self.optimizer).__name__} keeps is shared out over "
                 f"{self.shares.num_replicas} replicas since the fit before, and this one shares it "
-                f"out over {now}: let configure_optimizers make a new optimizer for this fit, or "
-                f"resume from a checkpoint"
+                f"out over {now}: let configure_optimizers make a new optimizer for this fit, and "
+                f"resume from a checkpoint to keep what it knows"
             )
 
     def _keep_own_states(self, shares: StepShares) -> None:
