@@ -39,8 +39,8 @@ def figures_to_log(
 
 
 def _rates(ranks: Mapping[int, Mapping[str, float]], period: float) -> dict[str, float]:
-    counted = {name for figures in ranks.values() for name in figures.keys() & _COUNTS.keys()}
     return {
-        _COUNTS[name]: sum(figures.get(name, 0.0) for figures in ranks.values()) / period
-        for name in counted
+        rate: sum(figures.get(name, 0.0) for figures in ranks.values()) / period
+        for name, rate in _COUNTS.items()
+        if any(name in figures for figures in ranks.values())
     }

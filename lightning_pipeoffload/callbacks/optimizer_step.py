@@ -20,6 +20,7 @@ class OptimizerStep:
         plans: What was measured of each plan's run: one, or one for each batch that accumulates.
         breaks: Moments between which the ranks did what is no part of a step, such as validation.
         figures: What is known by its end: numbers, or tensors that may still be computed.
+        has_period: Whether all between its start and the next one's is its own, but for breaks.
     """
 
     def __init__(self, number: int, is_logged: bool) -> None:
@@ -28,6 +29,7 @@ class OptimizerStep:
         self.plans: list[TimedStep] = []
         self.breaks: list[tuple[Any, Any]] = []
         self.figures: dict[str, Any] = {}
+        self.has_period = True
         self._following: TimedStep | None = None
 
     def add(self, name: str, number: Any) -> None:
@@ -47,7 +49,7 @@ class OptimizerStep:
         """Return all of its figures; those of the period only where that is known."""
         seconds = timer.clock.seconds
         found = {"step_seconds": sum(seconds(plan.start, plan.end) for plan in self.plans)}
-        if self._following is not None:
+        if self._following is not None and self.has_period:
             period = seconds(self.plans[0].start, self._following.start)
             period -= sum(seconds(start, end) for start, end in self.breaks)
             busy = sum(map(timer.busy_seconds, self.plans))

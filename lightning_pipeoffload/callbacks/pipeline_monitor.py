@@ -152,14 +152,18 @@ class PipelineMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._figures is None:
-            return
-        if self._last is not None:
-            self._wait_for(self._last)
-        self._send(wait=True)
-        self._figures.close()
-        self._log(trainer, _strategy_of(trainer))
-        self._figures = None
+        if self._chosen is not None and not self._has_drawn:
+            rank_zero_warn(
+                f"PipelineMonitor has drawn no timeline: step {self._chosen} did not come in this "
+                f"fit, which has ended after step {trainer.global_step}"
+            )
+        if self._figures is not None:
+            if self._last is not None:
+                self._wait_for(self._last)
+            self._send(wait=True)
+            self._figures.close()
+            self._log(trainer, _strategy_of(trainer))
+            self._figures = None
 
     @override
     def on_exception(
@@ -169,14 +173,6 @@ class PipelineMonitor(Callback):
             self._figures.abandon()
             self._figures = None
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._chosen is not None and not self._has_drawn:
-            rank_zero_warn(
-                f"PipelineMonitor has drawn no timeline: step {self._chosen} did not come in this "
-                f"fit, which has ended after step {trainer.global_step}"
-            )
-
     def _next_step(self, num_done: int) -> OptimizerStep:
         number = num_done + 1
         return OptimizerStep(number, bool(self._log_every) and number % self._log_every == 0)
@@ -184,11 +180,11 @@ class PipelineMonitor(Callback):
     def _follow(self, timer: ActionTimer) -> None:
         """Take note that the step after the last one has begun."""
         last, self._last = self._last, None
-        if timer is not self._timer:  # the plan was made anew in between, which is no step's time
+        if timer is not self._timer:  # the plan was made anew, which is no part of a step
             self._timer = timer
-        elif last is not None:
-            last.follow_with(self._first_plan(timer))
+            (self._step if last is None else last).has_period = False
         if last is not None:
+            last.follow_with(self._first_plan(timer))
             self._wait_for(last)
 
     def _first_plan(self, timer: ActionTimer) -> TimedStep:
@@ -207,7 +203,8 @@ class PipelineMonitor(Callback):
 
     def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
         flops = getattr(module, "flops_per_batch", None) or strategy.run.pipeline.batch_flops
-        for name, number in {**self._counts, "flops": flops}.items():
+        known = {"flops": flops} if flops else {}
+        for name, number in (self._counts | known).items():
             self._step.add(name, number)
 
     def _end_step(self, trainer: Trainer, strategy: PipeOffloadStrategy) -> None:
@@ -246,7 +243,8 @@ class PipelineMonitor(Callback):
         for step, ranks in self._figures.arrived():
             figures = figures_to_log(ranks, strategy.group.first_replica)
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step - 1)  # as Lightning counts there
+                logger.log_metrics(metrics=figures, step=step - 1)  # as Lightning counts
+                logger.save()
 
 
 def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:

@@ -99,6 +99,42 @@ def test_actions_that_ran_as_one_share_their_time(monkeypatch):
     assert timer.idle_share() == 1 - 6 / 8
 
 
+class SetEvent:
+    """An event of an accelerator whose clock the test sets."""
+
+    device_seconds = 5.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = self.device_seconds
+
+    def query(self):
+        return self.at < self.device_seconds
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+def test_moments_of_an_accelerator_as_the_hosts(monkeypatch):
+    def pass_time():
+        SetEvent.device_seconds += 2
+
+    monkeypatch.setattr(torch, "Event", SetEvent)
+    monkeypatch.setattr(torch.accelerator, "synchronize", pass_time)
+    monkeypatch.setattr(timing.time, "perf_counter", iter((99.0, 101.0)).__next__)
+    clock = timing.DeviceClock()
+    moment = clock.now()
+    assert not clock.has_passed(moment)
+    read, error = clock.to_host()
+    assert clock.has_passed(moment)
+    assert (read(moment), error) == (98, 1)
+
+
 def test_an_accelerator_that_is_not_in_use_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(accelerator, "accelerator_module", lambda: torch.cuda)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
