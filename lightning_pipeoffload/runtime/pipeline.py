@@ -20,10 +20,7 @@ from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut.cut_check import (
-    check_backwards,
-    check_crossings,
-    check_hooks,
-    check_imagined,
+    check_cut,
     check_shared_weights,
     check_weight_writes,
 )
@@ -279,10 +276,7 @@ class Pipeline:
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
-            check_hooks(probe, self.chain)
-            check_imagined(probe, self.chain, self.partition)
-            check_backwards(probe, self.partition)
-            check_crossings(probe, self.chain, self.partition)
+            check_cut(probe, self.chain, self.partition)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:

@@ -14,6 +14,18 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 
+def check_cut(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    """Refuse a step that cannot be cut between these stages.
+
+    Raises:
+        ValueError: It cannot; the message names the user's line, and says what would do.
+    """
+    check_hooks(probe, chain)
+    check_imagined(probe, chain, stages)
+    check_backwards(probe, stages)
+    check_crossings(probe, chain, stages)
+
+
 def check_crossings(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
     """Check that all that goes from stage to stage can be sent.
 
