@@ -15,7 +15,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
-        if size in pools and pools[size].is_broken:
+        if size in pools and not pools[size].is_of_use:
             pools.pop(size).close()
         if size not in pools:
             pools[size] = RankPool(size)

@@ -66,6 +66,7 @@ def test_the_commands_in_the_header_are_accepted(name):
     assert [vars(example.read_arguments(shlex.split(line))) for line in commands]
 
 
+@pytest.mark.slow
 def test_strategies_are_compared_on_the_same_batches(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning's own may be taken meanwhile
     example = load("compare_strategies")

@@ -100,7 +100,8 @@ def test_a_callback_that_saves_on_an_exception_does_not_wait_for_ever(rank, tmp_
     options = ("--save-to", str(tmp_path), "--save-on-exception")
     run = run_failing(*BATCH, "raise", "--rank", str(rank), *options)
     assert_told_once(run, rank, "RuntimeError: on purpose")
-    assert "save_checkpoint() needs all ranks, and they stop" in run.errors
+    if rank == 0:  # which may be gone before another one's callback asks for its metrics
+        assert "save_checkpoint() needs all ranks, and they stop" in run.errors
     assert not list(tmp_path.iterdir())
 
 

@@ -48,6 +48,11 @@ class RankPool:
         self.is_broken = False
         return [results[rank] for rank in sorted(results)]
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether all processes wait for a call; on a machine that stood still one may have ended."""
+        return not self.is_broken and all(process.is_alive() for process in self._processes)
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
