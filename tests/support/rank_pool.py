@@ -50,7 +50,7 @@ class RankPool:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether all processes wait for a call; on a machine that stood still one may have ended."""
+        """Whether all processes wait for a call; where a machine stood still one may have ended."""
         return not self.is_broken and all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
