@@ -52,6 +52,8 @@ _CAUSE_SECONDS = 5.0
 _HEARD_SECONDS = 30.0
 # What all ranks refuse, each refuses by itself: then nobody stops because of another.
 _OWN_ERROR_SECONDS = 1.0
+# A thread that is asked to end does so at its next look, unless the store does not answer.
+_LAST_LOOK_SECONDS = 5.0
 # Ranks of one machine connect within seconds.
 _PATIENCE_SECONDS = 30.0
 
@@ -95,6 +97,7 @@ class FailureBoard:
         self._stopped = threading.Event()
         self._is_over = threading.Event()
         self._num_looks = 0
+        self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
     def connect(self, store: Store) -> None:
@@ -141,7 +144,7 @@ class FailureBoard:
             self._wait_until_seen(failure)
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can be told", exc_info=True)
-        self._is_over.set()
+        self.stop()
         exit_soon(exception, status)
         return False
 
@@ -175,9 +178,15 @@ class FailureBoard:
         self._is_ending = True
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Watch no longer.
+
+        The threads have ended then: one that Python's end finds within a call of torch would abort
+        the process, and a run that has succeeded would end with a bad status.
+        """
         self._stopped.set()
         self._is_over.set()
+        for thread in self._threads:
+            thread.join(_LAST_LOOK_SECONDS)
 
     @property
     def _name(self) -> str:
@@ -190,7 +199,9 @@ class FailureBoard:
             except Exception as error:  # nobody would notice another rank's end
                 self.fail(error, "while watching the other ranks")
 
-        threading.Thread(target=run, name="failure-board", daemon=True).start()
+        thread = threading.Thread(target=run, name="failure-board", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _watch(self) -> None:
         wait_is_long = time.monotonic() + _PATIENCE_SECONDS
@@ -265,7 +276,7 @@ class FailureBoard:
         self._say_seen()
         if self._global_rank == 0:  # it may end at once, and it hosts the store
             self._wait_until_seen(failure)
-        self._is_over.set()
+        self.stop()
         if not failure.cause.startswith(f"{self._name}:"):
             say_instead(exception, f"{self._name} stops because of {failure.cause}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from queue import Queue
@@ -86,11 +87,32 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     monkeypatch.setattr(
         failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
     )
+    monkeypatch.setattr(failure_board, "_LAST_LOOK_SECONDS", 0)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()), timedelta(seconds=0.5))
     silent = Mock(check=lambda keys: time.sleep(1000))
     board.connect(silent)
     assert ended.get(timeout=1000) == 1
     board.stop()
+
+
+@pytest.mark.parametrize("end", [lambda b: b.stop(), lambda b: b.report(SystemExit(1), "", 1)])
+def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, end):
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    is_called = threading.Event()
+    within = []
+
+    def read(notes):
+        within.append(notes)
+        is_called.set()
+        time.sleep(0.3)
+        within.pop()
+
+    monkeypatch.setattr(failure_board.FailureNotes, "read", read)
+    board = failure_board.FailureBoard(0, 1, LaunchedProcesses(0, 0, ()))
+    board.connect(HashStore())
+    assert is_called.wait(1000)
+    end(board)
+    assert not within
 
 
 def test_a_thread_that_dies_ends_the_process(monkeypatch):
