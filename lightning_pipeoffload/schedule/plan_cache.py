@@ -1,0 +1,225 @@
+"""Plans that took long to find, in a folder: those of one question, and of questions like it.
+
+A question is what a plan was sought for. Plans depend on ratios of times and of memory alone, so
+these are rounded: times to 2 % of a forward, memory to a sixteenth of an activation. What differs
+by less finds the same entry; what differs by more finds it as a hint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from .actions import Action, Kind, ScheduleError
+from .costs import Costs
+from .schedule import Schedule
+from .validate import validate
+
+__all__ = ["CachedPlan", "PlanCache", "PlanQuestion"]
+
+log = logging.getLogger(__name__)
+
+_TIMES = ("forward", "backward_input", "backward_weight", "communication", "offload", "reload")
+_MEMORY = ("activation", "weight_residue", "weight_input")
+_TIME_STEP, _MEMORY_STEP = 0.02, 1 / 16
+_UNLIMITED = 10**9
+_KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What a plan was sought for.
+
+    Attributes:
+        purpose: Who asks, and all that the numbers do not say, such as ``"optpipe 0,1,1,0"`` with
+            the rank of every stage.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank; 0 where the plan decides on them.
+        costs: The costs of the stages, or of what the plan makes stages of.
+        memory_limit: The most memory of a rank, in the unit of the costs; None: any.
+    """
+
+    purpose: str
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int
+    costs: Costs
+    memory_limit: float | None = None
+
+    @property
+    def family(self) -> str:
+        """What a hint has in common with the question, as the beginning of a file's name."""
+        topology = f"{self.purpose} {self.costs.copy_lanes} {self.costs.ranks_per_link}"
+        sizes = f"p{self.num_ranks}-m{self.num_microbatches}-v{self.num_chunks}"
+        return f"{sizes}-{_digest(topology)[:12]}"
+
+    @property
+    def numbers(self) -> list[int]:
+        """The rounded costs and the limit."""
+        second = _mean(self.costs.forward) * _TIME_STEP or 1.0
+        unit = _mean(self.costs.activation) * _MEMORY_STEP or 1.0
+        times = [value / second for name in (*_TIMES, "reduce") for value in self._all(name)]
+        sizes = [value / unit for name in _MEMORY for value in self._all(name)]
+        limit = _UNLIMITED if self.memory_limit is None else self.memory_limit / unit
+        return [round(number) for number in (*times, *sizes, min(limit, _UNLIMITED))]
+
+    def _all(self, name: str) -> tuple[float, ...]:
+        value = getattr(self.costs, name)
+        return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """What was found.
+
+    Attributes:
+        schedule: The plan, valid; whether it keeps a limit is for the one who asks to see.
+        is_exact: Whether it was found for the same question; else it is a hint.
+        remarks: What was stored beside it.
+    """
+
+    schedule: Schedule
+    is_exact: bool
+    remarks: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PlanCache:
+    """A folder of plans, which any number of processes may read and write at a time."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        """Open a folder, which need not be there.
+
+        Args:
+            folder: The folder; None: one in the user's cache folder.
+        """
+        self.folder = _users_folder() if folder is None else Path(folder)
+
+    def find(self, question: PlanQuestion) -> CachedPlan | None:
+        """Return the plan of a question, else of the one most like it; None where there is none.
+
+        A file that is damaged is ignored, and said to be.
+        """
+        numbers = question.numbers
+        exact = self._path(question, numbers)
+        if exact.is_file() and (found := _read(exact, numbers)):
+            return found
+        near = (path for path in self._near(question) if path != exact)
+        hints = ((path, _numbers_in(path)) for path in near)
+        closest = sorted(
+            (_distance(numbers, there), path)
+            for path, there in hints
+            if there is not None and len(there) == len(numbers)
+        )
+        return next(filter(None, (_read(path, numbers) for _, path in closest)), None)
+
+    def store(
+        self, question: PlanQuestion, schedule: Schedule, remarks: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keep a plan in the place of the one that there may be.
+
+        Where the folder cannot be written that is said, and the plan is not kept.
+
+        Args:
+            question: What it was sought for.
+            schedule: The plan, before it is lowered.
+            remarks: What to keep beside it, as JSON has it.
+        """
+        numbers = question.numbers
+        text = _written(schedule, numbers, remarks or {})
+        path = self._path(question, numbers)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+                file.write(text)
+            os.replace(file.name, path)  # whoever reads has the old file or the new one
+        except OSError as error:
+            log.warning("the plan is not kept for the next run: %s", error)
+
+    def _path(self, question: PlanQuestion, numbers: list[int]) -> Path:
+        return self.folder / f"{question.family}-{_digest(json.dumps(numbers))[:16]}.json"
+
+    def _near(self, question: PlanQuestion) -> Iterator[Path]:
+        return self.folder.glob(f"{question.family}-*.json")
+
+
+def _users_folder() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(caches) if caches else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in some containers
+        folder = Path(tempfile.gettempdir())
+    return folder / "pipeoffload" / "plans"
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _mean(cost: Any) -> float:
+    return sum(cost) / len(cost) if isinstance(cost, tuple) else cost
+
+
+def _distance(numbers: list[int], others: list[int]) -> int:
+    return max(abs(one - other) for one, other in zip(numbers, others, strict=True))
+
+
+def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any]) -> str:
+    plan = json.dumps(
+        {
+            "name": schedule.name,
+            "remarks": dict(remarks),
+            "ranks": [
+                [number for a in rank for number in (_KINDS.index(a.kind), *a[1:])]
+                for rank in schedule
+            ],
+        }
+    )
+    # The numbers are first, and short: a search for hints reads no more of a file.
+    return f"{json.dumps(numbers)}\n{_digest(plan)}\n{plan}\n"
+
+
+def _numbers_in(path: Path) -> list[int] | None:
+    try:
+        with path.open() as file:
+            numbers = json.loads(file.readline())
+        return [int(number) for number in numbers]
+    except (OSError, ValueError, TypeError) as error:
+        _say_damaged(path, error)
+        return None
+
+
+def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
+    try:
+        numbers, digest, plan = path.read_text().splitlines()
+        if _digest(plan) != digest:
+            raise ScheduleError("its contents are not what was written")
+        return _parsed(json.loads(plan), is_exact=json.loads(numbers) == wanted)
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+        _say_damaged(path, error)
+        return None
+
+
+def _parsed(plan: Mapping[str, Any], is_exact: bool) -> CachedPlan:
+    ranks = [
+        [
+            Action(_KINDS[kind], stage, microbatch)
+            for kind, stage, microbatch in zip(*[iter(rank)] * 3, strict=True)
+        ]
+        for rank in plan["ranks"]
+    ]
+    schedule = Schedule.of(ranks, plan["name"])
+    validate(schedule)
+    return CachedPlan(schedule, is_exact, plan["remarks"])
+
+
+def _say_damaged(path: Path, error: Exception) -> None:
+    reason = str(error).partition("\n")[0]
+    log.warning("the plan in %s is damaged, and is ignored: %s", path, reason)
