@@ -10,6 +10,8 @@ from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
 from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
+from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
+from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
 from lightning_pipeoffload.processes.data_parallel import (
     data_parallel_rank,
     data_parallel_size,
@@ -21,6 +23,9 @@ from lightning_pipeoffload.strategy import PipeOffloadStrategy
 __version__ = "0.1.0"
 __all__ = [
     "MemoryPicture",
+    "Minibatch",
+    "MinibatchCollate",
+    "MinibatchSampler",
     "PipeOffloadStrategy",
     "PipelineMonitor",
     "data_parallel_rank",

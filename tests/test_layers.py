@@ -51,6 +51,7 @@ LAYERS = (
     "metrics",
     "hooks",
     "loop",
+    "odc",
     "strategy",
     "callbacks",
     "",

@@ -1,0 +1,113 @@
+"""``pipeoffload-odc``: what on-demand communication would gain for texts of given lengths.
+
+It is a Hydra application on conf/odc.yaml, and needs nothing but the lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+
+from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances
+from lightning_pipeoffload.odc.balance_picture import balance_drawing
+from lightning_pipeoffload.odc.text_costs import find_cost
+from lightning_pipeoffload.pictures.png import write_png
+from lightning_pipeoffload.pictures.svg import to_svg
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["balance", "main"]
+
+_DRAWN = (REFERENCE, ("on demand", "lb_mini"))
+
+
+def balance(config: DictConfig) -> None:
+    """Print how long ranks wait for each other, with collectives and on demand.
+
+    Args:
+        config: Conf/odc.yaml with the command line's overrides.
+
+    Raises:
+        ValueError: The lengths cannot be read or packed, or there is no such format or picture.
+    """
+    if config.format not in ("text", "json"):
+        raise ValueError(f"format ({config.format}) must be text or json")
+    lengths = _lengths(config)
+    max_tokens = config.max_tokens or max(lengths)
+    sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
+    for name in ("num_ranks", "samples_per_rank"):
+        if config[name] < 1:
+            raise ValueError(f"{name} ({config[name]}) must be at least 1")
+    found = balances(lengths, *sizes, find_cost(config.cost))
+    if config.picture is not None:
+        _draw(found, Path(config.picture))
+    if config.format == "json":
+        rows = [{k: v for k, v in asdict(one).items() if k != "first"} for one in found]
+        sys.stdout.write(json.dumps({"texts": len(lengths), "ways": rows}) + "\n")
+    else:
+        title = f"{len(lengths)} texts, {sizes[0]} ranks, {sizes[1]} texts each per minibatch"
+        Console().print(balance_table(found, title))
+
+
+def balance_table(found: Sequence[Balance], title: str) -> Table:
+    """Return a table with a line for each way to train."""
+    numbers = [Column(name, justify="right") for name in ("time", "idle", "throughput")]
+    table = Table("communication", "shared out by", *numbers, title=title, box=SIMPLE)
+    for one in found:
+        figures = f"{one.time:.1f}", f"{one.idle:.1%}", f"{one.speedup:.2f}"
+        table.add_row(one.communication, one.mode, *figures)
+    return table
+
+
+def draw_lengths(texts: int, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
+    """Draw log-normal lengths; longer ones are cut."""
+    draws = random.Random(seed)
+    center = math.log(mean) - sigma**2 / 2
+    drawn = (round(draws.lognormvariate(center, sigma)) for _ in range(texts))
+    return [min(max(length, 1), longest) for length in drawn]
+
+
+def _lengths(config: DictConfig) -> list[int]:
+    if config.lengths is None:
+        return draw_lengths(**config.drawn)
+    try:
+        words = Path(config.lengths).read_text(encoding="utf-8").split()
+        lengths = [int(word) for word in words]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"lengths ({config.lengths}) must be a file with a whole number on each line: {error}"
+        ) from error
+    if not lengths:
+        raise ValueError(f"lengths ({config.lengths}) is empty; give a number on each line")
+    return lengths
+
+
+def _draw(found: Sequence[Balance], path: Path) -> None:
+    if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
+        raise ValueError(f"picture ({path}) must be an .svg or a .png in a folder that is there")
+    drawing = balance_drawing([one for one in found if (one.communication, one.mode) in _DRAWN])
+    if path.suffix == ".svg":
+        path.write_text(to_svg(drawing), encoding="utf-8")
+    else:
+        write_png(drawing, path)
+
+
+def main() -> None:
+    """Run the console script ``pipeoffload-odc``."""
+    run_hydra_app("odc", balance)
+
+
+if __name__ == "__main__":
+    main()

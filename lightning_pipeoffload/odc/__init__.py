@@ -1,0 +1,1 @@
+"""On-demand communication: sharded data parallelism whose ranks meet once per minibatch."""

@@ -1,0 +1,105 @@
+"""Times minibatches of given lengths: with collectives at every layer, and on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from lightning_pipeoffload.odc.packing import Microbatches, check_packing, pack
+from lightning_pipeoffload.odc.text_costs import Cost
+
+WAYS = (
+    ("collective", "local_sort"),
+    ("collective", "lb_micro"),
+    ("on demand", "local_sort"),
+    ("on demand", "lb_micro"),
+    ("on demand", "lb_mini"),
+)
+"""How ranks communicate, and how texts are shared out."""
+REFERENCE = ("collective", "lb_micro")
+"""What the others' throughput is compared with."""
+
+Timing = list[list[float]]
+"""Of a minibatch: the cost of each microbatch of each rank."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How long ranks take for the same texts, in one way.
+
+    Attributes:
+        communication: "collective": ranks wait for each other at every layer; "on demand": once per
+            minibatch.
+        mode: How the texts are shared out.
+        time: What all minibatches take, in the unit of the cost.
+        idle: The share of the ranks' time in which they wait.
+        speedup: Throughput relative to ``REFERENCE``.
+        first: The first minibatch.
+    """
+
+    communication: str
+    mode: str
+    time: float
+    idle: float
+    speedup: float
+    first: Timing
+
+
+def balances(
+    lengths: Sequence[int], num_ranks: int, samples_per_rank: int, max_tokens: int, cost: Cost
+) -> list[Balance]:
+    """Compare the ways to train on texts, in the order that is given.
+
+    Args:
+        lengths: The tokens of each text; those that make no whole minibatch are left out.
+        num_ranks: How many ranks share a minibatch.
+        samples_per_rank: Texts of a minibatch, divided by the ranks.
+        max_tokens: The most tokens of one microbatch.
+        cost: What a text costs, by its length.
+
+    Raises:
+        ValueError: Texts cannot be packed so, or make no whole minibatch.
+    """
+    size = num_ranks * samples_per_rank
+    check_packing(lengths, max_tokens, REFERENCE[1])
+    if len(lengths) < size:
+        raise ValueError(
+            f"{len(lengths)} texts make no minibatch of {num_ranks} ranks with {samples_per_rank} "
+            f"each; give at least {size}"
+        )
+    starts = range(0, len(lengths) - size + 1, size)
+    minibatches = [lengths[start : start + size] for start in starts]
+    timings = {
+        mode: [_timed(texts, num_ranks, max_tokens, cost, mode) for texts in minibatches]
+        for mode in {mode for _, mode in WAYS}
+    }
+    reference = _total(REFERENCE[0], timings[REFERENCE[1]])
+    return [_balance(way, mode, timings[mode], reference) for way, mode in WAYS]
+
+
+def _timed(texts: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost, mode: str) -> Timing:
+    shares = pack(texts, num_ranks, max_tokens, cost, mode)
+    return [_costs_of(share, texts, cost) for share in shares]
+
+
+def _costs_of(share: Microbatches, texts: Sequence[int], cost: Cost) -> list[float]:
+    return [sum(cost(texts[i]) for i in microbatch) for microbatch in share]
+
+
+def _balance(way: str, mode: str, timings: list[Timing], reference: float) -> Balance:
+    time = _total(way, timings)
+    work = sum(sum(map(sum, timing)) for timing in timings)
+    idle = 1 - work / (len(timings[0]) * time)
+    return Balance(way, mode, time, max(0.0, idle), reference / time, timings[0])
+
+
+def _total(way: str, timings: list[Timing]) -> float:
+    return sum(_minibatch_time(way, timing) for timing in timings)
+
+
+def _minibatch_time(way: str, timing: Timing) -> float:
+    """Return when the last rank is done: with collectives each microbatch takes the longest."""
+    if way == "collective":
+        return sum(map(max, zip_longest(*timing, fillvalue=0.0)))
+    return max(map(sum, timing))
