@@ -122,7 +122,6 @@ class CheckpointHooks(PipelineProcesses):
                 read_states(optimizer)
         if self._saves_folder:
             refuse_remote_folder(filepath, storage_options)
-        if self._saves_folder:
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
         pieces = PieceExchange(checkpoint, self.group.replicas)

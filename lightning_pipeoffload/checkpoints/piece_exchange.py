@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.parted_tensor import PartedTensor
+from lightning_pipeoffload.checkpoints.requests import Requests
 from lightning_pipeoffload.checkpoints.value_places import leaves_with_places
+from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.transport import blaming_peers
-
-_DONE = -1  # asked for when all is written
 
 
 class PieceExchange:
@@ -32,6 +33,8 @@ class PieceExchange:
         # In one order on all replicas.
         self._parted = [leaf for leaf in leaves if isinstance(leaf, PartedTensor)]
         self._numbers = {id(leaf): number for number, leaf in enumerate(self._parted)}
+        if self._parted:  # so there are other replicas
+            self._requests = Requests(replicas.host, replicas.counterparts[0])
 
     def bring(self, leaf: Any) -> Any:
         """Return the value of what a checkpoint has, on replica 0 while others answer."""
@@ -44,12 +47,13 @@ class PieceExchange:
                 if replica == self._replicas.own:
                     room.copy_(_flat_values(leaf))
                 else:
-                    self._ask(self._numbers[id(leaf)], replica)
-                    self._replicas.receive(room, replica)
+                    self._fetch(self._numbers[id(leaf)], replica, room)
         return whole
 
-    def _ask(self, number: int, replica: int) -> None:
-        self._replicas.send(torch.tensor([number]), replica)
+    def _fetch(self, number: int, replica: int, room: Tensor) -> None:
+        owner = self._replicas.counterparts[replica]
+        self._requests.ask(number, owner)
+        dist.recv(as_bytes(room), owner, group=self._replicas.host.host_group)
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -57,18 +61,16 @@ class PieceExchange:
         try:
             yield
         finally:
-            for replica in range(1, self._replicas.num) if self._parted else ():
-                self._ask(_DONE, replica)
+            if self._parted:
+                self._requests.end(self._replicas.counterparts)
 
     def answer(self) -> None:
         """Send replica 0 what it asks for, until it has written all."""
-        asked = torch.empty(1, dtype=torch.int64)
         with blaming_peers("lost replica 0 while it wrote a checkpoint"):
-            while self._parted:
-                self._replicas.receive(asked, 0)
-                if int(asked) == _DONE:
-                    return
-                self._replicas.send(_flat_values(self._parted[int(asked)]), 0)
+            for number in self._requests.asked() if self._parted else ():
+                values = as_bytes(_flat_values(self._parted[number]).contiguous())
+                writer, group = self._replicas.counterparts[0], self._replicas.host.host_group
+                dist.send(values, writer, group=group)
 
 
 def _flat_values(leaf: PartedTensor) -> Tensor:

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.late_tensor import LateTensor
 from lightning_pipeoffload.checkpoints.parted_tensor import PartedTensor
+from lightning_pipeoffload.checkpoints.requests import Requests
 from lightning_pipeoffload.checkpoints.value_places import (
     Place,
     leaves_with_places,
@@ -27,8 +27,6 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 from lightning_pipeoffload.runtime.transport import blaming_peers
-
-_DONE = -1  # asked for when all is written
 
 
 class ScatteredValues:
@@ -53,6 +51,7 @@ class ScatteredValues:
         self._checkpoint = checkpoint
         self._value_of = value_of
         self._group = group
+        self._requests = Requests(group, group.root)
         self._leaves = dict(leaves_with_places(checkpoint))
         absent = [place for place, leaf in self._leaves.items() if isinstance(leaf, ShapeOnly)]
         self._places: list[Place] = group.broadcast(absent, group.root)
@@ -94,9 +93,7 @@ class ScatteredValues:
         try:
             yield with_values(self._checkpoint, self._late_values())
         finally:
-            for rank in self._group.global_ranks:
-                if rank != self._group.root:
-                    self._ask(_DONE, rank)
+            self._requests.end(self._group.global_ranks)
 
     def _late_values(self) -> dict[Place, LateTensor]:
         made: dict[Any, LateTensor] = {}
@@ -118,21 +115,14 @@ class ScatteredValues:
         if owner == self._group.root:
             return self._value_of(leaf)
         with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
-            self._ask(number, owner)
+            self._requests.ask(number, owner)
             value: Tensor = self._group.bring(leaf, owner, room)
             return value
 
-    def _ask(self, number: int, rank: int) -> None:
-        dist.send(torch.tensor([number]), rank, group=self._group.host_group)
-
     def _send_asked(self) -> None:
-        asked = torch.empty(1, dtype=torch.int64)
         with blaming_peers("lost global rank 0 while it wrote a checkpoint"):
-            while True:
-                dist.recv(asked, self._group.root, group=self._group.host_group)
-                if int(asked) == _DONE:
-                    return
-                leaf = self._leaves[self._places[int(asked)]]
+            for number in self._requests.asked():
+                leaf = self._leaves[self._places[number]]
                 self._group.bring(self._value_of(leaf), self._group.global_rank)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.buckets import in_buckets
+from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import map_operands
 from lightning_pipeoffload.runtime.replicas import Replicas
@@ -183,21 +183,15 @@ class _Copy:
     """
 
     def __init__(self, replicas: Replicas, source: int, values: list[Tensor]) -> None:
-        self._values = values
         self._is_received = source != replicas.own
-        self._flat = values[0]
-        if len(values) > 1 or not values[0].is_contiguous():
-            self._flat = torch.cat([part.reshape(-1) for part in values])
-        self._wait = replicas.start_copy(self._flat, source)
+        self._bundle = Bundle(values)
+        self._wait = replicas.start_copy(self._bundle.flat, source)
 
-    @torch.no_grad()
     def end(self) -> None:
         """Wait for them, and let them be where they belong."""
         self._wait()
-        if self._is_received and self._flat is not self._values[0]:
-            parts = self._flat.split([values.numel() for values in self._values])
-            for values, part in zip(self._values, parts, strict=True):
-                values.copy_(part.view_as(values))
+        if self._is_received:
+            self._bundle.unpack()
 
 
 def _values_of(parameter: Tensor, piece: Piece) -> Tensor:

@@ -29,11 +29,12 @@ def check_rank_order(value: Any) -> None:
     Raises:
         ValueError: It is no order that there is.
     """
-    if value not in ("pipeline_inner", "data_inner"):
-        raise ValueError(
-            f'rank_order must be "pipeline_inner" (neighbouring global ranks are of one pipeline) '
-            f'or "data_inner" (they are replicas of one stage), not {value!r}'
-        )
+    _check_choice(
+        "rank_order",
+        value,
+        pipeline_inner="neighbouring global ranks are of one pipeline",
+        data_inner="they are replicas of one stage",
+    )
 
 
 def check_sharding(value: Any) -> None:
@@ -42,11 +43,7 @@ def check_sharding(value: Any) -> None:
     Raises:
         ValueError: It is nothing that replicas can share out.
     """
-    if value not in ("none", "optimizer"):
-        raise ValueError(
-            f'sharding must be "none" or "optimizer" (replicas share out its state and its step), '
-            f"not {value!r}"
-        )
+    _check_choice("sharding", value, none="", optimizer="replicas share out its state and its step")
 
 
 def check_num_microbatches(value: Any) -> None:
@@ -167,6 +164,12 @@ def check_flag(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _check_choice(name: str, value: Any, **meanings: str) -> None:
+    if value not in [*meanings]:
+        options = (f'"{o}"' + f" ({meaning})" * bool(meaning) for o, meaning in meanings.items())
+        raise ValueError(f"{name} must be {' or '.join(options)}, not {value!r}")
 
 
 def _is_int(value: Any) -> bool:

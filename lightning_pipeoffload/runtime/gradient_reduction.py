@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.buckets import in_buckets
+from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
 from lightning_pipeoffload.runtime.replicas import Replicas
 
 
@@ -149,15 +149,10 @@ class _Bucket:
         self.absent = [name for name, tensor in self._tensors.items() if tensor.grad is None]
         for name in self.absent:
             self._tensors[name].grad = torch.zeros_like(self._tensors[name])
-        self._gradients = [*self._of_each()]
-        if len(self._gradients) == 1 and self._gradients[0].is_contiguous():
-            self._flat = self._gradients[0].view(-1)
-        else:
-            self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients])
-        self._flat.div_(replicas.num)  # before they are added: so half precision has room
-        self._wait = replicas.start_sum(
-            torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-        )
+        self._bundle = Bundle([*self._of_each()])
+        flat = self._bundle.flat
+        flat.div_(replicas.num)  # before they are added: so half precision has room
+        self._wait = replicas.start_sum(torch.view_as_real(flat) if flat.is_complex() else flat)
 
     def _of_each(self) -> Iterator[Tensor]:
         for name, tensor in self._tensors.items():
@@ -170,15 +165,11 @@ class _Bucket:
                 )
             yield gradient
 
-    @torch.no_grad()
     def end(self) -> None:
         """Wait for the sum; let the gradients have it."""
         self._wait()
-        if self._flat.data_ptr() != self._gradients[0].data_ptr():
-            parts = self._flat.split([gradient.numel() for gradient in self._gradients])
-            for gradient, part in zip(self._gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-        del self._flat, self._gradients, self._wait
+        self._bundle.unpack()
+        del self._bundle, self._wait
 
 
 def _nothing() -> None:

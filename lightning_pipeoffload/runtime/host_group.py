@@ -16,11 +16,15 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 class HostGroup:
     """Processes with a group over gloo.
 
+    Args:
+        group: That process group.
+
     Attributes:
         host_group: That process group; another one when the processes connect anew.
     """
 
-    host_group: Any
+    def __init__(self, group: Any) -> None:
+        self.host_group = group
 
     def barrier(self) -> None:
         """Wait for all of them."""
@@ -59,8 +63,8 @@ class World(HostGroup):
     """
 
     def __init__(self, mesh: RankMesh) -> None:
+        super().__init__(mesh.make_world_group(backend="gloo"))
         self.size = mesh.world_size
-        self.host_group = mesh.make_world_group(backend="gloo")
         self.side_group = mesh.make_world_group(backend="gloo")
 
     # The group's own method, in each batch: that of torch.distributed takes twice as long.

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
+from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -27,6 +29,8 @@ class Replicas:
         num: How many replicas there are.
         own: Which of them this process is of.
         group: Their process group, for what hooks and steps ask for; None where there is one.
+        counterparts: Their global ranks, in the order of the replicas.
+        host: The same processes, over gloo; where there are others.
         in_probe: A function that says whether a step is only looked at, by this rank for itself.
     """
 
@@ -36,7 +40,7 @@ class Replicas:
         self.num = mesh.num_replicas
         self.own = mesh.replica
         self.in_probe: Callable[[], bool] = lambda: False
-        self._ranks = mesh.counterparts
+        self.counterparts = mesh.counterparts
         self._mesh = mesh
 
     def connect(self) -> None:
@@ -45,7 +49,7 @@ class Replicas:
             self.group = self._mesh.make_data_group()
             # Sums of gradients run beside a step, so their order is their own.
             self._sums = self._mesh.make_data_group()
-            self._host = self._mesh.make_data_group(backend="gloo")
+            self.host = HostGroup(self._mesh.make_data_group(backend="gloo"))
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start to sum a tensor over the replicas, in place; return a function that waits for it.
@@ -66,22 +70,17 @@ class Replicas:
             A function that waits for it; on an accelerator its stream waits, not the host.
         """
         data = as_bytes(tensor)
-        work = dist.broadcast(data, self._ranks[source], group=self.group, async_op=True)
+        work = dist.broadcast(data, self.counterparts[source], group=self.group, async_op=True)
         return _waiting(work, "weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:
         """Start to set, in place, those of some flags on the host that any replica has set."""
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host, async_op=True)
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host.host_group, async_op=True)
         return _waiting(work, "summing gradients")
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all replicas, in their order."""
-        if self.num == 1:
-            return [obj]
-        found: list[Any] = [None] * self.num
-        with blaming_peers("lost a replica while gathering"):
-            dist.all_gather_object(found, obj, group=self._host)
-        return found
+        return [obj] if self.num == 1 else self.host.gather(obj)
 
     def gather_tensor(self, tensor: Tensor, differentiable: bool) -> Tensor:
         """Stack the tensors of all replicas, in their order.
@@ -107,28 +106,17 @@ class Replicas:
         """Return the object that replica 0 has."""
         if self.num == 1:
             return obj
-        box = [obj]
-        with blaming_peers("lost a replica in a broadcast"):
-            dist.broadcast_object_list(box, self._ranks[0], group=self._host)
-        return box[0]
-
-    def send(self, tensor: Tensor, replica: int) -> None:
-        """Send a tensor on the host to another replica, which waits for it."""
-        data = as_bytes(tensor.contiguous())
-        dist.send(data, self._ranks[replica], group=self._host)
-
-    def receive(self, room: Tensor, replica: int) -> None:
-        """Fill a contiguous tensor on the host with what another replica sends."""
-        dist.recv(as_bytes(room), self._ranks[replica], group=self._host)
+        found: _Value = self.host.broadcast(obj, self.counterparts[0])
+        return found
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors have the values that they have on replica 0, where there are others."""
-        for tensor in tensors if self.num > 1 else ():
-            data = tensor.detach().clone(memory_format=torch.contiguous_format)
-            with blaming_peers("lost a replica while weights were sent"):
-                dist.broadcast(as_bytes(data), self._ranks[0], group=self.group)
-            tensor.detach().copy_(data)
+        numbered = dict(enumerate(tensor.detach() for tensor in tensors))
+        for numbers in in_buckets(numbered) if self.num > 1 else ():
+            bundle = Bundle([numbered[number] for number in numbers])
+            self.start_copy(bundle.flat, 0)()
+            bundle.unpack()
 
     @torch.no_grad()
     def copy_first_together(self, tensors: Iterable[Tensor]) -> None:
@@ -136,7 +124,7 @@ class Replicas:
         aligned = sorted(tensors, key=lambda tensor: -tensor.itemsize)
         data = torch.cat([as_bytes(tensor.contiguous()) for tensor in aligned])
         with blaming_peers("lost a replica while buffers were sent"):
-            dist.broadcast(data, self._ranks[0], group=self.group)
+            dist.broadcast(data, self.counterparts[0], group=self.group)
         for tensor, part in zip(aligned, data.split([t.nbytes for t in aligned]), strict=True):
             if self.own:
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
