@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lightning_pipeoffload.cli.auto_plan import choose, describe, print_choice
 from lightning_pipeoffload.cli.comparison import (
     compare,
     comparison_table,
@@ -30,6 +31,7 @@ from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
 from lightning_pipeoffload.schedule import (
     Costs,
+    OffloadReport,
     Schedule,
     ScheduleError,
     accept,
@@ -39,9 +41,9 @@ from lightning_pipeoffload.schedule import (
     free_share,
     offload_activations,
     simulate,
+    split_fused_backward,
     with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -79,9 +81,12 @@ def plan(config: DictConfig) -> None:
     if config.compare:
         _compare(config, costs, file)
         return
-    given = _given_schedule(config)
-    costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
-    schedule, offload = _offloaded(config, given, costs)
+    if config.strategy.schedule == "auto":
+        schedule, costs, offload = _chosen(config, costs)
+    else:
+        given = _given_schedule(config)
+        costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
+        schedule, offload = _offloaded(config, given, costs)
     schedule = with_reductions(schedule, costs)
     timeline = simulate(schedule, costs)
     if file:
@@ -145,6 +150,18 @@ def _costs(config: DictConfig) -> Costs:
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
 
 
+def _chosen(config: DictConfig, costs: Costs) -> tuple[Schedule, Costs, dict[str, Any]]:
+    """Return the fastest plan that fits, its costs, and what JSON says of it; print the others."""
+    choice = choose(config, costs)
+    best = choice.best
+    assert best.schedule is not None
+    if config.format == "text":
+        print_choice(choice)
+    told = describe(choice) | (_of_report(best.report) if best.report else {})
+    costs = costs_of_stage(costs, best.option.num_chunks)
+    return split_fused_backward(best.schedule), costs, told
+
+
 def _offloaded(
     config: DictConfig, given: Schedule | None, costs: Costs
 ) -> tuple[Schedule, dict[str, Any]]:
@@ -154,8 +171,11 @@ def _offloaded(
         return _schedule(config, given, costs, config.memory_limit), {}
     schedule = _schedule(config, given, costs, None)
     schedule, report = offload_activations(schedule, costs, amount, config.memory_limit)
-    names = (*COUNTS, "slowdown", "reason")
-    return schedule, {name: getattr(report, name) for name in names}
+    return schedule, _of_report(report)
+
+
+def _of_report(report: OffloadReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in (*COUNTS, "slowdown", "reason")}
 
 
 def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
@@ -169,8 +189,7 @@ def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:
 
 
 def _name(config: DictConfig) -> str:
-    name = str(config.strategy.schedule)
-    return DEFAULT_SCHEDULE if name == "auto" else name
+    return str(config.strategy.schedule)
 
 
 def _num_chunks(config: DictConfig) -> int:

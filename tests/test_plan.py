@@ -18,7 +18,6 @@ from lightning_pipeoffload.schedule import (
     build,
     simulate,
 )
-from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 
 
 def plan_config(*overrides):
@@ -165,9 +164,36 @@ def test_a_schedule_that_offloads_is_not_offloaded_again():
         plan(plan_config("schedule=po_h", "offload=half"))
 
 
-def test_auto_is_what_a_run_takes(capsys):
-    plan(plan_config("schedule=auto", "format=json"))
-    assert json.loads(capsys.readouterr().out)["schedule"] == DEFAULT_SCHEDULE
+TIGHT = ("num_ranks=2", "memory_limit=1", "costs.offload=0.5", "costs.reload=0.5")
+
+
+def test_auto_takes_the_fastest_that_fits_and_says_what_it_has_tried(capsys):
+    plan(plan_config("schedule=auto", "format=json", *TIGHT))
+    found = json.loads(capsys.readouterr().out)
+    assert max(found["peak_memory"]) <= 1 < min(found["offloaded"])
+    (taken,) = [c for c in found["candidates"] if c["fits"] and not c["reason"]]
+    assert taken["schedule"] == found["schedule"]
+    assert taken["makespan"] == pytest.approx(found["makespan"])
+    plan(plan_config("schedule=auto", "offload=none", "format=json", *TIGHT))
+    without = json.loads(capsys.readouterr().out)
+    assert without["makespan"] > found["makespan"]
+    assert {c["offload"] for c in without["candidates"]} == {"none"}
+
+
+def test_auto_shows_a_table_of_what_fits(capsys):
+    plan(plan_config("schedule=auto", *TIGHT))
+    printed = capsys.readouterr().out
+    assert "Plans that fit: " in printed
+    assert " taken" in printed
+    assert "needs more memory." in printed
+
+
+def test_auto_says_what_the_least_is(command):
+    limit = "memory_limit=0.01"
+    status, out, err = command("schedule=auto", "num_ranks=2", limit, "format=json")
+    assert (status, out) == (2, "")
+    assert "memory_limit (0.01) is less than any of" in err
+    assert "use at least 0.25" in err
 
 
 def test_a_schedule_is_read_from_a_file(capsys, tmp_path):

@@ -20,6 +20,8 @@ from .builders.zb import zb, zb_1p, zb_2p
 from .builders.zb_v import zb_v
 from .builders.zero_bubble import zb_h1, zb_h2
 from .costs import Costs
+from .placement import loop
+from .placement import v as down_and_up
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.memory import peak_memory
@@ -44,11 +46,15 @@ class Recipe:
             ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
         num_chunks: Stages per rank by default, and the fewest that it takes.
         max_chunks: The most stages per rank that it takes; None for no limit.
+        placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
+        takes_seconds: Whether the builder searches for longer than all others together.
     """
 
     builder: Callable[..., Schedule]
     num_chunks: int = 1
     max_chunks: int | None = 1
+    placement: Callable[[int, int], tuple[int, ...]] = loop
+    takes_seconds: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -66,11 +72,11 @@ SCHEDULES = {
     "zb_1p": Recipe(zb_1p),
     "zb_2p": Recipe(zb_2p),
     "zb": Recipe(zb),
-    "zb_v": Recipe(zb_v, num_chunks=2, max_chunks=2),
-    "1f1b_v": Recipe(one_f_one_b_v, num_chunks=2, max_chunks=2),
-    "v_min": Recipe(v_min, num_chunks=2, max_chunks=2),
-    "v_half": Recipe(v_half, num_chunks=2, max_chunks=2),
-    "v": Recipe(v, num_chunks=2, max_chunks=2),
+    "zb_v": Recipe(zb_v, 2, 2, down_and_up),
+    "1f1b_v": Recipe(one_f_one_b_v, 2, 2, down_and_up),
+    "v_min": Recipe(v_min, 2, 2, down_and_up, takes_seconds=True),
+    "v_half": Recipe(v_half, 2, 2, down_and_up, takes_seconds=True),
+    "v": Recipe(v, 2, 2, down_and_up, takes_seconds=True),
     "gis": Recipe(gis, num_chunks=2, max_chunks=None),
     "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
     "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),

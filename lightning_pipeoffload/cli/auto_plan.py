@@ -1,0 +1,56 @@
+"""``pipeoffload-plan schedule=auto``: the plan that a run would choose for costs that are given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lightning_pipeoffload.cli.comparison import costs_of_stage
+from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
+from lightning_pipeoffload.schedule import Costs, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Choice, Option, options
+from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["choose", "describe", "print_choice"]
+
+
+def choose(config: DictConfig, costs: Costs) -> Choice:
+    """Evaluate all families for the costs of a rank's part of the model.
+
+    Args:
+        config: Conf/plan.yaml with the command line's overrides.
+        costs: What a rank's part of the model costs.
+
+    Raises:
+        ScheduleError: Nothing fits, or an argument is for one schedule.
+    """
+    if config.options:
+        raise ScheduleError(f"options ({config.options}) are for one schedule; name that one")
+
+    def costs_of(option: Option) -> Costs:
+        return costs_of_stage(costs, option.num_chunks)
+
+    wanted = options([config.num_microbatches], num_chunks=config.num_chunks)
+    if not wanted:
+        raise ScheduleError(f"num_chunks ({config.num_chunks}) must be a whole number from 1 on")
+    limits = Limits(config.memory_limit, config.strategy.offload)
+    return evaluate(wanted, config.num_ranks, costs_of, limits)
+
+
+def describe(choice: Choice) -> dict[str, Any]:
+    """Return what JSON says of the choice."""
+    return {"candidates": [candidate.figures() for candidate in choice.candidates]}
+
+
+def print_choice(choice: Choice) -> None:
+    """Print what was tried."""
+    console = Console()
+    write = "{:.6g}".format
+    console.print(choice_table(choice, write, write))
+    for line in lines_of_refused(choice.candidates):
+        console.print(line, highlight=False)
+    console.print()

@@ -1,0 +1,72 @@
+"""What ``schedule="auto"`` has tried, as a table; it needs neither torch nor lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.box import SIMPLE
+from rich.table import Column, Table
+
+from lightning_pipeoffload.schedule.candidates import Candidate, Choice
+
+__all__ = ["choice_table", "lines_of_refused"]
+
+Write = Callable[[float], str]
+
+
+def choice_table(choice: Choice, seconds: Write, memory: Write) -> Table:
+    """Return a table of the plans that fit, the fastest first.
+
+    Args:
+        choice: What was tried.
+        seconds: Writes a time.
+        memory: Writes an amount of memory.
+    """
+    candidates = choice.candidates
+    has_counts = len({c.option.num_microbatches for c in candidates}) > 1
+    recomputes = len({c.option.recompute for c in candidates}) > 1
+    extra = [("microbatches", has_counts), ("recompute", recomputes)]
+    columns = [
+        Column("schedule", no_wrap=True),
+        "stages",
+        *(name for name, is_there in extra if is_there),
+    ]
+    table = Table(
+        Column("schedule", no_wrap=True),
+        *columns,
+        *("offload", "step", "bubble", "memory", ""),
+        title=f"Plans that fit: {sum(c.fits for c in candidates)} of {len(candidates)}",
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    fitting = [c for c in candidates if c.fits]
+    for candidate in sorted(fitting, key=lambda c: (c is not choice.best, c.score)):
+        option = candidate.option
+        cells = [option.schedule, str(option.num_chunks)]
+        cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes
+        table.add_row(*cells, *_figures(candidate, seconds, memory))
+    return table
+
+
+def _figures(candidate: Candidate, seconds: Write, memory: Write) -> list[str]:
+    assert candidate.makespan is not None
+    assert candidate.peak_memory is not None
+    return [
+        candidate.offload,
+        seconds(candidate.makespan),
+        f"{candidate.bubble:.4f}",
+        memory(candidate.peak_memory),
+        candidate.reason or "taken",
+    ]
+
+
+def lines_of_refused(candidates: Sequence[Candidate]) -> list[str]:
+    """Say why others do not fit, families with one reason together."""
+    fitting = {candidate.option for candidate in candidates if candidate.fits}
+    by_reason: dict[str, dict[str, None]] = {}
+    for candidate in candidates:
+        if candidate.option not in fitting:
+            by_reason.setdefault(candidate.reason, {})[candidate.option.schedule] = None
+    return [f"{', '.join(names)}: {reason}." for reason, names in by_reason.items()]

@@ -1,0 +1,150 @@
+"""What ``schedule="auto"`` chooses among, and what it has found of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from .build import SCHEDULES
+from .passes.offload import OffloadReport
+from .schedule import Schedule
+
+__all__ = ["Candidate", "Choice", "Option", "best_of", "options"]
+
+# Of plans that differ by less, as a share of their time, the one that needs less memory counts.
+_ABOUT_EQUAL = 0.001
+
+# A plan that copies nothing is preferred to one that is faster by less than this.
+_WORTH_COPYING = 0.01
+# More of them need more messages, and searches for them more time, and gain little.
+_CHUNK_COUNTS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a plan can be made of.
+
+    Attributes:
+        schedule: The name of the family.
+        num_chunks: Stages per rank.
+        num_microbatches: Microbatches of one step.
+        recompute: What the backward computes again.
+    """
+
+    schedule: str
+    num_chunks: int
+    num_microbatches: int
+    recompute: str = "none"
+
+    def placement(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the rank of every stage."""
+        return SCHEDULES[self.schedule].placement(num_ranks, self.num_chunks)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step.
+
+    Attributes:
+        option: What it is made of.
+        offload: How it was decided what is offloaded: "none", "auto", a share, or "its own".
+        reason: Why it was not taken; empty if it was.
+        makespan: Seconds of a step; None where there is no plan, as the rest.
+        bubble: The idle share.
+        peak_memory: The largest memory of a rank; where that is too much, the least that would do.
+        schedule: The plan.
+        report: What it offloads, where that was planned.
+    """
+
+    option: Option
+    offload: str
+    reason: str = ""
+    makespan: float | None = None
+    bubble: float | None = None
+    peak_memory: float | None = None
+    schedule: Schedule | None = field(default=None, repr=False, compare=False)
+    report: OffloadReport | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, which keeps the limits."""
+        return self.schedule is not None
+
+    @property
+    def score(self) -> float:
+        """Its time, a little longer if it copies; infinite where there is no plan."""
+        if self.makespan is None:
+            return inf
+        return self.makespan * (1 + _WORTH_COPYING * (self.offload != "none"))
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a report says of it."""
+        names = ("offload", "fits", "makespan", "bubble", "peak_memory", "reason")
+        return {**vars(self.option), **{name: getattr(self, name) for name in names}}
+
+    def judged(self, best: Candidate) -> Candidate:
+        """Return this one with the reason why another was taken."""
+        if self is best or self.makespan is None or best.makespan is None:
+            return self
+        longer = self.makespan / best.makespan - 1 if best.makespan else 0.0
+        if longer > _ABOUT_EQUAL:
+            return replace(self, reason=f"{longer:.1%} longer")
+        if self.score > best.score * (1 + _ABOUT_EQUAL):
+            return replace(self, reason=f"{max(0.0, -longer):.1%} faster, but copies")
+        return replace(self, reason="no less memory")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried, and what came of it.
+
+    Attributes:
+        best: The fastest that fits.
+        candidates: All, in the order in which they were asked for.
+    """
+
+    best: Candidate
+    candidates: Sequence[Candidate]
+
+
+def best_of(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the fastest that fits, of about equal ones that which needs least memory."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        return None
+    least = min(candidate.score for candidate in fitting) * (1 + _ABOUT_EQUAL)
+    equal = [candidate for candidate in fitting if candidate.score <= least]
+    return min(equal, key=lambda candidate: (candidate.peak_memory, candidate.score))
+
+
+def options(
+    num_microbatches: Iterable[int],
+    most_chunks: int | None = None,
+    num_chunks: int | None = None,
+    recompute: Iterable[str] = ("none",),
+) -> list[Option]:
+    """List what plans can be made of.
+
+    Args:
+        num_microbatches: The numbers of microbatches to try.
+        most_chunks: The most stages per rank that there are blocks for; None: any.
+        num_chunks: The only number of stages per rank that may be; None: any.
+        recompute: The ways to recompute to try.
+    """
+    counts = list(num_microbatches)
+    return [
+        Option(name, chunks, count, way)
+        for way in recompute
+        for count in counts
+        for name in SCHEDULES
+        for chunks in _chunk_counts(name, most_chunks, num_chunks)
+    ]
+
+
+def _chunk_counts(name: str, most: int | None, wanted: int | None) -> list[int]:
+    recipe = SCHEDULES[name]
+    ends = [end for end in (recipe.max_chunks, most) if end is not None]
+    counts = {recipe.num_chunks, *_CHUNK_COUNTS} if wanted is None else {wanted}
+    return sorted(n for n in counts if recipe.num_chunks <= n <= min(ends, default=n))

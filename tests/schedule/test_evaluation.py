@@ -1,0 +1,111 @@
+"""``schedule="auto"`` takes what the best hand would: the fastest plan of all that fit."""
+
+import pytest
+
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    MemoryLimitError,
+    ScheduleError,
+    build,
+    offload_activations,
+    peak_memory,
+    simulate,
+    split_fused_backward,
+    validate,
+)
+from lightning_pipeoffload.schedule.candidates import Option, best_of, options
+from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+
+SIZES = (2, 6)
+
+
+def costs_by_chunk(**more):
+    """Return what makes the stages of a rank share its 30 of F, 29 of B and 20 of W."""
+
+    def costs_of(option):
+        n = option.num_chunks
+        times = {"forward": 30 / n, "backward_input": 29 / n, "backward_weight": 20 / n}
+        copies = {name: more.get(name, 20) / n for name in ("offload", "reload")}
+        rest = {"communication": 1, "activation": 17 / n, "weight_residue": 16 / n}
+        return Costs(**times, **copies, **rest, copy_lanes=more.get("copy_lanes", 2))
+
+    return costs_of
+
+
+def by_hand(costs_of, limit):
+    """Yield the time of every plan that fits, made one by one."""
+    for option in options([SIZES[1]]):
+        costs = costs_of(option)
+        sizes = (*SIZES, option.num_chunks, costs)
+        for copies in (False, True):
+            try:
+                plan = build(option.schedule, *sizes, None if copies else limit)
+                if copies:
+                    plan, _ = offload_activations(plan, costs, "auto", limit)
+            except ScheduleError:
+                continue
+            yield simulate(split_fused_backward(plan), costs).makespan
+
+
+@pytest.mark.parametrize(
+    ("share", "links"),
+    [(1.5, {}), (0.5, {}), (0.5, {"offload": 60, "reload": 60, "copy_lanes": 1})],
+    ids=["loose", "tight", "slow links"],
+)
+def test_no_hand_finds_a_plan_that_is_a_percent_faster(share, links):
+    limit, costs_of = share * SIZES[0] * 17, costs_by_chunk(**links)
+    best = evaluate(options([SIZES[1]]), SIZES[0], costs_of, Limits(limit)).best
+    assert best.makespan <= 1.01 * min(by_hand(costs_of, limit))
+    validate(best.schedule)
+    assert max(peak_memory(best.schedule, costs_of(best.option))) <= limit * (1 + 1e-9)
+
+
+def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
+    choice = evaluate(options([SIZES[1]]), SIZES[0], costs_by_chunk(), Limits(17))
+    assert {c.option.schedule for c in choice.candidates} == {*SCHEDULES}
+    assert [c for c in choice.candidates if not c.reason] == [choice.best]
+    assert choice.best == best_of(choice.candidates)
+
+
+def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken():
+    candidates = evaluate(options([8]), 2, lambda option: Costs.unit()).candidates
+    assert best_of(candidates).offload == "none"
+    fastest = min(c.makespan for c in candidates if c.fits)
+    least = min(c.peak_memory for c in candidates if c.fits and c.makespan == fastest)
+    assert best_of(candidates).peak_memory == least
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_least():
+    wanted = options([4], num_chunks=1)
+    with pytest.raises(MemoryLimitError, match=r"any of \d+ plans needs; use at least 1"):
+        evaluate(wanted, 2, lambda option: Costs.unit(), Limits(0.1))
+
+
+def test_what_cannot_be_cut_is_left_out():
+    def costs_of(option):
+        if option.num_chunks > 1:
+            raise ScheduleError("there are too few blocks")
+        return Costs.unit()
+
+    choice = evaluate(options([4], 2), 2, costs_of)
+    assert choice.best.option.num_chunks == 1
+    refused = [c.reason for c in choice.candidates if c.option.num_chunks == 2]
+    assert {*refused} == {
+        "there are too few blocks",
+        "not searched for: it is for tight limits, and there is none",
+    }
+
+
+def test_hosts_without_room_leave_the_order_alone():
+    limits = Limits(17, has_room=lambda schedule, costs: False)
+    choice = evaluate(options([SIZES[1]]), SIZES[0], costs_by_chunk(), limits)
+    assert not choice.best.schedule.has_copies
+
+
+def test_a_share_is_offloaded_by_every_candidate():
+    wanted = [Option("1f1b", 1, 4), Option("po_h", 2, 4)]
+    costs_of = costs_by_chunk(offload=1, reload=1)
+    choice = evaluate(wanted, 2, costs_of, Limits(offload="half"))
+    assert choice.best.schedule.has_copies
+    assert "says itself what it offloads" in choice.candidates[1].reason
