@@ -26,9 +26,7 @@ def same(found, plain):
         (2, "mean", {}),
         (3, "ema", {"schedule": "zb_v", **FOLDER}),
         (2, "foreach", FOLDER),
-        (3, "swa", {"schedule": "zb_v"}),
-        (2, "swa", FOLDER),
-        (2, "teacher", {}),
+        (2, "swa", {"schedule": "zb_v", **FOLDER}),
         (3, "teacher on_fit_start", FOLDER),
     ],
 )

@@ -43,7 +43,6 @@ def path_after(folder, step):
     ("written", "read", "step"),
     [
         ("zb_h1", "zb_h1", 3),
-        ("zb_h1", "zb_h1", 6),
         ("1f1b", "1", 3),
         ("1", "1f1b", 6),
         ("folder", "interleaved", 3),

@@ -35,7 +35,7 @@ def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
     calls = [int(Path(f"{whole}.calls{rank}").read_text()) for rank in range(2)]
     before, after = load(f"{whole}.first"), load(whole)
     draw = random.Random(0)
-    for point in range(10):
+    for point in range(4):
         path = str(tmp_path / f"{point}.ckpt")
         last = [
             draw.randrange(count) if dies else NEVER

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.schedule import build
+from tests.support.pairs import pairs
 from tests.support.small_modules import MODELS, SCHEDULES, assert_same, run_pipeline, run_plain
 
 SIZES = [("zb_h1", 1), *zip(SCHEDULES, cycle([2, 4]), strict=False)]
@@ -19,9 +20,9 @@ def prepared(name):
     return module, batch, run_plain(module, batch, size=2)
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), SIZES)
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_the_plain_modules(name, schedule, num_ranks):
+@pytest.mark.parametrize(("name", "size"), pairs([*MODELS] * 2, SIZES))
+def test_gradients_are_the_plain_modules(name, size):
+    schedule, num_ranks = size
     module, batch, plain = prepared(name)
     found = run_pipeline(module, build(schedule, num_ranks, 4), batch, size=2)
     assert_same(found, plain)

@@ -9,14 +9,17 @@ from lightning_pipeoffload.schedule import (
     build,
     validate,
 )
+from tests.support.pairs import pairs
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16)]
 FULL_GROUPS = [(p, m) for p, m in SIZES if m % p == 0]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"interleaved_1f1b"}))
-def test_every_size_builds(name, p, m):
+@pytest.mark.parametrize(
+    ("name", "size"), pairs(sorted(SCHEDULES.keys() - {"interleaved_1f1b"}) * 6, SIZES)
+)
+def test_every_size_builds(name, size):
+    p, m = size
     schedule = build(name, num_ranks=p, num_microbatches=m)
     validate(schedule)
     assert (schedule.num_ranks, schedule.num_microbatches) == (p, m)

@@ -347,9 +347,7 @@ ROWS: dict[str, tuple[type[Plain], dict[str, Any]]] = {
     "flags": (Reductions, {"trainer": _FLAGS}),
     "overfit": (Collects, {"trainer": {"overfit_batches": 2, "benchmark": True}}),
     "64-true": (Reductions, {"single": True, "trainer": {"precision": "64-true"}}),
-    "32-true": (Reductions, {"single": True}),
     "bf16-mixed": (Reductions, {"single": True, "trainer": {"precision": "bf16-mixed"}}),
-    "bf16-true": (Reductions, {"single": True, "trainer": {"precision": "bf16-true"}}),
     "16-true": (Reductions, {"single": True, "trainer": {"precision": "16-true"}}),
 }
 

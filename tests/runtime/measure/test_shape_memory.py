@@ -60,14 +60,11 @@ def make(name):
     [
         ("gpt_dropout", "zb_h1", 2, "none"),
         ("gpt_tied", "zb_v", 2, "none"),
-        ("gpt_dropout", "1f1b", 2, "full"),
         ("gpt_plain", "zb_v", 2, "cheap"),
-        ("llama", "zb_v", 2, "none"),
         ("llama_padding_mask", "zb_h1", 3, "cheap"),
         ("llama_checkpointed", "zb_h1", 2, "none"),
         ("mixtral", "1f1b", 2, "full"),
         ("t5", "zb_h1", 2, "none"),
-        ("crossing", "zb_h1", 2, "none"),
         ("crossing", "interleaved_1f1b", 2, "none"),
     ],
 )

@@ -18,6 +18,7 @@ from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.schedule import build
 from tests.support.offloaded import memory_of_all
+from tests.support.pairs import pairs
 from tests.support.small_modules import (
     MODELS,
     Case,
@@ -74,18 +75,15 @@ def plain_run(name, schedule):
     return run(name, schedule, "none")
 
 
-@pytest.mark.parametrize("how", ["cheap", "full"])
 @pytest.mark.parametrize(
-    ("name", "schedule"),
-    [("gpt", name) for name in SCHEDULES]
-    + [(name, schedule) for name in ("llama", "gpt2", "norms") for schedule in ("zb_h1", "zb_v")],
+    ("how", "name", "schedule"),
+    pairs(["cheap", "full", "full"], ["gpt", "llama", "gpt2", "norms"] * 2, SCHEDULES),
 )
-def test_nothing_changes(name, schedule, how):
+def test_nothing_changes(how, name, schedule):
     assert_equal(run(name, schedule, how), plain_run(name, schedule))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize(("name", "schedule"), pairs(["mlp", "cnn"], SCHEDULES))
 def test_blocks_that_write_in_place(name, schedule):
     assert_equal(run(name, schedule, "cheap"), plain_run(name, schedule))
     with pytest.raises(ValueError, match="cannot run ReLU again, which writes its input in place"):
