@@ -53,7 +53,9 @@ class PipeOffloadStrategy(StepHooks):
         num_chunks: Stages of each rank; "auto": the schedule's own.
         schedule: A name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
-            zb_h1.
+            before the first step each block is measured on microbatches that leave no trace, and
+            of all families, numbers of stages, offloads and, under a limit, ways to recompute the
+            fastest that fits is cut and run; zb_h1 under ``Trainer(deterministic=True)``.
         offload: Which activations go to the host between F and B, or between B and W: "none",
             "half" or "full" of each rank's, or a share from 0 to 1, stages that live longest
             first; "auto": as few as ``memory_limit`` asks for. Planned anew after the first three

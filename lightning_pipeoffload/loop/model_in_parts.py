@@ -53,6 +53,9 @@ class ModelInParts(CheckpointHooks):
 
     def _make(self) -> Iterator[None]:
         self._blueprint = None
+        is_new = self._run is None or self._run.pipeline.module is not self._module
+        if is_new and self.settings.schedule == "auto":
+            self.group.place(self.settings.provisional_schedule(self.group.num_ranks))
         blueprint = self._draw_blueprint()
         if blueprint is None:
             yield

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
@@ -69,14 +71,10 @@ class PipelineRun:
         num_local_ranks: int = 1,
         parts: PartedModule | None = None,
     ) -> None:
-        cut = CutSettings(
-            group.stage_ranks,
-            settings.blocks,
-            settings.split if parts is None else parts.counts,
-            settings.recompute,
-            tuple(group.global_ranks[rank] for rank in group.stage_ranks),
-            group.replicas.first,
-        )
+        if settings.schedule == "auto":  # a run before this one may have chosen other places
+            group.place(settings.provisional_schedule(group.num_ranks))
+        cut = _cut_settings(settings, group)
+        cut = cut if parts is None else replace(cut, split=parts.counts)
         self.pipeline = Pipeline(module, group.rank, cut, device, parts)
         self.executor = Executor(
             group.rank,
@@ -95,6 +93,8 @@ class PipelineRun:
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group
         self._settings = settings
+        self._chosen: Chosen | None = None
+        self._has_measured_steps = False
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
         self.reduction: GradientReduction | None = None
@@ -122,6 +122,7 @@ class PipelineRun:
         """
         total = batch_size(inputs.batch)
         if not self.report.size:
+            self._choose_plan(inputs, total)
             count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
             self._training.make(count)
             self.report.size = total // count
@@ -132,6 +133,29 @@ class PipelineRun:
             if size < total:
                 self._blame_cutting(error, inputs, total, -(-total // size))
             raise
+
+    def _choose_plan(self, inputs: StepInputs, total: int) -> None:
+        """Put what is chosen for this run in the place of ``schedule="auto"``."""
+        if self._settings.schedule != "auto":
+            return
+        count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
+        choice = AutoChoice(self._settings, self.pipeline, self._group, self.measurements)
+        self._chosen = self.report.chosen = choice.choose(inputs, count, total)
+        self._settings = self._chosen.settings
+        self._training.use(self._settings)
+        if not self.pipeline.is_split:
+            self._group.place(self._training.schedule)
+            self.pipeline.cut_anew(self._group.rank, _cut_settings(self._settings, self._group))
+            self.executor.join(self._group.rank, self._group.transport)
+
+    def _plan_as_chosen(self) -> None:
+        """Make the plan of the first step with the costs that it was chosen by."""
+        if self._chosen is None:
+            return
+        costs = self._chosen.costs_with(self.report.needs)
+        if costs is not None and self._chosen.is_measured:
+            self._training.make_by(costs, self._chosen.limits)
+            self.measurements.start_anew(costs.copy_lanes)
 
     def _blame_cutting(
         self, error: Exception, inputs: StepInputs, total: int, num_microbatches: int
@@ -172,7 +196,7 @@ class PipelineRun:
         """
         self.executor.reduction = None  # not of what is left of batches before
         if not self._training.goes_on(accumulation):
-            if self._training.costs is None and self.measurements.suffice:
+            if not self._has_measured_steps and self.measurements.suffice:
                 self._plan_by_measurement()
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
@@ -206,6 +230,7 @@ class PipelineRun:
 
         The ranks wait for each other here, once.
         """
+        self._has_measured_steps = True
         if not self._training.may_copy:
             return
         costs = self.measurements.gather_costs(self._training.schedule)
@@ -306,6 +331,7 @@ class PipelineRun:
         self._group.share(self.pipeline)
         self.reduction = self._make_reduction()
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
+        self._plan_as_chosen()
         self._training.choose(accumulation, self.pipeline.costs)
         self.report.print_start(accumulation)
 
@@ -323,3 +349,14 @@ class PipelineRun:
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights = lambda: None
         self.pipeline.detach()
+
+
+def _cut_settings(settings: PipelineSettings, group: PipelineGroup) -> CutSettings:
+    return CutSettings(
+        group.stage_ranks,
+        settings.blocks,
+        settings.split,
+        settings.recompute,
+        tuple(group.global_ranks[rank] for rank in group.stage_ranks),
+        group.replicas.first,
+    )

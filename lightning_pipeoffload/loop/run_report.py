@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
@@ -15,6 +16,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_ne
 from lightning_pipeoffload.planning.report import predict
 from lightning_pipeoffload.planning.report_text import (
     print_accumulation,
+    print_choice,
     print_measurement,
     print_offload,
     print_prediction,
@@ -42,6 +44,8 @@ class RunReport:
         group: The pipeline's processes.
 
     Attributes:
+        needs: What stages need by their shapes; None before that is known, and where it is not.
+        chosen: What ``schedule="auto"`` has come to; None where a schedule was named.
         size: Samples of a microbatch; 0 before the first batch.
     """
 
@@ -58,7 +62,8 @@ class RunReport:
         self._training = training
         self._measurements = measurements
         self._group = group
-        self._needs: MemoryNeeds | None = None
+        self.needs: MemoryNeeds | None = None
+        self.chosen: Chosen | None = None
         self.size = 0
 
     def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
@@ -71,7 +76,7 @@ class RunReport:
         try:
             num_sharing = self._settings.num_sharing(self._group.num_replicas)
             states = measure_states(optimizers, num_sharing)
-            self._needs = MemoryNeeds.of(self._pipeline, first, states)
+            self.needs = MemoryNeeds.of(self._pipeline, first, states)
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -86,10 +91,12 @@ class RunReport:
         """
         if not self._pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
-        plan, needs = self._training.plan, self._needs
+        plan, needs = self._training.plan, self.needs
         report = predict(plan, self._pipeline, self._training.costs)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = None if needs is None else describe_needs(needs.of_ranks(plan))
+        if self.chosen is not None:
+            report["candidates"] = [dict(candidate) for candidate in self.chosen.candidates]
         if self._training.offloaded is not None:
             report["offload"] = asdict(self._training.offloaded)
         measured = self._measurements.report()
@@ -105,6 +112,8 @@ class RunReport:
     def print_start(self, accumulation: Accumulation) -> None:
         """Print what is going to run, with the accumulation of the first batch."""
         if self._group.reports:
+            if self.chosen is not None and self.chosen.choice is not None:
+                print_choice(self.chosen.choice, self.chosen.is_measured)
             print_prediction(self.make())
             print_accumulation(self._training.of_batch, self._training.plan, accumulation)
 

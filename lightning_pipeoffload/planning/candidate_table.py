@@ -14,27 +14,23 @@ __all__ = ["choice_table", "lines_of_refused"]
 Write = Callable[[float], str]
 
 
-def choice_table(choice: Choice, seconds: Write, memory: Write) -> Table:
+def choice_table(choice: Choice, seconds: Write, memory: Write, most: int | None = None) -> Table:
     """Return a table of the plans that fit, the fastest first.
 
     Args:
         choice: What was tried.
         seconds: Writes a time.
         memory: Writes an amount of memory.
+        most: The most plans to show; None: all.
     """
     candidates = choice.candidates
     has_counts = len({c.option.num_microbatches for c in candidates}) > 1
     recomputes = len({c.option.recompute for c in candidates}) > 1
-    extra = [("microbatches", has_counts), ("recompute", recomputes)]
-    columns = [
-        Column("schedule", no_wrap=True),
-        "stages",
-        *(name for name, is_there in extra if is_there),
-    ]
+    varied = {"microbatches": has_counts, "recompute": recomputes}
+    numbers = [name for name, is_varied in varied.items() if is_varied]
     table = Table(
         Column("schedule", no_wrap=True),
-        *columns,
-        *("offload", "step", "bubble", "memory", ""),
+        *("stages", *numbers, "offload", "step", "bubble", "memory", ""),
         title=f"Plans that fit: {sum(c.fits for c in candidates)} of {len(candidates)}",
         title_justify="left",
         box=SIMPLE,
@@ -42,7 +38,7 @@ def choice_table(choice: Choice, seconds: Write, memory: Write) -> Table:
         padding=(0, 1, 0, 0),
     )
     fitting = [c for c in candidates if c.fits]
-    for candidate in sorted(fitting, key=lambda c: (c is not choice.best, c.score)):
+    for candidate in sorted(fitting, key=lambda c: (c is not choice.best, c.score))[:most]:
         option = candidate.option
         cells = [option.schedule, str(option.num_chunks)]
         cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes

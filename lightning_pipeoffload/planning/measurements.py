@@ -145,9 +145,16 @@ class Measurements:
     def _mine(self) -> dict[str, Any]:
         return measure(self._executor, self._pipeline.weight_flops)
 
+    def copy_speed(self, may_copy: bool) -> CopySpeed:
+        """Return how fast this rank copies while all others do; all ranks call it.
+
+        Args:
+            may_copy: Whether anything is going to be copied; else copies take no time.
+        """
+        if not may_copy:
+            return _NO_COPIES
+        # Of all replicas: devices that share a link to the host then copy at once.
+        return measure_copy_speed(self._pipeline.device, meet=self._group.world.barrier)
+
     def _costs(self, may_copy: bool) -> RankCosts:
-        speed = _NO_COPIES
-        if may_copy:
-            self._group.barrier()  # devices that share a link to the host then copy at once
-            speed = measure_copy_speed(self._pipeline.device)
-        return measure_costs(self._executor, speed, self._hops)
+        return measure_costs(self._executor, self.copy_speed(may_copy), self._hops)

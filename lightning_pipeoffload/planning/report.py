@@ -26,6 +26,7 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,
         "num_microbatches": plan.num_microbatches,
+        "recompute": pipeline.settings.recompute,
         "stages": [
             {
                 "rank": plan.rank_of(stage),

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Schedule, Timeline
+from lightning_pipeoffload.schedule.candidates import Choice
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NUM_COLUMNS = 80  # of what other handlers get
@@ -51,20 +53,49 @@ def _tell(*parts: Table | str) -> None:
     log.info("%s", text.getvalue().strip(), extra={"parts": parts})
 
 
+def print_choice(choice: Choice, is_measured: bool) -> None:
+    """Print what ``schedule="auto"`` has tried.
+
+    Args:
+        choice: What was tried.
+        is_measured: Whether times are in seconds, not in an average block's.
+    """
+
+    def seconds(value: float) -> str:
+        return f"{1e3 * value:.1f} ms" if is_measured else f"{value:.1f}"
+
+    refused = lines_of_refused(choice.candidates)
+    _tell("", choice_table(choice, seconds, mebibytes), *refused)
+
+
 def print_prediction(report: dict[str, Any]) -> None:
     """Print the table of the stages."""
+    is_measured = report["k"] is not None
+    unit = "MiB" if is_measured else "blocks"
     table = Table(title=f"Pipeline: {_headline(report)}", title_justify="left")
-    for column in ("stage", "rank", "blocks", "parameters", "peak memory\n(blocks)"):
+    for column in ("stage", "rank", "blocks", "parameters", f"peak memory\n({unit})"):
         table.add_column(column, justify="left" if column == "blocks" else "right")
     for index, stage in enumerate(report["stages"]):
-        blocks, peak = span_of(stage["blocks"]), f"{report['peak_memory'][stage['rank']]:.1f}"
+        blocks, kept = span_of(stage["blocks"]), report["peak_memory"][stage["rank"]]
+        peak = f"{kept / 2**20 if is_measured else kept:.1f}"
         table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
     _tell(
         "",
         table,
         *_lines_of_values(report["stages"]),
+        _prediction(report, is_measured),
+    )
+
+
+def _prediction(report: dict[str, Any], is_measured: bool) -> str:
+    if is_measured:
+        return (
+            f"Predicted from measured blocks: a bubble of {report['bubble']:.1%}, a step of "
+            f"{1e3 * report['makespan']:.1f} ms. Memory is of the rank, for activations."
+        )
+    return (
         f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}. Memory is of the rank, in "
-        f"activations of an average block until they are measured in MiB.",
+        f"activations of an average block until they are measured in MiB."
     )
 
 

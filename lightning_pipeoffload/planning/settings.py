@@ -126,6 +126,11 @@ class PipelineSettings:
         return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
 
     @property
+    def default_schedule(self) -> str:
+        """What ``schedule="auto"`` stands for until one is chosen, and where nothing may decide."""
+        return DEFAULT_SCHEDULE if self.num_chunks in ("auto", 1) else "uniform"
+
+    @property
     def limit_bytes(self) -> int | None:
         """The most memory of a device that a plan may take; None: any."""
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
@@ -245,7 +250,7 @@ class PipelineSettings:
         memory_limit: float | None,
     ) -> Schedule:
         if is_name(self.schedule):
-            name = DEFAULT_SCHEDULE if self.schedule == "auto" else str(self.schedule)
+            name = self.default_schedule if self.schedule == "auto" else str(self.schedule)
             num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
             return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
         given = self._fixed_schedule()

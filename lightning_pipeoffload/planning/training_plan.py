@@ -89,6 +89,16 @@ class TrainingPlan:
         reduces = self._reduces and steps
         return self._lowered(self.schedule, num_microbatches, training=True, reduces=reduces)
 
+    def use(self, settings: PipelineSettings) -> None:
+        """Plan by other settings from now on, before anything has run.
+
+        Args:
+            settings: What ``schedule="auto"`` stands for in this run.
+        """
+        self._settings = settings
+        self.schedule = settings.provisional_schedule(self._num_ranks)
+        self._joined.clear()
+
     def make(self, num_microbatches: int) -> None:
         """Make the schedule of so many microbatches, by what is known of the costs."""
         self.schedule, self.offloaded = self._make(num_microbatches)

@@ -92,6 +92,15 @@ class Executor:
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
 
+    def join(self, rank: int, transport: Transport) -> None:
+        """Be another rank of the pipeline from the next step on.
+
+        Args:
+            rank: The rank's place in the plan.
+            transport: Moves messages to and from the other ranks.
+        """
+        self.rank, self.transport = rank, transport
+
     @property
     def results(self) -> list[Any]:
         """What the user's step returned for each microbatch, in their order; see :meth:`run`."""

@@ -95,6 +95,20 @@ class PipelineGroup(RankMesh, HostGroup):
         self._connect()
         self.transport.connect()
 
+    def place(self, schedule: Schedule) -> None:
+        """Be the ranks of another schedule from now on; all processes call it, between steps.
+
+        The processes of a pipeline stay those, and so do the counterparts of each.
+
+        Args:
+            schedule: The schedule, for as many ranks.
+        """
+        if schedule.placement == self.stage_ranks:
+            return
+        sizes = self.global_rank, self.timeout, self.num_replicas, self._rank_order
+        RankMesh.__init__(self, schedule, *sizes)
+        self.transport = ProcessGroupTransport(self, self._edges(), self.device)
+
     def _edges(self) -> set[tuple[int, int]]:
         hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
         downstream = {(a, b) for a, b in hops if a != b}

@@ -54,6 +54,7 @@ class RankMesh:
         rank_order: str = "pipeline_inner",
     ) -> None:
         self.timeout = timeout
+        self._rank_order = rank_order
         self._table = _table_of(schedule, num_replicas, rank_order)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
         # of a pipeline are made by edge, and with the user's.

@@ -104,26 +104,42 @@ class Pipeline:
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
-        self.tensors = NamedTensors(module, settings.stage_ranks)
         self.settings = settings
         self.chain = find_chain(module, settings.blocks)
-        self._writes = StepWrites(module, self.chain, self.local_stages)
-        self.probes = StepProbes(module, self.chain, device, len(settings.stage_ranks) > 1)
-        self._segments: dict[str, set[int]] = {}
-        self._shared_weights: list[SharedWeight] = []
-        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
-        # A split that cannot be is refused here, before anything runs.
-        split = "even" if settings.split == "auto" else settings.split
-        cut(self.chain, SegmentCosts((), (), (), ()), settings.stage_ranks, split)
-        self._trained: list[bool] = []
-        self.trained_digest = 0
-        self.drawn = SourceDigest()
+        self._forget_cut()
         self.parts = parts
         self._know_parameters()
         if parts is not None:
             self._own(parts.owners)
             self._leave_foreign()
         self.attach()
+
+    def _forget_cut(self) -> None:
+        ranks = self.settings.stage_ranks
+        self.tensors = NamedTensors(self.module, ranks)
+        self._writes = StepWrites(self.module, self.chain, self.local_stages)
+        self.probes = StepProbes(self.module, self.chain, self.device, len(ranks) > 1)
+        self.stages.clear()
+        self._segments: dict[str, set[int]] = {}
+        self._shared_weights: list[SharedWeight] = []
+        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
+        # A split that cannot be is refused here, before anything runs.
+        split = "even" if self.settings.split == "auto" else self.settings.split
+        cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
+        self._trained: list[bool] = []
+        self.trained_digest = 0
+        self.drawn = SourceDigest()
+
+    def cut_anew(self, rank: int, settings: CutSettings) -> None:
+        """Cut otherwise from the next batch on, which is looked at anew.
+
+        Args:
+            rank: This rank in the pipeline, which may be another one than before.
+            settings: How to cut; the blocks are as before.
+        """
+        assert not self.is_split  # every rank has the whole module still
+        self.rank, self.settings = rank, settings
+        self._forget_cut()
 
     def _know_parameters(self) -> None:
         self._parameters = list(self.module.parameters())

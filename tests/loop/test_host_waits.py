@@ -125,7 +125,7 @@ def fit(steady, *callbacks, module=Model, logger=False, **options):
     torch.manual_seed(0)
     Trainer(
         devices=1,
-        strategy=PipeOffloadStrategy(num_microbatches=2, **options),
+        strategy=PipeOffloadStrategy(**{"num_microbatches": 2, "schedule": "zb_h1", **options}),
         callbacks=[steady, *callbacks],
         max_epochs=1,
         enable_checkpointing=False,

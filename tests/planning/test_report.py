@@ -35,6 +35,7 @@ REPORT = {
     "num_replicas": 1,
     "num_microbatches": 4,
     "bubble": 0.2,
+    "makespan": 0.5,
     "k": [0.5, 0.5],
     "free_share": 1.0,
     "peak_memory": [3 << 20, 2 << 20],

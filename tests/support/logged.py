@@ -294,7 +294,7 @@ class Writes(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def written(num_devices: int, path: str, schedule: str = "auto") -> None:
+def written(num_devices: int, path: str, schedule: str = "zb_h1") -> None:
     """Fit and save :class:`Writes`; one device's batches are microbatches that accumulate."""
     L.seed_everything(7, verbose=False)
     trainer = L.Trainer(

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
+from lightning_pipeoffload import data_parallel_rank, data_parallel_size
 from tests.support import fits, replica_fits
 
 
@@ -65,7 +65,7 @@ def fit(kind: str, num_replicas: int, num_ranks: int) -> dict[str, Any]:
     trainer = L.Trainer(
         **fits.SILENT,
         devices=num_replicas * num_ranks,
-        strategy=PipeOffloadStrategy(num_microbatches=4, data_parallel_size=num_replicas),
+        strategy=fits.strategy(2, data_parallel_size=num_replicas),
         callbacks=[batches, last],
         max_epochs=1,
         enable_checkpointing=False,

@@ -80,7 +80,12 @@ def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[
     callbacks, ckpt_path = options.pop("callbacks", []), options.pop("ckpt_path", None)
     trainer_options = {"max_steps": 5, "gradient_clip_val": 0.5, **options.pop("trainer", {})}
     strategy = PipeOffloadStrategy(
-        **{"num_microbatches": 4, "data_parallel_size": num_replicas, **options}
+        **{
+            "num_microbatches": 4,
+            "schedule": "zb_h1",
+            "data_parallel_size": num_replicas,
+            **options,
+        }
     )
     batches = Batches()
     trainer = L.Trainer(

@@ -75,7 +75,12 @@ def train(
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             trainer_options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
         strategy = PipeOffloadStrategy(
-            **{"num_microbatches": 4, "data_parallel_size": num_replicas, **given}
+            **{
+                "num_microbatches": 4,
+                "schedule": "zb_h1",
+                "data_parallel_size": num_replicas,
+                **given,
+            }
         )
         trainer = L.Trainer(
             **fits.SILENT,

@@ -59,7 +59,7 @@ class StopAtBatch(L.Callback):
 
 
 def stop(
-    num_devices: int, where: str, ranks: list[int] | None, schedule: str = "auto", **options: Any
+    num_devices: int, where: str, ranks: list[int] | None, schedule: str = "zb_h1", **options: Any
 ) -> tuple[int, int, float]:
     """Return after how many steps and batches a fit of three epochs has stopped, and its loss."""
     L.seed_everything(7, verbose=False)

@@ -46,12 +46,15 @@ class CopySpeed:
         return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
 
 
-def measure_copy_speed(device: torch.device, num_bytes: int = _BYTES) -> CopySpeed:
+def measure_copy_speed(
+    device: torch.device, num_bytes: int = _BYTES, meet: Callable[[], None] = lambda: None
+) -> CopySpeed:
     """Measure the copies between ``device`` and this host, in some milliseconds.
 
     Args:
         device: The device of the activations; on CPU the host copies within its own memory.
         num_bytes: The number of bytes of each copy.
+        meet: Waits for the other devices that are to copy at the same time.
     """
     pinned = device.type != "cpu"
     on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -68,14 +71,15 @@ def measure_copy_speed(device: torch.device, num_bytes: int = _BYTES) -> CopySpe
         offload()
         reload()
 
-    seconds = [_median_seconds(copy) for copy in (offload, reload, both)]
+    seconds = [_median_seconds(copy, meet) for copy in (offload, reload, both)]
     return CopySpeed(
         num_bytes / seconds[0], num_bytes / seconds[1], seconds[2] / (seconds[0] + seconds[1])
     )
 
 
-def _median_seconds(copy: Callable[[], None]) -> float:
+def _median_seconds(copy: Callable[[], None], meet: Callable[[], None]) -> float:
     copy()  # touches the memory
+    meet()
     return median(_seconds(copy) for _ in range(_REPETITIONS))
 
 

@@ -1,0 +1,273 @@
+"""What ``schedule="auto"`` stands for in a run: chosen before the first step, by measured costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.measure.block_costs import (
+    BlockTrial,
+    costs_of_stages,
+    cut_by_costs,
+)
+from lightning_pipeoffload.runtime.measure.measured_costs import join_costs
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
+from lightning_pipeoffload.runtime.users_code.no_trace import hooked
+from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Choice, Option, options
+from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
+
+log = logging.getLogger(__name__)
+
+_NOT_MEASURED = "blocks are not measured one by one, their operations count: %s"
+_WAYS = ("none", "cheap", "full")
+
+Blocks = Mapping[str, Costs]
+"""What each block costs, by what the backward computes again."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run goes by.
+
+    Attributes:
+        settings: The settings, with a schedule by its name.
+        costs: What its stages cost; None where nothing was evaluated.
+        limits: What the machines have.
+        is_measured: Whether the costs are in seconds.
+        candidates: What was tried, for the report.
+        choice: The same with its plans, on the process that reports.
+    """
+
+    settings: PipelineSettings
+    costs: Costs | None = None
+    limits: MachineLimits = field(default_factory=MachineLimits)
+    is_measured: bool = False
+    candidates: Sequence[Mapping[str, Any]] = ()
+    choice: Choice | None = None
+
+    def costs_with(self, needs: MemoryNeeds | None) -> Costs | None:
+        """Return the costs with the memory of these stages as shapes tell it, where they do."""
+        if self.costs is None or needs is None:
+            return self.costs
+        names = ("activation", "weight_input", "weight_residue")
+        return replace(self.costs, **{name: getattr(needs.costs, name) for name in names})
+
+
+class AutoChoice:
+    """Chooses for one run; all ranks do what it says, in the same order.
+
+    Args:
+        settings: The strategy's settings.
+        pipeline: This rank's part of the module, in the first cut.
+        group: The pipeline's processes, in the places of the first cut.
+        measurements: What tells how fast copies are, and what the machines have.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        measurements: Measurements,
+    ) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._group = group
+        self._measurements = measurements
+
+    def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
+        """Measure the blocks, and choose the fastest plan that fits.
+
+        Args:
+            inputs: The first batch.
+            num_microbatches: Slices of it.
+            batch_size: Its samples.
+
+        Raises:
+            ValueError: The step cannot be cut.
+            ScheduleError: No plan keeps the memory limit.
+        """
+        if self._group.num_ranks == 1 or torch.are_deterministic_algorithms_enabled():
+            return self._by_default(num_microbatches)
+
+        def cut_batch() -> list[BatchSlice]:
+            copied = copy_part(inputs.batch)
+            size = batch_size // num_microbatches
+            return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
+
+        first = cut_batch()[0]
+        blocks = self._measure(cut_batch)
+        limits = self._limits()
+        known: _KnownCosts
+        if blocks is not None:
+            known = _OfBlocks(self._pipeline, blocks, self._settings)
+        else:
+            counted = {self._settings.recompute: self._count(first)}
+            known = _OfFirstCut(self._pipeline, counted)
+        return self._decide(known, num_microbatches, limits)
+
+    def _count(self, first: BatchSlice) -> Costs:
+        """Return what the stages of the first cut cost by their operations, memory by shapes."""
+        try:
+            return MemoryNeeds.of(self._pipeline, first).costs
+        except Exception as error:  # the user's own code, which may not go without values
+            self._say(f"{type(error).__name__}: {error}".splitlines()[0])
+            return self._pipeline.costs
+
+    def _by_default(self, num_microbatches: int) -> Chosen:
+        name = self._settings.default_schedule
+        return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
+
+    def _measure(self, cut_batch: Callable[[], Sequence[BatchSlice]]) -> Blocks | None:
+        """Return what each block costs in each way that may be of use; None: there is no telling.
+
+        Where a hook of the user's would see what is measured, nothing is.
+        """
+        obstacle = "configure_model has made each rank its part" if self._pipeline.is_split else ""
+        hook = hooked(self._pipeline.module)
+        obstacle = obstacle or (hook and f"{hook} has a hook, which would see more microbatches")
+        if not self._group.world.agree(not obstacle, unanimous=True):
+            self._say(obstacle)
+            return None
+        speed = self._measurements.copy_speed(self._may_copy)
+        trial = BlockTrial(self._pipeline, self._group.transport)
+        found = {}
+        for way in self._ways():
+            try:
+                own = trial.measure(cut_batch, way, speed)
+            except ScheduleError as error:
+                self._say(str(error).partition("\n")[0])
+                cut_batch()  # the first cut, which counts then
+                return None
+            found[way] = join_costs(self._group.gather(own))
+        return self._group.replicas.first(found)
+
+    def _say(self, obstacle: str) -> None:
+        if self._group.reports:
+            log.info(_NOT_MEASURED, obstacle)
+
+    def _ways(self) -> Sequence[str]:
+        """Without a limit to keep, recomputing is for nothing."""
+        given = self._settings.recompute
+        return _WAYS if given == "none" and self._is_limited else (given,)
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._settings.is_limited(self._pipeline.device.type != "cpu")
+
+    @property
+    def _may_copy(self) -> bool:
+        return self._is_limited or self._settings.offload not in ("auto", "none")
+
+    def _limits(self) -> MachineLimits:
+        keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
+        return self._measurements.gather_limits(keeps)
+
+    def _decide(self, known: _KnownCosts, count: int, limits: MachineLimits) -> Chosen:
+        """Evaluate on one process, for all."""
+        wanted = [
+            option
+            for way in known.blocks
+            for option in options([count], None, self._num_chunks, [way])
+            if known.takes(option, self._group)
+        ]
+        choice: Choice | None = None
+        answer: Any = None
+        if self._group.reports:
+            try:
+                choice = evaluate(wanted, self._group.num_ranks, known.costs_of, self._kept(limits))
+                answer = choice.best.option, [c.figures() for c in choice.candidates]
+            except MemoryLimitError as error:
+                answer = error.told(mebibytes)
+            except ScheduleError as error:
+                answer = str(error)
+        answer = self._group.world.broadcast(answer, 0)
+        if isinstance(answer, str):
+            raise ScheduleError(answer)
+        option, figures = answer
+        settings = replace(
+            self._settings,
+            schedule=option.schedule,
+            num_chunks=option.num_chunks,
+            num_microbatches=count,
+            recompute=option.recompute,
+            split=known.split(option),
+        )
+        costs = known.costs_of(option)
+        return Chosen(settings, costs, limits, known.is_measured, figures, choice)
+
+    @property
+    def _num_chunks(self) -> int | None:
+        wanted = self._settings.num_chunks
+        return wanted if isinstance(wanted, int) else None
+
+    def _kept(self, limits: MachineLimits) -> Limits:
+        given = self._settings.limit_bytes
+
+        def has_room(schedule: Schedule, costs: Costs) -> bool:
+            return not limits.shortage(schedule, costs)
+
+        memory = limits.device if given is None else given
+        return Limits(memory, self._settings.offload, has_room)
+
+
+class _OfBlocks:
+    """Costs of any cut, from measured blocks."""
+
+    is_measured = True
+
+    def __init__(self, pipeline: Pipeline, blocks: Blocks, settings: PipelineSettings) -> None:
+        self._pipeline = pipeline
+        self.blocks = blocks
+        self._split = settings.split
+        self._num_ranks = max(pipeline.settings.stage_ranks) + 1
+
+    def takes(self, option: Option, group: PipelineGroup) -> bool:
+        return option.num_chunks * group.num_ranks <= len(self._pipeline.chain)
+
+    def _stages(self, option: Option) -> Any:
+        placement = option.placement(self._num_ranks)
+        return cut_by_costs(self._pipeline, self.blocks[option.recompute], placement, self._split)
+
+    def split(self, option: Option) -> list[int]:
+        return [len(stage.blocks) for stage in self._stages(option)]
+
+    def costs_of(self, option: Option) -> Costs:
+        return costs_of_stages(self.blocks[option.recompute], self._stages(option))
+
+
+class _OfFirstCut:
+    """Costs of the cut that there is, from its operations and shapes."""
+
+    is_measured = False
+
+    def __init__(self, pipeline: Pipeline, blocks: Blocks) -> None:
+        self._counts = [len(stage.blocks) for stage in pipeline.partition]
+        self._placement = pipeline.settings.stage_ranks
+        self.blocks = blocks
+
+    def takes(self, option: Option, group: PipelineGroup) -> bool:
+        return option.placement(group.num_ranks) == tuple(self._placement)
+
+    def split(self, option: Option) -> list[int]:
+        return self._counts
+
+    def costs_of(self, option: Option) -> Costs:
+        return self.blocks[option.recompute]
+
+
+_KnownCosts = _OfBlocks | _OfFirstCut

@@ -1,0 +1,188 @@
+"""What every block costs, before the first step: on microbatches that leave no trace.
+
+Every rank runs the blocks that it would have in a first cut, each as a stage of its own, one
+microbatch after the other: the user's step itself, with real values and messages. Any cut's stages
+cost the sum of their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, Stage, cut
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.hop_speed import measure_hops
+from lightning_pipeoffload.runtime.measure.measured_costs import RankCosts, measure_costs
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.transport import Transport
+from lightning_pipeoffload.runtime.users_code.no_trace import leaving_no_trace
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall
+from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, ScheduleError, lower
+
+NUM_MEASURED = 3
+"""Microbatches of which the median counts; before them one warms up."""
+
+_SUMMED = (
+    *("forward", "backward_input", "backward_weight"),
+    *("activation", "weight_input", "weight_residue", "offload", "reload"),
+)
+
+
+class BlockTrial:
+    """Measures the blocks of this rank; all ranks do, with the first cut in place.
+
+    The pipeline is cut as before afterwards, and has to look at the next batch anew.
+
+    Args:
+        pipeline: This rank's part of a module that is cut, and whole still.
+        transport: The messages between the ranks of that cut.
+    """
+
+    def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
+        self._pipeline = pipeline
+        self._transport = transport
+        self._first_cut = pipeline.settings
+        self._cut = _block_by_block(pipeline)
+        probes = pipeline.probes.known.values()
+        self._written = {write.name for probe in probes for write in probe.weight_writes}
+
+    def measure(
+        self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
+    ) -> RankCosts:
+        """Return what the blocks cost, each as a stage.
+
+        Args:
+            cut_batch: Cuts a batch that may be written into.
+            recompute: What the backward computes again.
+            speed: The speed of this rank's copies.
+
+        Raises:
+            ScheduleError: The step cannot be cut between all of its blocks.
+        """
+        pipeline = self._pipeline
+        try:
+            with leaving_no_trace(pipeline.module), self._weights_kept():
+                pipeline.cut_anew(pipeline.rank, replace(self._cut, recompute=recompute))
+                slices = [_unheard(part) for part in _cut(cut_batch)]
+                return self._run((slices * NUM_MEASURED)[:NUM_MEASURED], speed)
+        finally:
+            pipeline.cut_anew(pipeline.rank, self._first_cut)
+
+    def _run(self, slices: Sequence[BatchSlice], speed: CopySpeed) -> RankCosts:
+        pipeline, device = self._pipeline, self._pipeline.device
+        placement = self._cut.stage_ranks
+        plan = lower(_one_by_one(placement, max(placement) + 1))
+        memory, timer = ActivationMemory.on(device), ActionTimer(device)
+        executor = Executor(pipeline.rank, pipeline.stages, self._transport, timer, memory)
+        for _ in range(2):  # the first pass warms up
+            executor.timer = ActionTimer(device)
+            executor.run(plan, make_microbatches(slices))
+        return measure_costs(executor, speed, measure_hops(executor, plan, device))
+
+    @contextmanager
+    def _weights_kept(self) -> Iterator[None]:
+        """Give parameters their values back that steps write, a moving average say."""
+        named = self._pipeline.module.named_parameters()
+        found = [parameter for name, parameter in named if name in self._written]
+        values = [parameter.detach().clone() for parameter in found]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(found, values, strict=True):
+                    parameter.copy_(value)
+
+
+def _cut(cut_batch: Callable[[], Sequence[BatchSlice]]) -> Sequence[BatchSlice]:
+    try:
+        return cut_batch()
+    except ValueError as error:
+        raise ScheduleError(str(error)) from error
+
+
+def _block_by_block(pipeline: Pipeline) -> CutSettings:
+    """Return the settings that make each block a stage, on the rank that has it now."""
+    settings = pipeline.settings
+    stages = [stage.index for stage in pipeline.partition for _ in stage.blocks]
+    ranks = [settings.stage_ranks[stage] for stage in stages]
+    places = [settings.places[stage] for stage in stages]
+    return replace(
+        settings,
+        stage_ranks=tuple(ranks),
+        split=[1] * len(ranks),
+        global_ranks=tuple(places) if settings.global_ranks else (),
+    )
+
+
+def _one_by_one(stage_ranks: Sequence[int], num_ranks: int) -> Schedule:
+    """Return a schedule of one microbatch at a time."""
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for microbatch in range(NUM_MEASURED):
+        for stage, rank in enumerate(stage_ranks):
+            ranks[rank].append(Action(Kind.F, stage, microbatch))
+        for stage, rank in reversed([*enumerate(stage_ranks)]):
+            ranks[rank] += [Action(kind, stage, microbatch) for kind in (Kind.B, Kind.W)]
+    return Schedule.of(ranks, "a measurement")
+
+
+def _unheard(part: BatchSlice) -> BatchSlice:
+    """Let a step's prints and logs go nowhere, as those of a probe."""
+    return replace(part, run=partial(_run_unheard, part.run))
+
+
+def _run_unheard(run: Callable[[StepCall], Any], call: StepCall) -> Any:
+    return run(PROBE)
+
+
+def cut_by_costs(
+    pipeline: Pipeline, blocks: Costs, placement: Sequence[int], split: str | Sequence[int]
+) -> list[Stage]:
+    """Cut the chain so that the measured times are balanced.
+
+    Args:
+        pipeline: This rank's part of the module.
+        blocks: What each block costs.
+        placement: The rank of each stage.
+        split: As for :func:`.partition.cut`.
+
+    Raises:
+        ScheduleError: There are too few blocks, or ``split`` is for another number of stages.
+    """
+    num_blocks = len(pipeline.chain)
+    kinds = ("forward", "backward_input", "backward_weight")
+    times = [blocks.per_stage(kind, num_blocks) for kind in kinds]
+    unit = sum(map(sum, times)) / num_blocks or 1.0
+    forward, for_input, for_weight = ((*(t / unit for t in kind), 0.0) for kind in times)
+    costs = SegmentCosts(forward, for_input, for_weight, (0,) * (num_blocks + 1))
+    try:
+        return cut(pipeline.chain, costs, placement, split)
+    except ValueError as error:
+        raise ScheduleError(str(error)) from None
+
+
+def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
+    """Return what stages cost by what their blocks do.
+
+    Args:
+        blocks: What each block costs; its hops are known where ranks of the first cut met.
+        stages: A cut of these blocks.
+    """
+    num_blocks = sum(len(stage.blocks) for stage in stages)
+    summed: dict[str, Any] = {}
+    for name in _SUMMED:
+        values = blocks.per_stage(name, num_blocks)
+        summed[name] = [sum(values[block] for block in stage.blocks) for stage in stages]
+    hops = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
+    return replace(blocks, communication=mean(hops or [0.0]), **summed)

@@ -1,0 +1,47 @@
+"""Runs the user's step, with values, so that nothing of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.source_watch import SourceWatch
+
+
+@contextmanager
+def leaving_no_trace(module: nn.Module) -> Iterator[None]:
+    """Give gradients, buffers, attributes, generators and iterators back as they were.
+
+    Parameters that the step writes are for the caller, who knows which these are.
+
+    Args:
+        module: The user's module.
+    """
+    sources = SourceWatch(module)
+    gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
+    try:
+        with forked_randomness(), unchanged(module):
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        sources.finish()
+
+
+def hooked(module: nn.Module) -> str:
+    """Return the name of what has a hook of the user's, which may keep a trace; empty: nothing."""
+    # Private: no public name lists the hooks of a tensor or a module.
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return name
+    for name, part in module.named_modules():
+        kinds = (part._forward_hooks, part._forward_pre_hooks)
+        if any((*kinds, part._backward_hooks, part._backward_pre_hooks)):
+            return name or type(part).__name__
+    return ""

@@ -1,0 +1,50 @@
+"""``schedule="auto"`` measures without a trace, and trains as if its choice had been named."""
+
+import pytest
+
+from lightning_pipeoffload.schedule import SCHEDULES
+from tests.support.auto_fits import auto_and_by_hand, differences, fit
+
+
+@pytest.mark.parametrize(
+    ("size", "form", "options"),
+    [
+        (2, "awkward", {"module": {"tie": True}}),
+        (3, "awkward", {"module": {"frozen": True}, "data": {"kind": "stream"}}),
+        (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
+        (2, "late", {}),
+        (2, "plain", {"data_parallel_size": 2, "pipeline_parallel_size": 1}),
+        (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
+    ],
+    ids=["tied", "frozen and streamed", "limited", "configure_model", "replicas", "chunks"],
+)
+def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, form, options):
+    own, named = ranks(size).run(auto_and_by_hand, size, str(tmp_path), form, options)[0]
+    assert differences(own, named) == []
+    assert own["report"]["schedule"] in SCHEDULES
+
+
+def test_the_report_says_what_was_tried(ranks, tmp_path):
+    report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", {})[0]["report"]
+    (taken,) = [c for c in report["candidates"] if c["fits"] and not c["reason"]]
+    assert [taken[n] for n in ("schedule", "num_chunks")] == [
+        report["schedule"],
+        report["num_chunks"],
+    ]
+    assert {c["schedule"] for c in report["candidates"]} == {*SCHEDULES}
+    assert taken["makespan"] == pytest.approx(report["makespan"])
+    assert taken["peak_memory"] == max(report["peak_memory"]) > 100_000
+    assert max(report["measured"]["peak_activation_bytes"]) == max(report["peak_memory"])
+
+
+def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):
+    options = {"memory_limit": "20KiB", "recompute": "cheap"}
+    with pytest.raises(Exception, match="than any of .* plans needs; use at least .* MiB"):
+        ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", options)
+
+
+def test_deterministic_training_measures_nothing(ranks, tmp_path):
+    options = {"trainer": {"deterministic": True}}
+    report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "plain", options)[0]["report"]
+    assert report["schedule"] == "zb_h1"
+    assert report["candidates"] == []

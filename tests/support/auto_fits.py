@@ -1,0 +1,140 @@
+"""Fits by ``schedule="auto"``, and the same ones with what it has chosen named by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from tests.support import fits
+
+
+class Awkward(fits.Net):
+    """What a measurement could leave a trace in: statistics, counts, a generator, an average."""
+
+    def __init__(self, tie: bool = False, frozen: bool = False) -> None:
+        super().__init__(tie)
+        for block in self.blocks:
+            block.linear = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.average = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.generator = torch.Generator().manual_seed(5)
+        self.calls = 0
+        self.losses: list[int] = []
+        self.blocks[1].requires_grad_(not frozen)
+        self.double()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        self.losses.append(batch_idx)
+        self.seen += len(batch["x"])
+        noise = 1 + 0.1 * torch.randn((), generator=self.generator, dtype=torch.float64)
+        return super().training_step(batch, batch_idx) * noise
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2)
+
+
+class Scaled(nn.Module):
+    """A block that keeps much and computes little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.gelu(x * self.weight)
+
+
+class Wide(fits.Net):
+    """Blocks of which each keeps 32 KiB of two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 1024)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(8))
+        self.norm = nn.LayerNorm(1024)
+        self.head = nn.Linear(1024, 32, bias=False)
+        self.double()
+
+
+class Late(fits.Net):
+    """Makes its layers in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
+
+
+MODULES = {"awkward": Awkward, "plain": fits.Net, "late": Late, "wide": Wide}
+
+
+class Drawn(L.Callback):
+    """Keeps what the global generators give in the midst of training."""
+
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.numbers.append(float(torch.rand(())))
+
+
+def fit(num_devices: int, path: str, form: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit for three batches; return what is left of it."""
+    options = {"schedule": "auto", **options}
+    module_options, data = options.pop("module", {}), options.pop("data", {})
+    ckpt_path, trainer_options = options.pop("ckpt_path", None), options.pop("trainer", {})
+    L.seed_everything(7, workers=True, verbose=False)
+    drawn = Drawn()
+    record = fits.Record()
+    module = MODULES[form](**module_options)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices,
+        strategy=fits.strategy(num_devices, **options),
+        max_steps=3 if ckpt_path is None else 5,
+        limit_val_batches=1,
+        enable_checkpointing=False,
+        callbacks=[drawn, record],
+        **trainer_options,
+    )
+    trainer.fit(module, fits.loader(**data), fits.loader(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(path)
+    if trainer.global_rank:
+        return {}
+    return {
+        "report": trainer.strategy.report(),
+        "state": torch.load(path, weights_only=False)["state_dict"],
+        "drawn": drawn.numbers,
+        "losses": record.losses,
+        "batches": record.batches,
+        "kept": getattr(module, "calls", 0),
+    }
+
+
+def auto_and_by_hand(
+    num_devices: int, folder: str, form: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fit by what is chosen, and once more by what was chosen, named."""
+    own = fit(num_devices, f"{folder}/own.ckpt", form, options)
+    report = own.get("report", {})
+    names = "schedule", "num_chunks", "num_microbatches", "recompute"
+    chosen = [report.get(name) for name in names]
+    if num_devices > 1:
+        torch.distributed.broadcast_object_list(chosen, 0)
+    named = dict(zip(names, chosen, strict=True))
+    return own, fit(num_devices, f"{folder}/named.ckpt", form, {**options, **named})
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Name what is not the same, to the bit."""
+    found = [name for name in ("drawn", "losses", "batches", "kept") if one[name] != other[name]]
+    states = one["state"], other["state"]
+    return found + [n for n, t in states[0].items() if not torch.equal(t, states[1][n])]
