@@ -78,7 +78,7 @@ def test_the_table_of_stages_fits_80_columns(capsys, monkeypatch):
     names = [f"base_model.model.transformer.h.{index}" for index in range(100)]
     stage = {"blocks": names, "num_parameters": 123_456_789_012, "values": ["_init_weights"]}
     stages = [{**stage, "rank": 0}, {**stage, "rank": 1}]
-    print_prediction({**REPORT, "stages": stages, "peak_memory": [1234.5, 1234.5]})
+    print_prediction({**REPORT, "k": None, "stages": stages, "peak_memory": [1234.5, 1234.5]})
     rows = [line for line in capsys.readouterr().out.splitlines() if "123,456,789,012" in line]
     assert len(rows) == 2  # none goes over two lines
     assert all("…transformer.h.0 .. 99" in row and "1234.5" in row for row in rows)
