@@ -37,6 +37,7 @@ LAYERS = (
     "runtime/transport",
     "runtime/host_group",
     "runtime/buckets",
+    "runtime/weights_under_way",
     "runtime/replicas",
     "runtime/gradient_reduction",
     "runtime/saved_buffers",

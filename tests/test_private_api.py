@@ -40,6 +40,7 @@ IMPORTED = {
         "tree_unflatten",
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
+    "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
     "torch.overrides": ["_get_current_function_mode"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],

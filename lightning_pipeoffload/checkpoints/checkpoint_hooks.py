@@ -73,6 +73,7 @@ class CheckpointHooks(PipelineProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
         if self._split is not None:
+            self.group.replicas.under_way.settle()  # an error may have come before they were read
             return self._split.of_module()
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()

@@ -6,6 +6,7 @@ hook may look at gradients of which some are still to come, or at what is on ano
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -35,11 +36,17 @@ def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
 
     They may look at gradients, or change parameters, that backwards still to come will use.
     """
+    return users_hooks(trainer, _BETWEEN_BATCHES)
+
+
+def users_hooks(trainer: Trainer, hooks: Sequence[str]) -> tuple[str, ...]:
+    """List those of some hooks that the user has written, for a module, its data or a callback."""
+    data = trainer.datamodule  # type: ignore[attr-defined] # set at run time
     return tuple(
         f"{type(owner).__name__}.{hook}"
-        for owner in owners_of_hooks(trainer)
-        for hook in _BETWEEN_BATCHES
-        if is_users_hook(owner, hook)
+        for owner in (*owners_of_hooks(trainer), data)
+        for hook in hooks
+        if hasattr(owner, hook) and is_users_hook(owner, hook)
     )
 
 

@@ -6,6 +6,7 @@ hooks around backward) is handed to the strategy, which runs it where its first 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -47,6 +48,13 @@ class PipelineOptimization(_AutomaticOptimization):
         made = cls(plain.trainer)
         made.optim_progress = plain.optim_progress
         return made
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        self.trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
+        outputs = super().run(optimizer, batch_idx, kwargs)
+        self.trainer.strategy.watch_weights()  # type: ignore[attr-defined]
+        return outputs
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -116,6 +124,7 @@ def join_loops(
 
 def _validate(trainer: Trainer) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
+    trainer.strategy.settle_weights()  # type: ignore[attr-defined]
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
     trainer.strategy.arrive()  # type: ignore[attr-defined]
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop)
@@ -126,7 +135,10 @@ def _validate(trainer: Trainer) -> Any:
 def _fit(trainer: Trainer) -> None:
     """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
     trainer.strategy.settle()  # type: ignore[attr-defined]
-    type(trainer.fit_loop).run(trainer.fit_loop)
+    try:
+        type(trainer.fit_loop).run(trainer.fit_loop)
+    finally:
+        trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
 
 
 def _predict(trainer: Trainer, is_root: bool) -> Any:
@@ -155,6 +167,7 @@ def _start_epoch(trainer: Trainer) -> None:
 
 def _end_epoch(trainer: Trainer) -> None:
     """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
+    trainer.strategy.settle_weights()  # type: ignore[attr-defined]
     type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
     trainer.strategy.settle()  # type: ignore[attr-defined]
 

@@ -83,6 +83,8 @@ class PipelineRun:
             ActionTimer(device),
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
         )
+        self.executor.under_way = group.replicas.under_way
+        self.pipeline.probes.before_look = group.replicas.under_way.settle
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self._on_accelerator = is_accelerator = device.type != "cpu"
         self._training = TrainingPlan(
@@ -346,6 +348,7 @@ class PipelineRun:
         self._training.abandon()
         if self.reduction is not None:
             self.reduction.abandon()
+        self._group.replicas.under_way.forget()
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights = lambda: None
         self.pipeline.detach()

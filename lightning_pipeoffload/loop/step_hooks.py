@@ -14,6 +14,7 @@ from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.run_setup import RunSetup
 from lightning_pipeoffload.loop.step_inputs import StepOutput
+from lightning_pipeoffload.loop.weights_watch import WeightsWatch
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
@@ -23,10 +24,28 @@ class StepHooks(RunSetup):
     """Runs a batch of each kind where Lightning would call the module's step."""
 
     _steps_later = False
+    _weights_watch: WeightsWatch | None = None
 
     @override
     def on_train_start(self) -> None:
         self._parameters.start_training()
+        if self.settings.num_sharing(self.group.num_replicas) > 1:
+            self._weights_watch = WeightsWatch(self._trainer, self.group.replicas.under_way)
+
+    def watch_weights(self) -> None:
+        """Let weights come that replicas send each other, until somebody reads them."""
+        if self._weights_watch is not None:
+            self._weights_watch.start()
+
+    def stop_watching_weights(self) -> None:
+        """Let the first F wait for weights that are still to come."""
+        if self._weights_watch is not None:
+            self._weights_watch.stop()
+
+    def settle_weights(self) -> None:
+        """Have all weights, before anything reads them."""
+        if self._weights_watch is not None:
+            self._weights_watch.settle()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -153,14 +153,22 @@ class StepShares:
         self._is_lent.clear()
 
     def gather(self) -> None:
-        """Let all replicas have what each has made of its pieces; all of them call it."""
+        """Let all replicas have what each has made of its pieces; all of them call it.
+
+        They are under way then, as :class:`WeightsUnderWay` says.
+        """
+        replicas = self._group.replicas
         copies = [
-            _Copy(self._group.replicas, replica, values)
+            _Copy(replicas, replica, values)
             for replica in range(self.num_replicas)
             for values in self._values_by_bucket(replica)
         ]
-        for copy in copies:
-            copy.end()
+
+        def end() -> None:
+            for copy in copies:
+                copy.end()
+
+        replicas.under_way.add(end, self._stepping)
 
     def _values_by_bucket(self, replica: int) -> Iterable[list[Tensor]]:
         values = [

@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
+from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.messages import (
@@ -53,9 +54,11 @@ class Executor:
 
     Attributes:
         reduction: What gives the replicas one gradient; None where there is one replica.
+        under_way: Weights that have to be there before the first F of a step.
     """
 
     reduction: GradientReduction | None = None
+    under_way: WeightsUnderWay | None = None
 
     def __init__(
         self,
@@ -252,12 +255,25 @@ class Executor:
         microbatch = self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
         # Taken as late as the stage asks for it, which has prepared its F by then.
-        receive = partial(self._take, _input_of(action))
+        receive: Callable[[], list[Tensor]] = partial(self._take, _input_of(action))
+        if self.under_way:
+            receive = self._with_weights(stage, receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
             self._results[action.microbatch] = output
         else:
             self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
+
+    def _with_weights(
+        self, stage: StageRunner, receive: Callable[[], list[Tensor]]
+    ) -> Callable[[], list[Tensor]]:
+        """Wait for the message first, where there is one, and then for weights on their way."""
+        assert self.under_way is not None
+        received = [] if stage.is_first else receive()
+        self.timer.pause()
+        self.under_way.settle()
+        self.timer.resume()
+        return lambda: received
 
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]

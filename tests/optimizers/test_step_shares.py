@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
+from lightning_pipeoffload import PipelineMonitor
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer
 from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -187,6 +189,24 @@ def test_a_fit_goes_on_in_either_form_with_the_step_shared_out_or_not(ranks, tmp
         shared, whole, *_ = each["numbers"]
         for figure in ("kept", "estimated"):
             assert shared[figure] == pytest.approx(whole[figure] / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("callback", "num_late"),
+    [
+        (PipelineMonitor, 3),  # of five steps, of which one ends an epoch
+        (EMAWeightAveraging, 0),  # which reads them after each step
+    ],
+)
+def test_weights_that_come_with_the_next_batch_are_the_same(ranks, tmp_path, callback, num_late):
+    late, at_once = (str(tmp_path / f"{name}.ckpt") for name in ("late", "at_once"))
+    watched = {"callbacks": [callback, replica_fits.Batches], "save": at_once}
+    fits_in_turn = [{**SHARED, "callbacks": [callback], "save": late}, {**SHARED, **watched}]
+    for each in ranks(4).run(shared_steps.train, 2, 2, {"tie": True}, fits_in_turn):
+        assert [numbers["late"] for numbers in each["numbers"]] == [num_late, 0]
+    found, expected = (torch.load(path, weights_only=False) for path in (late, at_once))
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[part], expected[part], rtol=0, atol=0)
 
 
 def test_infinities_skip_the_step_of_every_replica(ranks, tmp_path):

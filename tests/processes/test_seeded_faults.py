@@ -25,20 +25,29 @@ ACTS = {
 STATUSES = {"kill": {1, 137}, "stop": {1, 137}, "terminate": {143}, "exit": {3}, "exit_0": {1}}
 NUM_POINTS = 30
 NUM_IN_SUITE = 3
+NUM_OVER_REPLICAS = 20
 
 
 def draw(point: int) -> tuple[str, str, int, int]:
     drawn = random.Random(point)
     act = list(ACTS)[point % len(ACTS)]
-    num_devices = drawn.choice([2, 3])
+    num_devices = 4 if point >= NUM_POINTS else drawn.choice([2, 3])
     return act, drawn.choice(failing.HOOKS), drawn.randrange(num_devices), num_devices
+
+
+def over_replicas(point: int) -> tuple[str, ...]:
+    """Let the last points be in two replicas of two ranks, every other one with shared steps."""
+    if point < NUM_POINTS:
+        return ()
+    sharding = "optimizer" if point % 2 else "none"
+    return ("--replicas", "2", "--sharding", sharding)
 
 
 @pytest.mark.parametrize(
     "point",
     [
         pytest.param(point, marks=[pytest.mark.faults] if point >= NUM_IN_SUITE else [])
-        for point in range(NUM_POINTS)
+        for point in range(NUM_POINTS + NUM_OVER_REPLICAS)
     ],
 )
 def test_a_fault_ends_all_in_time(point, tmp_path):
@@ -46,7 +55,9 @@ def test_a_fault_ends_all_in_time(point, tmp_path):
     arguments = ("--hook", hook, "--act", act, "--rank", str(rank), "--devices", str(num_devices))
     started = time.monotonic()
     run = run_forked(
-        failing.main, *arguments, "--timeout", str(TIMEOUT), "--save-to", str(tmp_path)
+        failing.main,
+        *(*arguments, *over_replicas(point)),
+        *("--timeout", str(TIMEOUT), "--save-to", str(tmp_path)),
     )
     taken = time.monotonic() - started
     what = f"{act} in {hook} of rank {rank} of {num_devices}: {run.lines}"

@@ -170,6 +170,7 @@ def read_options() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--sharding", default="none")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--hook", choices=[*HOOKS, "backward"])
     parser.add_argument("--act", default="nothing")
@@ -208,6 +209,7 @@ def main() -> None:
             ACTS[options.act] if options.before == "connecting" and is_at_fault else None,
             num_microbatches=4,
             data_parallel_size=options.replicas,
+            sharding=options.sharding,
             timeout=timedelta(seconds=options.timeout),
         ),
         max_epochs=3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from tests.support import fits, replica_fits
 
@@ -61,8 +63,8 @@ def train(
         num_ranks: Ranks of each.
         module: Arguments of the module.
         fits_in_turn: The strategy's options of each fit; but ``steps``, the step to which it
-            trains, ``scaled`` for 16-mixed, ``save``, a path to save to, and ``resume``, one to go
-            on with.
+            trains, ``scaled`` for 16-mixed, ``save``, a path to save to, ``resume``, one to go on
+            with, and ``callbacks``, classes instead of one that notes the batches.
     """
     batches = replica_fits.Batches()
     numbers = []
@@ -71,6 +73,7 @@ def train(
         given = dict(options)
         steps, save, resume = given.pop("steps", 5), given.pop("save"), given.pop("resume", None)
         trainer_options = {"gradient_clip_val": 0.5, **given.pop("trainer", {})}
+        callbacks = [make() for make in given.pop("callbacks", [lambda: batches])]
         if given.pop("scaled", False):
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             trainer_options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
@@ -86,18 +89,21 @@ def train(
             **fits.SILENT,
             devices=num_replicas * num_ranks,
             strategy=strategy,
-            callbacks=[batches],
+            callbacks=callbacks,
             max_steps=steps,
             enable_checkpointing=False,
             **trainer_options,
         )
         loader = DataLoader(replica_fits.samples(), 8, collate_fn=fits.collate)
-        trainer.fit(Net(**module), loader, ckpt_path=resume)
+        plain = Executor._with_weights
+        with patch.object(Executor, "_with_weights", autospec=True, side_effect=plain) as waits:
+            trainer.fit(Net(**module), loader, ckpt_path=resume)
         trainer.save_checkpoint(save)
         numbers.append(
             {
                 "kept": sum(t.nbytes for t in tensors_in([*trainer.optimizers[0].state.values()])),
                 "estimated": sum(strategy.report()["memory"]["optimizer"]),
+                "late": waits.call_count,
             }
         )
     return {"replica": strategy.group.replica, "tokens": batches.tokens, "numbers": numbers}

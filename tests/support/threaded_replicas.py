@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
+
 
 class ThreadedReplicas:
     """What one thread sees of all.
@@ -23,6 +25,7 @@ class ThreadedReplicas:
     def __init__(self, own: int, barrier: Barrier, board: dict[str, Any]) -> None:
         self.own = own
         self.num = barrier.parties
+        self.under_way = WeightsUnderWay()
         self._barrier = barrier
         self._board = board
 

@@ -44,6 +44,7 @@ class StepProbes:
             the values of the microbatch.
         always_trained: Names of the parameters that get a gradient in each training step that was
             looked at.
+        before_look: Called before a step is run to look at it, with the weights that there are.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StepProbes:
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
+        self.before_look: Callable[[], None] = lambda: None
 
     def find(
         self,
@@ -78,6 +80,8 @@ class StepProbes:
             seed: The seed of what the step draws before its blocks.
         """
         key = kind, self._module.training, shape_signature(part)
+        if key in self._sized_in or (key, ()) not in self.known:
+            self.before_look()
         trial = Trial(partial(_probe_seeded, step, seed), part)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
