@@ -12,6 +12,7 @@ from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
 from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
+from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
 from lightning_pipeoffload.processes.data_parallel import (
     data_parallel_rank,
     data_parallel_size,
@@ -26,6 +27,7 @@ __all__ = [
     "Minibatch",
     "MinibatchCollate",
     "MinibatchSampler",
+    "OnDemandStrategy",
     "PipeOffloadStrategy",
     "PipelineMonitor",
     "data_parallel_rank",
@@ -37,6 +39,9 @@ __all__ = [
 
 StrategyRegistry.register(
     "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"
+)
+StrategyRegistry.register(
+    "odc", OnDemandStrategy, description="Sharded data parallelism with on-demand communication"
 )
 for _name in SCHEDULES:
     StrategyRegistry.register(

@@ -93,14 +93,7 @@ def join_loops(
     fit.run = partial(_fit, trainer)  # type: ignore[method-assign]
     fit.on_advance_start = partial(_start_epoch, trainer)  # type: ignore[method-assign]
     fit.on_advance_end = partial(_end_epoch, trainer)  # type: ignore[method-assign]
-    # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
-    loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
-        _stop_if_told, trainer
-    )
-    # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
-    trainer._signal_connector._sigterm_notifier_fn = partial(  # type: ignore[method-assign]
-        _note_sigterm, trainer
-    )
+    stop_without_waiting(trainer)
     # While the module still trains: Lightning calls no hook of the strategy that early.
     loop.val_loop.run = partial(_validate, trainer)  # type: ignore[method-assign]
     for evaluation in (trainer.validate_loop, trainer.test_loop):
@@ -120,6 +113,18 @@ def join_loops(
         return None
     refuse_other_callbacks(trainer)
     return EndHooks(trainer, connector)
+
+
+def stop_without_waiting(trainer: Trainer) -> None:
+    """Let a rank that is told to stop by a signal do so after its batch, and the others with it."""
+    # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(  # type: ignore[method-assign]
+        _stop_if_told, trainer
+    )
+    # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
+    trainer._signal_connector._sigterm_notifier_fn = partial(  # type: ignore[method-assign]
+        _note_sigterm, trainer
+    )
 
 
 def _validate(trainer: Trainer) -> Any:

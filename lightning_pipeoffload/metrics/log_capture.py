@@ -107,7 +107,9 @@ class LogCapture:
         given = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
         options = {**given.arguments, **last.kwargs}
         weights = [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries]
-        value = _combine([e.value for e in entries], weights, options.get("reduce_fx", "mean"))
+        value = combine_logged(
+            [e.value for e in entries], weights, options.get("reduce_fx", "mean")
+        )
         value = _over_batch(entries, value)
         if isinstance(value, Metric) and self._is_on_step(options):
             self._metrics.give_to(value)
@@ -156,7 +158,7 @@ def _over_batch(entries: list[_Call], combined: Any) -> Any:
     return torch.where(is_same, origins[0].over_batch().to(combined.dtype), combined)
 
 
-def _combine(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
+def combine_logged(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
     """Combine the microbatches' values of one name; a metric has combined them itself."""
     if not all(isinstance(v, Number) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
         return values[-1]  # a metric, or what Lightning refuses

@@ -15,16 +15,25 @@ class Minibatch(list[Any]):
     Args:
         microbatches: What the module's step is to see, one after the other.
         weights: The share of each in the minibatch's loss. Those of all ranks add up to one.
+        total: What a share of one is: how many samples, or tokens, all ranks have. So much a
+            minibatch counts in what is logged of an epoch.
 
     Attributes:
         weights: As above.
+        total: As above.
     """
 
-    def __init__(self, microbatches: Iterable[Any] = (), weights: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        microbatches: Iterable[Any] = (),
+        weights: Sequence[float] = (),
+        total: float = 1.0,
+    ) -> None:
         super().__init__(microbatches)
         if len(weights) != len(self):
             raise ValueError(f"{len(self)} microbatches have {len(weights)} weights; give one each")
         self.weights = list(weights)
+        self.total = total
 
 
 class PackedIndices(list[int]):
@@ -36,22 +45,28 @@ class PackedIndices(list[int]):
     Args:
         microbatches: The places of the texts in each microbatch.
         weights: The weight of each.
+        total: The total of the minibatch.
 
     Attributes:
         sizes: The number of texts of each microbatch.
         weights: As above.
+        total: As above.
         last_read: The one whose texts were looked up last, until ``MinibatchCollate`` takes it.
     """
 
     last_read: ClassVar[PackedIndices | None] = None
 
     def __init__(
-        self, microbatches: Iterable[Sequence[int]] = (), weights: Sequence[float] = ()
+        self,
+        microbatches: Iterable[Sequence[int]] = (),
+        weights: Sequence[float] = (),
+        total: float = 1.0,
     ) -> None:
         microbatches = list(microbatches)
         super().__init__(index for microbatch in microbatches for index in microbatch)
         self.sizes = [len(microbatch) for microbatch in microbatches]
         self.weights = list(weights)
+        self.total = total
 
     def __iter__(self) -> Iterator[int]:
         PackedIndices.last_read = self
@@ -83,4 +98,4 @@ class MinibatchCollate:
             )
         bounds = pairwise(accumulate(read.sizes, initial=0))
         groups = [list(samples[start:end]) for start, end in bounds]
-        return Minibatch(map(self._collate, groups), read.weights)
+        return Minibatch(map(self._collate, groups), read.weights, read.total)

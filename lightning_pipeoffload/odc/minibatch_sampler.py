@@ -126,7 +126,7 @@ class MinibatchSampler(Sampler[list[int]]):
                 f"has no mean; give some of them a weight, or more to a minibatch"
             )
         weights = [sum(self._weights[i] for i in part) / total for part in microbatches]
-        return PackedIndices(microbatches, weights)
+        return PackedIndices(microbatches, weights, total)
 
 
 def _weights(weight: str | Sequence[float], lengths: list[int]) -> list[float]:

@@ -1,0 +1,156 @@
+"""Runs the user's step on each microbatch of a minibatch, and what Lightning does around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_pipeoffload.loop.loss_scale import scaler_of
+from lightning_pipeoffload.odc.minibatch import Minibatch
+from lightning_pipeoffload.odc.minibatch_logs import LoggedName, MinibatchLogs
+from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from lightning_pipeoffload.runtime.microbatch import batch_size
+
+
+@dataclass
+class _RankNote:
+    """What a rank tells the others of its part of a minibatch."""
+
+    loss: float
+    weight: float
+    logged: list[LoggedName]
+
+
+class MinibatchTraining:
+    """Turns a batch of the loader, one rank's microbatches, into gradients of all ranks' loss.
+
+    Args:
+        module: The user's module.
+        precision: Lightning's part of the backward, hooks included.
+        run: What gathers weights and sums gradients.
+        num_ranks: How many ranks there are.
+        device: The device of this rank.
+
+    Attributes:
+        microbatch: The microbatch whose step runs; None: none does.
+    """
+
+    microbatch: int | None = None
+
+    def __init__(
+        self,
+        module: LightningModule,
+        precision: Precision,
+        run: OnDemandRun,
+        num_ranks: int,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._precision = precision
+        self._run = run
+        self._num_ranks = num_ranks
+        self._device = device
+        self._scaler = scaler_of(precision)
+        self._logs = MinibatchLogs(module)
+        self._zero_grad: Callable[[], None] | None = None
+        self._opens = True
+
+    def expect(self, zero_grad: Callable[[], None] | None) -> None:
+        """Keep what Lightning would do before a batch's backward.
+
+        Args:
+            zero_grad: A function that sets gradients to zero; None where Lightning does not,
+                because this batch's add up to others.
+        """
+        self._zero_grad = zero_grad
+        self._opens = zero_grad is not None
+
+    def train(self, batch: Any, arguments: Sequence[Any], is_last: bool) -> Any:
+        """Run a minibatch, forward and backward.
+
+        Args:
+            batch: A minibatch, or a batch of another loader, which is one microbatch.
+            arguments: What else the step takes.
+            is_last: Whether the optimizer steps after it.
+
+        Returns:
+            The last microbatch's output, with the loss of all ranks.
+        """
+        part = self._part_of(batch)
+        if self._opens:
+            self._run.open()
+        output: Any = None
+        total: Any = 0.0
+        is_begun = False
+        for number, (microbatch, weight) in enumerate(zip(part, part.weights, strict=True)):
+            self.microbatch = number
+            with self._logs.capturing(keep=True), self._precision.train_step_context():
+                output = self._module.training_step(microbatch, *arguments)
+            loss = _loss_of(output)
+            if not is_begun:
+                self._begin_backward(loss)
+                is_begun = True
+            if loss is not None:
+                total = total + weight * loss.detach()
+                self._differentiate(loss * (weight / self._num_batches))
+        self.microbatch = None
+        if not is_begun:
+            self._begin_backward(None)
+        return self._end(part, output, total, is_last)
+
+    @property
+    def _num_batches(self) -> int:
+        return self._module.trainer.accumulate_grad_batches
+
+    def _part_of(self, batch: Any) -> Minibatch:
+        if isinstance(batch, Minibatch):
+            return batch
+        return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
+
+    def _begin_backward(self, loss: Tensor | None) -> None:
+        if self._zero_grad is not None:
+            self._zero_grad()
+        self._precision.pre_backward(self._shown(loss), self._module)
+
+    def _differentiate(self, loss: Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._precision.backward(loss, self._module, None)
+
+    def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
+        sizes = [max(1, round(weight * part.total)) for weight in part.weights]
+        note = _RankNote(float(total), sum(part.weights), self._logs.take(sizes))
+        notes = self._run.close(note, is_last)
+        self._logs.log([note.logged for note in notes], self._device)
+        weight = sum(note.weight for note in notes)
+        loss = torch.tensor(sum(note.loss for note in notes) / weight, device=self._device)
+        self._precision.post_backward(loss, self._module)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _shown(self, loss: Tensor | None) -> Tensor:
+        return torch.zeros((), device=self._device) if loss is None else loss
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    if output is None or isinstance(output, Tensor):
+        return output
+    raise ValueError(
+        f"training_step returned a {type(output).__name__}; return the loss, a dict with it under "
+        f"'loss', or None"
+    )
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples of a batch; 1 where nothing tells."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1

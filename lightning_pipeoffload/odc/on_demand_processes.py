@@ -1,0 +1,153 @@
+"""The processes that communicate on demand: started, connected and ended together."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from typing_extensions import override
+
+from lightning_pipeoffload.odc.shared_bytes import remove_left_files
+from lightning_pipeoffload.processes.data_parallel import tell_replica
+from lightning_pipeoffload.processes.joint_end import JointEnd
+from lightning_pipeoffload.processes.run_store import connect_store
+from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+
+class Ranks(HostGroup):
+    """Some of the processes, with a group over gloo.
+
+    Args:
+        global_ranks: Which; None: all.
+        timeout: How long they wait for each other.
+    """
+
+    def __init__(self, timeout: timedelta | None, global_ranks: list[int] | None = None) -> None:
+        self.host_group = dist.new_group(global_ranks, timeout=timeout, backend="gloo")
+
+
+class OnDemandProcesses(JointEnd, ModelParallelStrategy):
+    """Starts one process for each rank; a machine's share the parameters, machines repeat them."""
+
+    _world: Ranks | None = None
+    _shard_ranks: Ranks
+    _group_size: int | None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step is running right now."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._check_group_size(self.num_nodes * self.num_processes)
+        self._launcher = self._make_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        remove_left_files()
+        # Lightning's own mesh, which a user's configure_model finds, is of these sizes.
+        self._data_parallel_size, self._tensor_parallel_size = (
+            self.num_nodes * self.num_processes,
+            1,
+        )
+        super().setup_environment()
+        self._make_groups(self._check_group_size(self.world_size))
+        tell_replica(self.global_rank, self.world_size)
+        if self._board is not None:
+            run = self.broadcast(secrets.token_hex(8), 0)
+            self._board.connect(connect_store(run, self._timeout))
+
+    @override
+    def _setup_distributed(self) -> None:
+        # Private: where Lightning connects the ranks, which already have to see that one is gone.
+        self.set_world_ranks()
+        self._watch()
+        super()._setup_distributed()
+
+    def _make_groups(self, size: int) -> None:
+        """Connect all ranks, and those that share parameters; on one machine these are the same."""
+        self._world = self._shard_ranks = Ranks(self._timeout)
+        if size == self.world_size:
+            return
+        shape = (self.world_size // size, size, 1)
+        names = ("replicas", *self.device_mesh.mesh_dim_names)  # type: ignore[misc]
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        for first in range(0, self.world_size, size):
+            ranks = Ranks(self._timeout, list(range(first, first + size)))
+            if first <= self.global_rank < first + size:
+                self._shard_ranks = ranks
+
+    def _check_group_size(self, world_size: int) -> int:
+        """Return how many ranks share the parameters.
+
+        Raises:
+            ValueError: The ranks cannot be divided so.
+        """
+        size = self._group_size or self.num_processes
+        if world_size % size or size > self.num_processes or (size == 1 < world_size):
+            raise ValueError(
+                f"group_size={size} ranks cannot share the parameters among {world_size} with "
+                f"{self.num_processes} on each machine: they read each other's memory, so it must "
+                f"divide {self.num_processes}, and be more than one"
+            )
+        return size
+
+    @override
+    def meet(self) -> None:
+        assert self._world is not None
+        self._world.barrier()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._refuse_in_step("barrier")
+        if self._world is not None:
+            self._world.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_in_step("broadcast")
+        return obj if self._world is None else self._world.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        self._refuse_in_step("reduce")
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        self._refuse_in_step("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._refuse_in_step("reduce_boolean_decision")
+        return decision if self._world is None else self._world.agree(decision, all)
+
+    def _refuse_in_step(self, name: str) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
+                f"be saved on an exception; save every so many steps"
+            )
+        if self.is_in_step:
+            raise RuntimeError(
+                f"{name}() inside training_step would wait for ever: ranks have different numbers "
+                f"of microbatches{in_brackets(calling_line())}; call it in a hook such as "
+                f"on_train_batch_end"
+            )

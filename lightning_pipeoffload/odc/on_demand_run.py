@@ -1,0 +1,143 @@
+"""A minibatch from its first gather to its gradients, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
+from lightning_pipeoffload.odc.sharded_group import ShardedGroup, local_part, sharded_groups
+from lightning_pipeoffload.odc.transport import OnDemandTransport
+from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
+
+
+class OnDemandRun:
+    """Runs minibatches of a sharded module without collectives inside of them.
+
+    All ranks wait for each other twice for a minibatch: before its first gather, in :meth:`open`,
+    and after its last push, in :meth:`close`.
+
+    Args:
+        module: The module, sharded by FSDP2.
+        world: All ranks.
+        make_transport: A function that makes what moves shards and gradients, on all ranks at once.
+        replicas: The process group of the ranks that have the same shards on other machines; None:
+            there are none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: HostGroup,
+        make_transport: MakeTransport,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module = module
+        self._world = world
+        self._make_transport = make_transport
+        self._replicas = replicas
+        self._connect()
+
+    @property
+    def place(self) -> str:
+        """What is going on between this rank and another one; empty: nothing."""
+        return self._transport.place
+
+    def open(self) -> None:
+        """Begin a minibatch with the weights that there are; all ranks wait for each other."""
+        if self._trained != self._trained_now():
+            self.end()
+            self._connect()
+        self._drop_gradients()
+        self._hooks.reached.clear()
+        self._transport.clear()
+        self._transport.publish()
+        self._world.barrier()
+
+    def publish(self) -> None:
+        """Let all ranks gather the weights that there are, in between; all wait for each other."""
+        self._world.barrier()  # who still gathers what there was
+        self._transport.publish()
+        self._world.barrier()
+
+    def close(self, note: Any, is_last: bool) -> list[Any]:
+        """End this rank's part of a minibatch; all ranks wait for each other.
+
+        Args:
+            note: What the others are to know.
+            is_last: Whether the optimizer steps now, so that the gradients have to be there.
+
+        Returns:
+            The notes of all ranks.
+        """
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        found = self._world.gather((note, self._hooks.reached))
+        if self._is_alone:  # FSDP2 communicates nothing, and has left the sums where they belong
+            return [note]
+        self._drop_gradients()
+        if is_last:
+            self._transport.finish()
+            self._give_gradients(set().union(*(reached for _, reached in found)))
+        return [note for note, _ in found]
+
+    def end(self) -> None:
+        """Let go of what is no memory."""
+        self._hooks.release()
+        self._transport.close()
+
+    def reshard(self) -> None:
+        """Drop weights that are whole since a forward without a backward."""
+        for group in self._groups:
+            group.module.reshard()
+
+    def _connect(self) -> None:
+        self._groups = sharded_groups(self._module)
+        self._device = local_part(self._groups[0].parameters[0]).device
+        self._trained = self._trained_now()
+        self._is_alone = self._groups[0].num_ranks == 1
+        self._transport = self._make_transport(self._groups)
+        self._hooks = OnDemandHooks(self._groups, self._transport)
+        self._transport.publish()
+        self._world.barrier()
+        self._hooks.watch()
+
+    def _trained_now(self) -> list[tuple[int, ...]]:
+        return [group.trained for group in self._groups]
+
+    def _drop_gradients(self) -> None:
+        for group in self._groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+    def _give_gradients(self, reached: set[tuple[int, int]]) -> None:
+        for index, place in sorted(reached):
+            parameter = self._groups[index].parameters[place]
+            total = self._transport.summed(index, place)
+            if self._replicas is not None:
+                with blaming_peers("lost a rank of another machine while adding gradients up"):
+                    dist.all_reduce(total, group=self._replicas)
+            parameter.grad = _sharded_like(parameter, total)
+
+
+def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
+    """Return a gradient that is this rank's shard of the parameter's, where the sum is."""
+    assert isinstance(parameter.data, DTensor)
+    local = local_part(parameter.detach())
+    own = total[: local.numel()].view(local.shape).to(parameter.dtype)
+    return DTensor.from_local(
+        own,
+        parameter.data.device_mesh,
+        parameter.data.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,277 @@
+"""The Lightning strategy ``odc``: sharded data parallelism whose ranks meet once per minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.init import (
+    _materialize_distributed_module,  # private: as Lightning's own strategy
+)
+from lightning.fabric.utilities.optimizer import (
+    _optimizers_to_device,  # private: as Lightning's own strategy
+)
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_pipeoffload.loop.data import leave_out_seen
+from lightning_pipeoffload.loop.lightning_loops import PipelineOptimization, stop_without_waiting
+from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
+from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
+from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
+from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
+from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from lightning_pipeoffload.odc.sharded_group import ShardedGroup
+from lightning_pipeoffload.odc.sharding import (
+    is_sharded,
+    refuse_collective_layers,
+    refuse_hooked_parameters,
+    shard,
+    share_initial_values,
+)
+from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
+
+
+class OnDemandStrategy(OnDemandProcesses):
+    """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
+
+    FSDP2 shards the module. Weights are read from their owners when they are needed, and gradients
+    added to their owners' when they are there, so ranks with different work do not wait for each
+    other but once in each minibatch. The result is FSDP2's, but for the order of sums.
+
+    Args:
+        blocks: What is gathered apart: the name of a ModuleList or Sequential ("model.layers"), or
+            patterns of the blocks' names (["layer1.*", "layer2.*"]); None: found.
+        deterministic: Keep gradients whole on each rank and reduce them once per minibatch, in an
+            order that is always the same; takes the memory of a whole gradient.
+        group_size: Ranks that share the parameters; None: those of a machine. More than one such
+            group repeat the parameters, and add their gradients up once per minibatch.
+        mp_policy: FSDP2's mixed precision, beside Lightning's; None: the parameters' own dtype.
+        save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
+            of as one file from global rank 0. Either is read whatever this is.
+        process_group_backend: The backend of ``torch.distributed``; None: gloo on CPU, nccl on
+            CUDA.
+        timeout: Limit of the process groups: a rank that waits longer than this for another one
+            fails.
+    """
+
+    strategy_name = "odc"
+
+    def __init__(  # noqa: PLR0913 - the interface
+        self,
+        blocks: str | Sequence[str] | None = None,
+        deterministic: bool = False,
+        group_size: int | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._blocks = blocks
+        self._deterministic = deterministic
+        self._group_size = group_size
+        self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        self._run: OnDemandRun | None = None
+        self._training: MinibatchTraining | None = None
+        self._steps_later = False
+
+    @property
+    def backward_of_batch(self) -> MinibatchTraining:
+        """What runs the backwards of a batch, where Lightning's loop leaves them."""
+        assert self._training is not None
+        return self._training
+
+    @property
+    @override
+    def is_in_step(self) -> bool:
+        return self._training is not None and self._training.microbatch is not None
+
+    @property
+    @override
+    def place(self) -> str:
+        microbatch = None if self._training is None else self._training.microbatch
+        parts = [self._run.place if self._run is not None else ""]
+        parts += [] if microbatch is None else [f"microbatch {microbatch}"]
+        return ", ".join(filter(None, parts))
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        self._refuse(module, trainer)
+        if not is_sharded(module):
+            self.precision_plugin.convert_module(module)
+            assert self._world is not None
+            share_initial_values(module, self._world)
+            shard(module, self._blocks, self.device_mesh["data_parallel"], self._policy)
+        _materialize_distributed_module(module, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._connect(module, trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._join(trainer)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _refuse(self, module: LightningModule, trainer: Trainer) -> None:
+        refuse_hooked_parameters(module)
+        refuse_collective_layers(module)
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True waits for all ranks in every microbatch; leave it out"
+            )
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            raise ValueError(
+                "manual optimization does not go with strategy='odc': training_step runs once for "
+                "every microbatch, and ranks have different numbers of them; use automatic "
+                "optimization"
+            )
+
+    def _connect(self, module: LightningModule, trainer: Trainer) -> None:
+        assert self._world is not None
+        size = self._check_group_size(self.world_size)
+        shared = self.device_mesh["data_parallel"].get_group()
+        rank = self.global_rank % size
+        device = self.root_device
+        replicas = None if size == self.world_size else self.device_mesh["replicas"].get_group()
+
+        def make_transport(groups: Sequence[ShardedGroup]) -> OnDemandTransport:
+            if self._deterministic:
+                return WholeGradients(groups, rank, self._shard_ranks, device, shared)
+            return SharedSums(groups, rank, self._shard_ranks, device)
+
+        self._run = OnDemandRun(module, self._world, make_transport, replicas)
+        self._training = MinibatchTraining(
+            module, self.precision_plugin, self._run, self.world_size, device
+        )
+
+    def _join(self, trainer: Trainer) -> None:
+        """Let Lightning's loops leave to this strategy what ranks with different work need."""
+        loop = trainer.fit_loop.epoch_loop
+        loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
+        stop_without_waiting(trainer)
+        connector = trainer._data_connector
+        # Private: where Lightning decides to put a sampler of its own into a loader.
+        connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
+            _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
+        )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Check a loader of minibatches, and let a resumed epoch go on where it was.
+
+        Raises:
+            ValueError: Its microbatches cannot be told apart.
+        """
+        if isinstance(dataloader, DataLoader) and _reads_ungrouped(dataloader):
+            raise ValueError(
+                "a loader with a MinibatchSampler needs collate_fn=MinibatchCollate(...), which "
+                "groups what it reads into microbatches"
+            )
+        fit_loop = self._module.trainer.fit_loop
+        if self._module.trainer.training and fit_loop.restarting:
+            leave_out_seen(dataloader, lambda: fit_loop.epoch_loop.batch_progress.current.ready)
+        return dataloader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        if isinstance(batch, Minibatch):
+            return Minibatch(map(move, batch), batch.weights, batch.total)
+        return move(batch)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *arguments = (*args, *kwargs.values())
+        return self.backward_of_batch.train(batch, arguments, is_last=not self._steps_later)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning trains in here on every batch after which it does not step."""
+        self._steps_later = True
+        try:
+            yield
+        finally:
+            self._steps_later = False
+
+    # Whatever hooks have made of the weights, evaluations see it.
+
+    @override
+    def on_validation_start(self) -> None:
+        self._publish()
+
+    @override
+    def on_test_start(self) -> None:
+        self._publish()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._publish()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._reshard()
+
+    def _publish(self) -> None:
+        assert self._run is not None
+        self._run.publish()
+
+    def _reshard(self) -> None:
+        """Let hooks find the shards, as the optimizer does; nobody gathers any more."""
+        assert self._run is not None
+        self._run.reshard()
+        self.barrier()
+
+    @override
+    def teardown(self) -> None:
+        if self._run is not None:
+            self._run.end()
+        self._run = self._training = None
+        super().teardown()
+
+
+def _reads_minibatches(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.batch_sampler, MinibatchSampler)
+
+
+def _reads_ungrouped(loader: DataLoader[Any]) -> bool:
+    return _reads_minibatches(loader) and not isinstance(loader.collate_fn, MinibatchCollate)
+
+
+def _requires_distributed_sampler(
+    plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
+) -> bool:
+    """Leave a loader alone that reads this rank's part already; others are Lightning's to share."""
+    return not _reads_minibatches(loader) and plain(connector, loader)

@@ -1,0 +1,240 @@
+"""Moves shards and gradients between ranks that do not wait for each other.
+
+Four operations make a minibatch::
+
+    publish      every rank lays its shards where others can read them
+    gather       a rank reads the shards of all, whenever it needs them
+    accumulate   a rank adds its gradients to each owner's sum, whenever it has them
+    finish       after the last of all ranks, each has the sums of its own shards
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.odc.sharded_group import ShardedGroup
+from lightning_pipeoffload.odc.shared_bytes import OwnerLocks, share_bytes
+from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_ALIGNMENT = 64
+
+
+class OnDemandTransport(ABC):
+    """Reads other ranks' shards from memory that all share.
+
+    Args:
+        groups: What is sharded together, the same on every rank.
+        rank: This rank's place among those that share the parameters.
+        ranks: These ranks.
+        device: Where the parameters are.
+
+    Attributes:
+        place: What it does right now, in words; empty: nothing.
+    """
+
+    def __init__(
+        self, groups: Sequence[ShardedGroup], rank: int, ranks: HostGroup, device: torch.device
+    ) -> None:
+        self.place = ""
+        self._groups = groups
+        self._rank = rank
+        self._num_ranks = len(ranks.gather(rank))
+        self._device = device
+        spans = [(group.size, group.published) for group in groups]
+        self._published = _shared_tensors(spans, rank, ranks, device)
+
+    def publish(self) -> None:
+        """Lay this rank's shards where other ranks read them; the caller waits for all ranks."""
+        for group, target in zip(self._groups, self._published[self._rank], strict=True):
+            for start, shard in group.local_shards():
+                target[start : start + len(shard)].copy_(shard)
+        self._settle()
+
+    def gather(self, index: int, out: Tensor) -> None:
+        """Read the shards of the other ranks; this rank's own is there already."""
+        self._check(index, out.numel(), self._groups[index].size * self._num_ranks)
+        shards = out.view(self._num_ranks, -1)
+        for rank in _others_after(self._rank, self._num_ranks):
+            self.place = f"the gather of {self._groups[index].name} from rank {rank}"
+            shards[rank].copy_(self._published[rank][index])
+        self.place = ""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget the sums of this rank's shards, before a minibatch."""
+
+    @abstractmethod
+    def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
+        """Add gradients to the sums of those that own them.
+
+        Args:
+            index: The group.
+            gradients: The gradients of some of its parameters, laid out for each owner in turn.
+            parameters: The places of these parameters in the group.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the sums; every rank calls it when all have added theirs."""
+
+    @abstractmethod
+    def summed(self, index: int, parameter: int) -> Tensor:
+        """Return the sum of a parameter's gradients over all ranks, of this rank's padded shard."""
+
+    def close(self) -> None:  # noqa: B027 - not every transport has something
+        """Let go of what the system gives only so many of."""
+
+    def _check(self, index: int, given: int, expected: int) -> None:
+        if given != expected:
+            raise RuntimeError(
+                f"FSDP2 communicates {given} elements of {self._groups[index].name}, and "
+                f"{expected} were expected: extensions of what is gathered, and "
+                f"reshard_after_forward=NUMBER, do not go with on-demand communication"
+            )
+
+    def _spans(self, index: int, parameters: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return where gradients go: start of the sum, start of what comes, and how much it is."""
+        group = self._groups[index]
+        starts = dict(zip(group.trained, _starts(group.sizes, group.trained), strict=True))
+        given = _starts(group.sizes, parameters)
+        spans: list[tuple[int, int, int]] = []
+        for parameter, start in zip(parameters, given, strict=True):
+            size, target = group.sizes[parameter], starts[parameter]
+            if spans and spans[-1][0] + spans[-1][2] == target:
+                spans[-1] = (*spans[-1][:2], spans[-1][2] + size)
+            else:
+                spans.append((target, start, size))
+        return spans
+
+    def _settle(self) -> None:
+        """Let what was written be there for other processes."""
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
+
+
+class SharedSums(OnDemandTransport):
+    """Adds gradients to sums in memory that all ranks share, in the order in which they come."""
+
+    def __init__(
+        self, groups: Sequence[ShardedGroup], rank: int, ranks: HostGroup, device: torch.device
+    ) -> None:
+        super().__init__(groups, rank, ranks, device)
+        spans = [(_trained_size(group), group.summed) for group in groups]
+        self._sums = _shared_tensors(spans, rank, ranks, device)
+        self._locks = OwnerLocks(len(groups), rank, ranks)
+
+    def clear(self) -> None:
+        """Forget the sums of this rank's shards."""
+        for total in self._sums[self._rank]:
+            total.zero_()
+
+    def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
+        """Add gradients to each owner's sum, this rank's last."""
+        group = self._groups[index]
+        size = sum(group.sizes[parameter] for parameter in parameters)
+        self._check(index, gradients.numel(), size * self._num_ranks)
+        spans = self._spans(index, parameters)
+        parts = gradients.view(self._num_ranks, -1)
+        for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
+            self.place = f"the push of {group.name} to rank {owner}"
+            total, part = self._sums[owner][index], parts[owner]
+            with self._locks.held(owner, index):
+                for target, start, length in spans:
+                    total[target : target + length] += part[start : start + length]
+                self._settle()  # who holds the lock next reads what was written
+        self.place = ""
+
+    def finish(self) -> None:
+        """Do nothing: the sums are where others have written them."""
+
+    def close(self) -> None:
+        """Let go of the file of locks."""
+        self._locks.close()
+
+    def summed(self, index: int, parameter: int) -> Tensor:
+        """Return the sum of a parameter's gradients, where others have written it."""
+        ((target, _, length),) = self._spans(index, [parameter])
+        return self._sums[self._rank][index][target : target + length]
+
+
+class WholeGradients(OnDemandTransport):
+    """Keeps gradients whole on every rank, and reduces them once, always in the same order.
+
+    Args:
+        groups: What is sharded together, the same on every rank.
+        rank: This rank's place among those that share the parameters.
+        ranks: These ranks.
+        device: Where the parameters are.
+        reduction: Their process group, which reduces as FSDP2 would.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ShardedGroup],
+        rank: int,
+        ranks: HostGroup,
+        device: torch.device,
+        reduction: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(groups, rank, ranks, device)
+        self._reduction = reduction
+        self._whole = [
+            torch.zeros(self._num_ranks, _trained_size(group), dtype=group.summed, device=device)
+            for group in groups
+        ]
+        self._sums = [torch.zeros_like(whole[0]) for whole in self._whole]
+
+    def clear(self) -> None:
+        """Forget this rank's gradients."""
+        for whole in self._whole:
+            whole.zero_()
+
+    def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
+        """Add gradients to this rank's own."""
+        parts = gradients.view(self._num_ranks, -1)
+        for target, start, length in self._spans(index, parameters):
+            self._whole[index][:, target : target + length] += parts[:, start : start + length]
+
+    def finish(self) -> None:
+        """Reduce the gradients of all ranks."""
+        with blaming_peers("lost a rank while reducing gradients"):
+            for whole, total in zip(self._whole, self._sums, strict=True):
+                if total.numel():
+                    dist.reduce_scatter_tensor(total, whole.view(-1), group=self._reduction)
+
+    def summed(self, index: int, parameter: int) -> Tensor:
+        """Return the sum of a parameter's gradients."""
+        ((target, _, length),) = self._spans(index, [parameter])
+        return self._sums[index][target : target + length]
+
+
+def _others_after(rank: int, num_ranks: int) -> list[int]:
+    """List the other ranks, each rank another one first, so that they are not all at one."""
+    return [(rank + step) % num_ranks for step in range(1, num_ranks)]
+
+
+def _trained_size(group: ShardedGroup) -> int:
+    return sum(group.sizes[parameter] for parameter in group.trained)
+
+
+def _starts(sizes: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Return where each of some parameters begins, where these lie one after the other."""
+    return list(accumulate((sizes[i] for i in chosen), initial=0))[: len(chosen)]
+
+
+def _shared_tensors(
+    spans: Sequence[tuple[int, torch.dtype]], rank: int, ranks: HostGroup, device: torch.device
+) -> list[list[Tensor]]:
+    """Share a tensor for each of these sizes and dtypes; return those of every rank."""
+    sizes = [count * dtype.itemsize for count, dtype in spans]
+    starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    of_ranks = share_bytes(starts[-1], device, rank, ranks)
+    pieces = [*zip(starts, sizes, (dtype for _, dtype in spans), strict=False)]
+    return [[raw[at : at + size].view(dtype) for at, size, dtype in pieces] for raw in of_ranks]

@@ -1,0 +1,174 @@
+"""Fits with on-demand communication, in rank processes and as a plain loop beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_pipeoffload import Minibatch, OnDemandStrategy
+from tests.support.fits import SILENT, outlive_failures
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(3))  # fewer entries than some have ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale.mean() * torch.tanh(self.linear(x))
+
+
+class Texts(L.LightningModule):
+    """A mean over tokens, of texts of any length; two matrices are one."""
+
+    def __init__(self, tie: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[:-1]), batch[1:])
+        self.log("train_loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append({n: whole(p.grad) for n, p in self.named_parameters()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy of what all ranks have of a tensor."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def made(kind: type[L.LightningModule] = Texts, **options: Any) -> Any:
+    torch.manual_seed(5)
+    return kind(**options)
+
+
+def minibatches(counts: tuple[int, ...], steps: int = 4) -> list[list[Minibatch]]:
+    """Make minibatches, each with so many microbatches for each rank, weighed by their tokens."""
+    draws = torch.Generator().manual_seed(1)
+
+    def text() -> torch.Tensor:
+        length = int(torch.randint(3, 9, (), generator=draws))
+        return torch.randint(16, (length,), generator=draws)
+
+    made = []
+    for _ in range(steps):
+        texts = [[text() for _ in range(count)] for count in counts]
+        total = sum(len(t) - 1 for rank in texts for t in rank)
+        made.append([Minibatch(rank, [(len(t) - 1) / total for t in rank], total) for rank in texts])
+    return made
+
+
+class Loader:
+    """Yields minibatches; Lightning takes a bare list for one of loaders."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
+    made = L.Trainer(
+        **SILENT,
+        devices=ranks,
+        strategy=OnDemandStrategy(**options),
+        **{"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False, **more},
+    )
+    outlive_failures(made)
+    return made
+
+
+def fit(
+    counts: tuple[int, ...],
+    rank: int,
+    options: dict[str, Any] | None = None,
+    module: Any = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Fit, and return what is to be compared."""
+    module = made() if module is None else module
+    run = trainer(len(counts), options or {}, **more)
+    run.fit(module, Loader([minibatch[rank] for minibatch in minibatches(counts)]))
+    return outcome(module, run)
+
+
+def outcome(module: Any, run: L.Trainer) -> dict[str, Any]:
+    return {
+        "weights": {name: whole(p) for name, p in module.named_parameters()},
+        "gradients": getattr(module, "gradients", None),
+        "logged": {name: float(value) for name, value in run.callback_metrics.items()},
+    }
+
+
+def plain_fit(
+    counts: tuple[int, ...], module: Any = None, clip: float | None = 0.3, accumulate: int = 1
+) -> dict[str, Any]:
+    """Train on the same minibatches in one process, the microbatches of all ranks in turn."""
+    module = made() if module is None else module
+    optimizer = module.configure_optimizers()
+    steps, logged = [], 0.0
+    for number, minibatch in enumerate(minibatches(counts), start=1):
+        logged = 0.0
+        for part in minibatch:
+            for text, weight in zip(part, part.weights, strict=True):
+                loss = nn.functional.cross_entropy(module(text[:-1]), text[1:])
+                (loss * weight / accumulate).backward()
+                logged += float(loss) * weight
+        if number % accumulate == 0:
+            steps.append({n: whole(p.grad) for n, p in module.named_parameters()})
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: whole(p) for name, p in module.named_parameters()}
+    return {"weights": weights, "gradients": steps, "logged": {"train_loss": logged}}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], relative: float = 1e-12) -> None:
+    """Compare gradients before clipping, and weights after the last step."""
+    assert len(found["gradients"]) == len(expected["gradients"])
+    pairs = [*zip(found["gradients"], expected["gradients"], strict=True)]
+    for one, other in [*pairs, (found["weights"], expected["weights"])]:
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if value is None:
+                assert one[name] is None, name
+            else:
+                error = (one[name] - value).norm() / value.norm().clamp_min(1e-3)
+                assert error <= relative, (name, float(error))
+
+
+def fit_rank(counts: tuple[int, ...], options: dict[str, Any], more: dict[str, Any]) -> Any:
+    import os
+
+    return fit(counts, int(os.environ["LOCAL_RANK"]), options, **more)
