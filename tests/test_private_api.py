@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.schedule import Action
@@ -28,6 +31,20 @@ from lightning_pipeoffload.schedule import Action
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
 OPTIMIZER = torch.optim.SGD([torch.ones(1)])
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
+
+
+def sharded_linear():
+    """Return a module that FSDP2 has sharded, in a group of one process, and gathered once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [0]))
+        module.unshard()
+        return module
+    finally:
+        dist.destroy_process_group()
+
+
+SHARDED = sharded_linear()
 
 # module: names of it
 IMPORTED = {
@@ -41,9 +58,13 @@ IMPORTED = {
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
+    "torch.distributed.fsdp._fully_shard._fsdp_api": ["AllGather", "ReduceScatter"],
+    "torch.utils.data._utils.pin_memory": ["pin_memory"],
     "torch.overrides": ["_get_current_function_mode"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
+    "lightning.fabric.utilities.init": ["_materialize_distributed_module"],
+    "lightning.fabric.utilities.optimizer": ["_optimizers_to_device"],
     "lightning.fabric.utilities.distributed": [
         "_get_default_process_group_backend_for_device",
         "_init_dist_connection",
@@ -117,6 +138,19 @@ USED = {
     "_checkpoint_io": TRAINER.strategy,
     "_unscale_grads_": torch.amp.GradScaler("cpu"),
     "_throughputs": ThroughputMonitor(len),
+    "_data_connector": TRAINER,
+    "_requires_distributed_sampler": TRAINER._data_connector,
+    "_setup_distributed": ModelParallelStrategy,
+    "_device_mesh": ModelParallelStrategy(),
+    "_post_accumulate_grad_hooks": torch.ones(1),
+    "_get_fsdp_state": SHARDED,
+    "_fsdp_param_group": SHARDED._get_fsdp_state(),
+    "_module_info": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
+    "_unsharded_param": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
+    "fsdp_params": SHARDED._get_fsdp_state()._fsdp_param_group,
+    "mp_policy": SHARDED._get_fsdp_state()._fsdp_param_group,
+    "sharded_param": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
+    "padded_sharded_param_size": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
 }
 
 

@@ -7,10 +7,13 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory  # private: what a loader itself calls
 
 
-class Minibatch(list[Any]):
-    """One rank's microbatches of a minibatch; there may be none.
+class Minibatch:
+    """One rank's microbatches of a minibatch, in order; there may be none.
+
+    It is no list, which Lightning would take apart and put together again without the weights.
 
     Args:
         microbatches: What the module's step is to see, one after the other.
@@ -21,6 +24,9 @@ class Minibatch(list[Any]):
     Attributes:
         weights: As above.
         total: As above.
+
+    Raises:
+        ValueError: The microbatches have not one weight each.
     """
 
     def __init__(
@@ -29,11 +35,30 @@ class Minibatch(list[Any]):
         weights: Sequence[float] = (),
         total: float = 1.0,
     ) -> None:
-        super().__init__(microbatches)
-        if len(weights) != len(self):
-            raise ValueError(f"{len(self)} microbatches have {len(weights)} weights; give one each")
+        self._microbatches = list(microbatches)
         self.weights = list(weights)
         self.total = total
+        if len(self.weights) != len(self):
+            raise ValueError(
+                f"{len(self)} microbatches have {len(self.weights)} weights; give one each"
+            )
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._microbatches[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._microbatches)
+
+    def map(self, change: Callable[[Any], Any]) -> Minibatch:
+        """Return the same with each microbatch changed."""
+        return Minibatch(map(change, self), self.weights, self.total)
+
+    def pin_memory(self) -> Minibatch:
+        """Return the same in memory that an accelerator reads fast, as a loader asks for it."""
+        return self.map(pin_memory)
 
 
 class PackedIndices(list[int]):

@@ -53,8 +53,9 @@ class MinibatchLogs(LogCapture):
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
+        # By identity: a metric is equal to others, and its hash changes with its state.
         self._paths = {
-            part: name for name, part in module.named_modules() if isinstance(part, Metric)
+            id(part): name for name, part in module.named_modules() if isinstance(part, Metric)
         }
 
     def take(self, sizes: Sequence[int]) -> list[LoggedName]:
@@ -104,8 +105,8 @@ class MinibatchLogs(LogCapture):
         self._log(self._module, name, value, *first.args, **kwargs)
 
     def _portable(self, value: Any) -> Any:
-        if isinstance(value, Metric) and value in self._paths:
-            return _MetricPlace(self._paths[value])
+        if id(value) in self._paths:
+            return _MetricPlace(self._paths[id(value)])
         return value.cpu() if isinstance(value, Tensor) else value
 
     def _own(self, value: Any) -> Any:

@@ -200,7 +200,7 @@ class OnDemandStrategy(OnDemandProcesses):
     ) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if isinstance(batch, Minibatch):
-            return Minibatch(map(move, batch), batch.weights, batch.total)
+            return batch.map(lambda part: move(self.precision_plugin.convert_input(part)))
         return move(batch)
 
     @override

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -110,16 +110,25 @@ def remove_left_files() -> None:
 @contextmanager
 def _named_file(size: int) -> Iterator[tuple[Path, str]]:
     """Make a file for as long as it needs a name; yield its path, and why it is none."""
-    path = _folder() / f"{_PREFIX}{secrets.token_hex(8)}"
-    with path.open("x+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    path, file = _locked_file()
+    with file:
         try:
             yield path, _reserve(file, size)
         finally:
             path.unlink(missing_ok=True)
 
 
-def _reserve(file: Any, size: int) -> str:
+def _locked_file() -> tuple[Path, IO[bytes]]:
+    while True:
+        path = _folder() / f"{_PREFIX}{secrets.token_hex(8)}"
+        file = path.open("x+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return path, file
+        file.close()  # another run took it for a left one before it was locked
+
+
+def _reserve(file: IO[bytes], size: int) -> str:
     """Take the memory now, for a write that finds none would end the process by a signal."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)

@@ -1,12 +1,299 @@
-import pytest
+import os
+import re
+from functools import partial
 
-from tests.support.on_demand_fits import assert_same, fit_rank, plain_fit
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import on_demand_fits as fits
+from tests.support.on_demand_fits import Texts, assert_same, fit_rank, made, plain_fit
+
+FLOAT = partial(made, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("counts", [(3, 1), (3, 1, 2, 0), (0, 0, 1, 4)])
 def test_gradients_and_weights_are_those_of_one_process(ranks, counts):
-    found = ranks(len(counts)).run(fit_rank, counts, {}, {})
+    found = ranks(len(counts)).run(fit_rank, counts)
     expected = plain_fit(counts)
     for rank in found:
         assert_same(rank, expected)
-        assert rank["logged"]["train_loss"] == pytest.approx(expected["logged"]["train_loss"])
+        assert rank["logged"] == pytest.approx(expected["logged"])
+
+
+def as_float16():
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+# Of the fit, of the plain loop, and how far they may be apart.
+WAYS = {
+    "float32": ({"make": FLOAT}, {"make": FLOAT}, 1e-5),
+    "deterministic": ({"options": {"deterministic": True}}, {}, 1e-12),
+    "accumulated": ({"accumulate_grad_batches": 2}, {"accumulate": 2}, 1e-12),
+    "unclipped": ({"gradient_clip_val": None}, {"clip": None}, 1e-12),
+    "one group": ({"options": {"blocks": []}}, {}, 1e-12),
+    "bf16-mixed": (
+        {"make": FLOAT, "precision": "bf16-mixed"},
+        {"make": FLOAT, "autocast": torch.bfloat16},
+        2e-2,
+    ),
+    "16-mixed": (
+        {"make": FLOAT, "call": as_float16},
+        {"make": FLOAT, "autocast": torch.float16},
+        2e-2,
+    ),
+    "gathered in bfloat16": (
+        {"make": FLOAT, "options": {"mp_policy": BF16}},
+        {"make": FLOAT},
+        5e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(ranks, way):
+    ours, plain, relative = WAYS[way]
+    expected = plain_fit((3, 1), **plain)
+    for rank in ranks(2).run(partial(fit_rank, (3, 1), **ours)):
+        assert_same(rank, expected, relative)
+
+
+def test_groups_of_ranks_repeat_the_parameters(ranks):
+    expected = plain_fit((2, 1, 0, 1))
+    for rank in ranks(4).run(partial(fit_rank, (2, 1, 0, 1), options={"group_size": 2})):
+        assert_same(rank, expected)
+
+
+def test_one_rank_alone(ranks):
+    assert_same(ranks(1).run(fit_rank, (3,))[0], plain_fit((3,)))
+
+
+def fit_deterministic():
+    return fit_rank((2, 2), options={"deterministic": True})
+
+
+def test_the_deterministic_mode_is_fsdp2_to_the_bit(ranks):
+    pairs = zip(ranks(2).run(fit_deterministic), ranks(2).run(fits.fsdp2_fit), strict=True)
+    for ours, theirs in pairs:
+        assert_same(ours, theirs, relative=0.0)
+
+
+class Uneven(Texts):
+    """Uses one parameter in some microbatches only, one never, and trains one not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Parameter(torch.ones(3, 3).double())
+        self.rare = nn.Parameter(torch.ones(5).double())
+        self.blocks[1].linear.bias.requires_grad_(False)
+
+    def loss(self, tokens):
+        loss = super().loss(tokens)
+        return loss + (self.rare**2).sum() if len(tokens) > 5 else loss
+
+
+class Thawing(Texts):
+    """Freezes and unfreezes parameters between minibatches."""
+
+    def __init__(self):
+        super().__init__(tie=False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.embed.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+        elif batch_idx == 3:
+            self.blocks[0].requires_grad_(True)
+
+
+class Shared(Texts):
+    """Two blocks are one, which the root has to gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].linear.weight = self.blocks[0].linear.weight
+
+
+class Sharded(Texts):
+    """Shards itself, as for Lightning's own strategy."""
+
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        register_fsdp_forward_method(self, "training_step")
+
+
+class Checkpointed(Texts):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Skipping(Texts):
+    """Leaves some microbatches out."""
+
+    def training_step(self, batch, batch_idx):
+        return None if len(batch) > 6 else super().training_step(batch, batch_idx)
+
+    def loss(self, tokens):
+        return super().loss(tokens) * (len(tokens) <= 6)
+
+
+class Momentum(Texts):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's own, which knows nothing of shards."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad.sign(), alpha=-0.01)
+        return loss
+
+
+class Own(Texts):
+    def configure_optimizers(self):
+        return Signs(self.parameters())
+
+
+MODULES = (Uneven, Thawing, Shared, Sharded, Checkpointed, Skipping, Momentum, Own)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules(ranks, kind):
+    expected = plain_fit((3, 1), partial(made, kind))
+    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=partial(made, kind))):
+        assert_same(rank, expected)
+
+
+def fit_twice():
+    module = made()
+    fit_rank((3, 1), make=lambda: module)
+    module.gradients.clear()
+    return fit_rank((3, 1), make=lambda: module)
+
+
+def test_a_second_trainer_goes_on(ranks):
+    module = made()
+    plain_fit((3, 1), lambda: module)
+    expected = plain_fit((3, 1), lambda: module)
+    for rank in ranks(2).run(fit_twice):
+        assert_same(rank, expected)
+
+
+def fit_unlike():
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    module = Texts()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return before, fit_rank((1, 1), make=lambda: module, max_steps=0)["weights"]
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first(ranks):
+    (first, begun), (_, other) = ranks(2).run(fit_unlike)
+    for name, value in first.items():
+        assert torch.equal(begun[name], value)
+        assert torch.equal(other[name], value)
+
+
+class PartSharded(Texts):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+class Gathering(Texts):
+    def training_step(self, batch, batch_idx):
+        return self.all_gather(super().training_step(batch, batch_idx)).mean()
+
+
+def hooked():
+    module = made()
+    module.blocks[0].scale.register_hook(lambda gradient: gradient * 2)
+    return module
+
+
+def stepping_in_backward():
+    module = made()
+    module.blocks[0].scale.register_post_accumulate_grad_hook(lambda parameter: None)
+    return module
+
+
+def manual():
+    module = made()
+    module.automatic_optimization = False
+    return module
+
+
+def synchronized():
+    module = made()
+    module.norm = nn.SyncBatchNorm(3)
+    return module
+
+
+def mixed():
+    module = made()
+    module.blocks[0].linear.float()
+    return module
+
+
+REFUSED = {
+    "part": (partial(made, PartSharded), "embed.weight is not sharded"),
+    "collective": (partial(made, Gathering), r"all_gather\(\) inside training_step would wait"),
+    "hook": (hooked, "blocks.0.scale has a hook on its gradient"),
+    "late hook": (stepping_in_backward, "blocks.0.scale has a hook on its gradient"),
+    "manual": (manual, "manual optimization does not go with strategy='odc'"),
+    "layer": (synchronized, "norm is a SyncBatchNorm"),
+    "dtypes": (mixed, "blocks.0 has parameters of float32 and float64"),
+}
+
+
+def message_of(make, **options):
+    try:
+        fit_rank((1, 1), make=make, gradient_clip_val=None, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(ranks, what):
+    make, message = REFUSED[what]
+    for told in ranks(2).run(message_of, make):
+        assert re.search(message, told), told
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"blocks": "block"}, "did you mean 'blocks'"), ({"group_size": 1}, "group_size=1 ranks")],
+)
+def test_wrong_arguments_are_refused(ranks, options, message):
+    for told in ranks(2).run(partial(message_of, made, options=options)):
+        assert message in told
+
+
+def test_it_has_a_name():
+    assert "odc" in StrategyRegistry.available_strategies()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_pipeoffload import Minibatch, OnDemandStrategy
 from tests.support.fits import SILENT, outlive_failures
@@ -44,9 +48,12 @@ class Texts(L.LightningModule):
         return self.head(x)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self(batch[:-1]), batch[1:])
+        loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(tokens[:-1]), tokens[1:])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append({n: whole(p.grad) for n, p in self.named_parameters()})
@@ -80,7 +87,9 @@ def minibatches(counts: tuple[int, ...], steps: int = 4) -> list[list[Minibatch]
     for _ in range(steps):
         texts = [[text() for _ in range(count)] for count in counts]
         total = sum(len(t) - 1 for rank in texts for t in rank)
-        made.append([Minibatch(rank, [(len(t) - 1) / total for t in rank], total) for rank in texts])
+        made.append(
+            [Minibatch(rank, [(len(t) - 1) / total for t in rank], total) for rank in texts]
+        )
     return made
 
 
@@ -98,26 +107,32 @@ class Loader:
 
 
 def trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
-    made = L.Trainer(
-        **SILENT,
-        devices=ranks,
-        strategy=OnDemandStrategy(**options),
-        **{"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False, **more},
-    )
+    usual = {"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False}
+    strategy = OnDemandStrategy(**options)
+    made = L.Trainer(**{**SILENT, **usual, **more}, devices=ranks, strategy=strategy)
     outlive_failures(made)
     return made
 
 
-def fit(
+def fit_rank(
     counts: tuple[int, ...],
-    rank: int,
     options: dict[str, Any] | None = None,
-    module: Any = None,
+    make: Callable[[], Any] | None = None,
+    call: Callable[[], dict[str, Any]] = dict,
     **more: Any,
 ) -> dict[str, Any]:
-    """Fit, and return what is to be compared."""
-    module = made() if module is None else module
-    run = trainer(len(counts), options or {}, **more)
+    """Fit on one rank, and return what is to be compared.
+
+    Args:
+        counts: the microbatches of each rank in each minibatch.
+        options: the strategy's.
+        make: makes the module.
+        call: makes options of the trainer that cannot be sent to another process.
+        more: options of the trainer.
+    """
+    module = made() if make is None else make()
+    run = trainer(len(counts), options or {}, **{**more, **call()})
+    rank = int(os.environ["LOCAL_RANK"])
     run.fit(module, Loader([minibatch[rank] for minibatch in minibatches(counts)]))
     return outcome(module, run)
 
@@ -131,19 +146,25 @@ def outcome(module: Any, run: L.Trainer) -> dict[str, Any]:
 
 
 def plain_fit(
-    counts: tuple[int, ...], module: Any = None, clip: float | None = 0.3, accumulate: int = 1
+    counts: tuple[int, ...],
+    make: Callable[[], Any] | None = None,
+    clip: float | None = 0.3,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Train on the same minibatches in one process, the microbatches of all ranks in turn."""
-    module = made() if module is None else module
+    module = made() if make is None else make()
     optimizer = module.configure_optimizers()
     steps, logged = [], 0.0
     for number, minibatch in enumerate(minibatches(counts), start=1):
+        module.on_train_batch_start(minibatch, number - 1)
         logged = 0.0
         for part in minibatch:
             for text, weight in zip(part, part.weights, strict=True):
-                loss = nn.functional.cross_entropy(module(text[:-1]), text[1:])
+                with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                    loss = module.loss(text)
                 (loss * weight / accumulate).backward()
-                logged += float(loss) * weight
+                logged += float(loss.detach()) * weight
         if number % accumulate == 0:
             steps.append({n: whole(p.grad) for n, p in module.named_parameters()})
             if clip is not None:
@@ -152,6 +173,29 @@ def plain_fit(
             optimizer.zero_grad()
     weights = {name: whole(p) for name, p in module.named_parameters()}
     return {"weights": weights, "gradients": steps, "logged": {"train_loss": logged}}
+
+
+def fsdp2_fit() -> dict[str, Any]:
+    """Train two microbatches of each of two ranks with FSDP2's own collectives."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    module = made()
+    for part in (*module.blocks, module):
+        fully_shard(part)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    optimizer = module.configure_optimizers()
+    steps = []
+    for minibatch in minibatches((2, 2)):
+        part = minibatch[rank]
+        for number, (text, weight) in enumerate(zip(part, part.weights, strict=True)):
+            module.set_requires_gradient_sync(number == 1)
+            (module.loss(text) * weight).backward()
+        steps.append({n: whole(p.grad) for n, p in module.named_parameters()})
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": {n: whole(p) for n, p in module.named_parameters()}, "gradients": steps}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], relative: float = 1e-12) -> None:
@@ -166,9 +210,3 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], relative: float
             else:
                 error = (one[name] - value).norm() / value.norm().clamp_min(1e-3)
                 assert error <= relative, (name, float(error))
-
-
-def fit_rank(counts: tuple[int, ...], options: dict[str, Any], more: dict[str, Any]) -> Any:
-    import os
-
-    return fit(counts, int(os.environ["LOCAL_RANK"]), options, **more)

@@ -1,0 +1,116 @@
+"""A run with on-demand communication that fails as it is told to.
+
+python tests/support/failing_on_demand.py push kill 1
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lightning as L
+
+from lightning_pipeoffload import OnDemandStrategy
+from lightning_pipeoffload.odc import shared_bytes
+from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from lightning_pipeoffload.odc.transport import OnDemandTransport
+from tests.support import on_demand_fits
+from tests.support.fits import SILENT
+
+
+def fail() -> None:
+    raise RuntimeError("on purpose")
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_all": lambda: os.killpg(os.getpgrp(), signal.SIGKILL),
+    "raise": fail,
+}
+_CALLS = 30  # gathers and pushes before it happens, in the midst of training
+
+
+class Failing:
+    """Does something once, when it is asked for the so many-th time on one rank."""
+
+    def __init__(self, act: str, rank: int, after: int = _CALLS) -> None:
+        self.left = after if int(os.environ.get("LOCAL_RANK", "0")) == rank else -1
+        self.act = act
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            ACTS[self.act]()
+
+
+def in_push(act: str, rank: int) -> None:
+    """Fail while a lock is held, and part of the gradients added."""
+    failing = Failing(act, rank)
+    held = shared_bytes.OwnerLocks.held
+
+    @contextmanager
+    def failing_held(self: Any, *args: Any) -> Iterator[None]:
+        with held(self, *args):
+            failing()
+            yield
+
+    shared_bytes.OwnerLocks.held = failing_held  # type: ignore[method-assign]
+
+
+def in_gather(act: str, rank: int) -> None:
+    failing, gather = Failing(act, rank), OnDemandTransport.gather
+
+    def failing_gather(self: Any, *args: Any) -> None:
+        gather(self, *args)
+        failing()
+
+    OnDemandTransport.gather = failing_gather  # type: ignore[method-assign]
+
+
+def at_barrier(act: str, rank: int) -> None:
+    failing, close = Failing(act, rank, after=2), OnDemandRun.close
+
+    def failing_close(self: Any, *args: Any) -> Any:
+        failing()
+        return close(self, *args)
+
+    OnDemandRun.close = failing_close  # type: ignore[method-assign]
+
+
+def in_making(act: str, rank: int) -> None:
+    """Fail while shared memory still has a name."""
+    failing, reserve = Failing(act, rank, after=1), shared_bytes._reserve
+
+    def failing_reserve(*args: Any) -> str:
+        made = reserve(*args)
+        failing()
+        return made
+
+    shared_bytes._reserve = failing_reserve
+
+
+PLACES = {"push": in_push, "gather": in_gather, "barrier": at_barrier, "making": in_making}
+
+
+def main(*arguments: str) -> None:
+    place, act, rank = arguments or sys.argv[1:]
+    PLACES[place](act, int(rank))
+    strategy = OnDemandStrategy(timeout=timedelta(seconds=30))
+    trainer = L.Trainer(
+        **SILENT, devices=2, strategy=strategy, max_epochs=20, enable_checkpointing=False
+    )
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    batches = [minibatch[own] for minibatch in on_demand_fits.minibatches((3, 1))]
+    trainer.fit(on_demand_fits.made(), on_demand_fits.Loader(batches))
+
+
+if __name__ == "__main__":
+    main()
