@@ -76,7 +76,9 @@ class PipeOffloadStrategy(StepHooks):
         microbatch_weight: Weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
         optimizer_sync: When ranks agree on the gradient's norm. Not built yet.
-        compile: Compiles each class of block. Not built yet.
+        compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
+            it with; what the user has compiled stays as it is. Weight gradients are left for W as
+            without.
         solver_seconds: For a plan by a solver. Not built yet.
         plan_cache: Folder of the plans that were found. Not built yet.
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
@@ -131,7 +133,6 @@ class PipeOffloadStrategy(StepHooks):
         )
         refuse_unbuilt(
             optimizer_sync=optimizer_sync,
-            compile=compile,
             solver_seconds=solver_seconds,
             plan_cache=plan_cache,
         )
@@ -153,6 +154,7 @@ class PipeOffloadStrategy(StepHooks):
             recompute=recompute,
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
+            compile=compile,
         )
         self._process_group_backend = process_group_backend
         self._timeout = timeout

@@ -26,6 +26,7 @@ LAYERS = (
     "runtime/users_code",
     "runtime/shapes",
     "runtime/weight_grad",
+    "runtime/compiled",
     "runtime/memory",
     "runtime/cut",
     "runtime/making",

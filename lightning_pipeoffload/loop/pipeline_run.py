@@ -362,4 +362,5 @@ def _cut_settings(settings: PipelineSettings, group: PipelineGroup) -> CutSettin
         settings.recompute,
         tuple(group.global_ranks[rank] for rank in group.stage_ranks),
         group.replicas.first,
+        settings.compile,
     )

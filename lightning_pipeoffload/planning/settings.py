@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -21,6 +21,7 @@ from lightning_pipeoffload.planning.argument_checks import (
     is_name,
 )
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
+from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.runtime.memory.recompute import check_recompute
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
@@ -39,7 +40,6 @@ ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 _NOT_BUILT = {
     "optimizer_sync": "auto",
-    "compile": False,
     "solver_seconds": 60.0,
     "plan_cache": None,
 }
@@ -67,6 +67,7 @@ class PipelineSettings:
     recompute: str = "none"
     memory_limit: int | str | None = None
     host_memory_limit: int | str | None = None
+    compile: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "data_parallel_size", "num_chunks"):
@@ -84,6 +85,7 @@ class PipelineSettings:
             parse_bytes(self.host_memory_limit, "host_memory_limit")
         check_offload(self.offload)
         check_schedule(self.schedule)
+        check_compile(self.compile)
 
     def num_ranks(self, world_size: int) -> int:
         """Return the ranks of one pipeline.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
@@ -106,6 +107,7 @@ class Pipeline:
         self.gradient_age = GradientAge()
         self.settings = settings
         self.chain = find_chain(module, settings.blocks)
+        self._compiler = BlockCompiler(module, self.chain.blocks, settings.compile)
         self._forget_cut()
         self.parts = parts
         self._know_parameters()
@@ -259,6 +261,7 @@ class Pipeline:
         if self._absent is not None:
             self._absent.leave()
             self._absent = None
+        self._compiler.compile()
         self.chain.intercept()
         if self.stages:
             self.ownership.move()
@@ -269,6 +272,7 @@ class Pipeline:
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self.chain.release()
+        self._compiler.leave()
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
@@ -283,8 +287,7 @@ class Pipeline:
         if not self.committed:
             self._learn(probe)
         if len(self.partition) > 1:
-            owners_of = self.tensors.owners_of
-            check_weight_writes(probe, self.chain, self.partition, owners_of)
+            check_weight_writes(probe, self.chain, self.partition, self.tensors.owners_of)
             check_repeatable(probe, self.partition)
             self._draw_check.check(probe)
             check_mixed_writes(probe, self.partition, self.settings.stage_ranks)

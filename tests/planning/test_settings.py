@@ -230,7 +230,6 @@ def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_s
 
 DEFAULTS = {
     "optimizer_sync": "auto",
-    "compile": False,
     "solver_seconds": 60,
     "plan_cache": None,
 }
@@ -244,7 +243,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
     ("name", "value"),
     [
         ("optimizer_sync", "barrier"),
-        ("compile", True),
         ("solver_seconds", 5.0),
         ("plan_cache", "plans"),
     ],

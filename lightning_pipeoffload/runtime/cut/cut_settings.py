@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ class CutSettings:
         global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
         agree: A function that returns replica 0's of what each replica gives it: its costs, as they
             have to cut alike.
+        compile: See :class:`.block_compiler.BlockCompiler`.
     """
 
     stage_ranks: tuple[int, ...]
@@ -27,6 +28,7 @@ class CutSettings:
     recompute: str = "none"
     global_ranks: tuple[int, ...] = ()
     agree: Callable[[Any], Any] = lambda own: own
+    compile: bool | Mapping[str, Any] = False
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipeoffload.runtime.compiled.shared_casts import sharing_compiled_casts
+
 
 @contextmanager
 def sharing_casts(device: torch.device) -> Iterator[None]:
@@ -24,7 +26,8 @@ def sharing_casts(device: torch.device) -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before or _knows_gradients(device.type))
     try:
-        yield
+        with sharing_compiled_casts():
+            yield
     finally:
         torch.set_autocast_cache_enabled(before)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
+from torch._guards import TracingContext  # private: what is being compiled
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -121,7 +122,7 @@ def _checkpoint(
 ) -> Iterator[None]:
     """Do what torch's generator does: what comes before a checkpointed function, and after it."""
     rerun: Any = function
-    watch = IN_FORCE.latest(CheckpointWatch)
+    watch = _find_watch()
     if watch is not None:
         rerun = _Rerun(function, watch)
         early_stop = early_stop and not watch.compares
@@ -142,9 +143,14 @@ def _checkpoint(
 
 def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Do what torch's reentrant checkpoint does."""
-    watch = IN_FORCE.latest(CheckpointWatch)
+    watch = _find_watch()
     rerun = function if watch is None else _ReentrantRerun(function, watch)
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
+
+
+def _find_watch() -> CheckpointWatch | None:
+    # A checkpoint inside of what is being compiled has no values yet.
+    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointWatch)
 
 
 def install_replay() -> None:

@@ -97,7 +97,10 @@ class Linear(DeferredCall):
 
 
 class MatrixProduct(DeferredCall):
-    """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``."""
+    """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``.
+
+    :meth:`accumulate` also knows x ``[..., in]``, as compiled regions have it.
+    """
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -111,9 +114,10 @@ class MatrixProduct(DeferredCall):
 
     @override
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
-        add_product_to_grad(self.weight, x.mH, grad)
+        rows = grad.reshape(-1, grad.shape[-1])
+        add_product_to_grad(self.weight, x.reshape(-1, x.shape[-1]).mH, rows)
         if self.trains_bias:
-            add_to_grad(self.bias, grad.sum(0))
+            add_to_grad(self.bias, rows.sum(0))
 
 
 class BatchedProduct(DeferredCall):

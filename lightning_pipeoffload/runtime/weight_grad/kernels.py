@@ -43,11 +43,12 @@ def _is_deferred(weight: Tensor | None) -> bool:
     if weight is None or not weight.requires_grad:
         return False
     if weight.is_leaf:
-        return _may_wait(weight)
+        return may_wait(weight)
     return _leads_to_mark(weight.grad_fn)
 
 
-def _may_wait(parameter: Tensor) -> bool:
+def may_wait(parameter: Tensor) -> bool:
+    """Whether the gradient of a parameter may be left for W."""
     # Autograd calls a hook with the sum of all uses, of which W would add one after another.
     return getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
@@ -56,7 +57,7 @@ def _leads_to_mark(node: Any) -> bool:
     for _ in range(_LONGEST_VIEW):
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return _may_wait(variable)
+            return may_wait(variable)
         if node.name() not in _TRANSPARENT:
             return False
         node = node.next_functions[0][0]

@@ -124,6 +124,51 @@ class _Keep(torch.autograd.Function):
         return grad
 
 
+class KeptInput:
+    """An input of a deferred operation, kept beside the graph that the operation is part of.
+
+    Args:
+        node: The node that has saved it.
+        saved: See :class:`_WeightInput`; None: it is kept as everything is.
+    """
+
+    def __init__(self, node: Any, saved: _WeightInput | None) -> None:
+        self._node = node
+        self._saved = saved
+
+    def read(self) -> tuple[Tensor, Fetch | None]:
+        """Return it, and how W gets it if this is a stand-in."""
+        return _read_input(self._node, self._saved)
+
+
+def keep_input(x: Tensor) -> KeptInput:
+    """Keep an operation's input as autograd would, through the hooks that are in force."""
+    hooks = saving_hooks()
+    keeper = None if hooks is None else keeper_of(hooks)
+    saved = None if keeper is None else _WeightInput(keeper)
+    with nullcontext() if saved is None else saved.saving():
+        # Detached: what x was made of would lead back to who holds this.
+        return KeptInput(_KeepBeside.apply(_ANCHOR, x.detach()).grad_fn, saved)
+
+
+class _KeepBeside(torch.autograd.Function):
+    """Saves x, and is part of nobody's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def asking_for_gradients() -> Tensor:
+    """Return what stands for weights among the inputs of an autograd node."""
+    return _ANCHOR
+
+
 class _Deferred(torch.autograd.Function):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
@@ -156,15 +201,15 @@ class _Deferred(torch.autograd.Function):
         call: DeferredCall = ctx.call
         call.check_unchanged()
         x, fetch = _read_input(ctx.saver or ctx, ctx.saved)
-        if _is_for_weights():
-            _queue_or_run(call, x, fetch, grad)
+        if is_for_weights():
+            queue_or_run(call, x, fetch, grad)
         if not ctx.needs_input_grad[0]:
             return _NO_GRADIENTS
         with _below_autograd():
             return call.input_gradient(x, grad), None, None, None, None
 
 
-def _is_for_weights() -> bool:
+def is_for_weights() -> bool:
     """Whether the backward that runs is for the gradients of all that trains.
 
     One for certain tensors, as ``torch.autograd.grad(y, x)`` in a step is, comes by no anchor.
@@ -181,7 +226,15 @@ def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | 
     return x.detach(), None
 
 
-def _queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
+def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
+    """Leave an operation's weight gradient for W; compute it where there is none to come.
+
+    Args:
+        call: The operation.
+        x: The operation's input, or what stands for it in B.
+        fetch: How W gets the input, if that is a stand-in.
+        grad: The gradient of the operation's result.
+    """
     queue = active_queue()
     if queue is None:
         call.accumulate(fetch() if fetch else x, grad)

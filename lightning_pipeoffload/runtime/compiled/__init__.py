@@ -1,0 +1,1 @@
+"""Compiled regions of a step: their weight gradients are left for W too."""

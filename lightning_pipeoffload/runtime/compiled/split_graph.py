@@ -1,0 +1,218 @@
+"""The graph of a compiled region, rewritten so that weight gradients are not in its backward.
+
+The gradient of a product's result is that of a zero added to it. So each product whose weight
+gradient may wait gets its weight detached and a zero, one of the graph's inputs, added to it; its
+own input becomes one of the graph's outputs. The backward of the region then returns the input's
+gradient and, as the gradients of the zeros, those of the products' results::
+
+    before   y = linear(x, weight, bias)                        return y
+    after    y = linear(x, detached weight, detached bias) + 0  return y, x
+
+Both are ordinary inputs and outputs, which no compiler reuses while somebody holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_pipeoffload.runtime.compiled.example_inputs import ExampleInputs
+from lightning_pipeoffload.runtime.compiled.graph_writes import writes_in_place
+from lightning_pipeoffload.runtime.compiled.products import FoundProduct, find_product
+from lightning_pipeoffload.runtime.compiled.result_shapes import ResultShape, ShapeReader
+from lightning_pipeoffload.runtime.compiled.weight_sources import WeightFinder, WeightSource
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a product's input is found.
+
+    Attributes:
+        place: "input" or "output" of the region.
+        index: Which of them it is.
+    """
+
+    place: str
+    index: int
+
+
+@dataclass(frozen=True)
+class SplitProduct:
+    """A product as the rewritten graph has it.
+
+    Attributes:
+        found: What it was before.
+        tap: Where its input is found.
+        shape: The shape of its result.
+    """
+
+    found: FoundProduct
+    tap: Tap
+    shape: ResultShape
+
+
+@dataclass
+class SplitGraph:
+    """A rewritten graph.
+
+    Attributes:
+        module: The graph.
+        examples: Its inputs, as a compiler wants them.
+        kept: Which of the region's inputs are among its own, in order; the weights follow, then the
+            zeros.
+        num_outputs: The number of the region's outputs; what products have had as input follows.
+        sources: Where the weights come from.
+        products: Its products.
+    """
+
+    module: fx.GraphModule
+    examples: list[Any]
+    kept: list[int]
+    num_outputs: int
+    sources: list[WeightSource]
+    products: list[SplitProduct]
+
+
+def split_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> SplitGraph | None:
+    """Rewrite a graph.
+
+    Args:
+        module: The graph as dynamo has found it; it is left as it is.
+        inputs: The region's inputs.
+
+    Returns:
+        The new graph; None: no weight gradient in it may wait.
+    """
+    splitting = _Splitting(module, inputs)
+    splitting.replace_products()
+    return splitting.finish() if splitting.products else None
+
+
+class _Splitting:
+    """One graph's way from what it was to what it becomes."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._module = module
+        self._inputs = inputs
+        self._examples = ExampleInputs(inputs)
+        self._graph = fx.Graph()
+        self._outputs: list[Any] = list(_as_tuple(self._graph.graph_copy(module.graph, {})))
+        self._num_outputs = len(self._outputs)
+        self._placeholders = self._graph.find_nodes(op="placeholder")
+        self._shapes = ShapeReader(self._placeholders)
+        self._copies = writes_in_place(self._graph)
+        self._taps: dict[tuple[fx.Node, torch.dtype], Tap] = {}
+        self._weights: dict[WeightSource, fx.Node] = {}
+        self._zeros: list[Tensor] = []
+        self.products: list[SplitProduct] = []
+
+    def replace_products(self) -> None:
+        """Rewrite each product whose weight gradient may wait."""
+        finder = WeightFinder(self._placeholders, self._inputs)
+        found = [find_product(node, finder) for node in self._graph.nodes]
+        shaped = [(product, self._shapes.read(product.example)) for product in found if product]
+        products = [(product, shape) for product, shape in shaped if shape is not None]
+        self._add_weights([product for product, _ in products])
+        for product, shape in products:
+            self._replace(product, shape)
+
+    def _add_weights(self, products: Sequence[FoundProduct]) -> None:
+        for product in products:
+            for source in (product.weight, product.bias):
+                if source is not None and source not in self._weights:
+                    self._weights[source] = self._add_input(f"deferred_{len(self._weights)}")
+
+    def _replace(self, product: FoundProduct, shape: ResultShape) -> None:
+        node, example = product.node, product.example
+        arguments = product.signature.arguments(node)
+        with self._graph.inserting_before(node):
+            x = self._in_dtype(arguments["x"], example.dtype)
+            tap = self._tap(arguments["x"], x, example.dtype)
+        product.signature.put(node, "x", x)
+        for name, source in (("weight", product.weight), ("bias", product.bias)):
+            if source is not None:
+                product.signature.put(node, name, self._weights[source])
+                _erase_unread(self._graph, arguments[name])
+        self._add_zero(node, example)
+        self.products.append(SplitProduct(product, tap, shape))
+
+    def _add_zero(self, node: fx.Node, example: Tensor) -> None:
+        zero = self._add_input(f"zero_{len(self._zeros)}")
+        self._zeros.append(self._examples.zero(example))
+        with self._graph.inserting_after(node):
+            total = self._graph.call_function(torch.add, (node, zero))
+        total.meta["example_value"] = example
+        node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+        self._outputs = [total if output is node else output for output in self._outputs]
+
+    def _add_input(self, name: str) -> fx.Node:
+        with self._graph.inserting_after(self._graph.find_nodes(op="placeholder")[-1]):
+            return self._graph.placeholder(name)
+
+    def _in_dtype(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Cast a product's input as autocast would."""
+        if x.meta["example_value"].dtype == dtype:
+            return x
+        return self._graph.call_method("to", (x, dtype))
+
+    def _tap(self, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> Tap:
+        if self._copies:
+            return self._tap_output(self._graph.call_method("clone", (self._detach(x),)))
+        if (before, dtype) not in self._taps:
+            self._taps[before, dtype] = self._find_tap(x) or self._tap_output(self._detach(x))
+        return self._taps[before, dtype]
+
+    def _find_tap(self, x: fx.Node) -> Tap | None:
+        """Return where the region has a product's input anyway."""
+        if x in self._placeholders:
+            return Tap("input", self._placeholders.index(x))
+        if x in self._outputs[: self._num_outputs]:
+            return Tap("output", self._outputs.index(x))
+        return None
+
+    def _detach(self, x: fx.Node) -> fx.Node:
+        return self._graph.call_method("detach", (x,))
+
+    def _tap_output(self, x: fx.Node) -> Tap:
+        self._outputs.append(x)
+        return Tap("output", len(self._outputs) - 1)
+
+    def finish(self) -> SplitGraph:
+        """Return the new graph."""
+        self._graph.output(tuple(self._outputs))
+        kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
+        self._graph.lint()
+        examples = [self._inputs[index] for index in kept]
+        examples += [self._examples.weight(s.of(self._inputs)) for s in self._weights]
+        return SplitGraph(
+            fx.GraphModule(self._module, self._graph),
+            [*examples, *self._zeros],
+            kept,
+            self._num_outputs,
+            [*self._weights],
+            self.products,
+        )
+
+    def _drop(self, index: int) -> bool:
+        """Leave out a weight that nothing reads any more."""
+        node = self._placeholders[index]
+        if node.users or all(source.index != index for source in self._weights):
+            return False
+        self._graph.erase_node(node)
+        return True
+
+
+def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Leave out views of a weight that nothing reads any more."""
+    while not node.users and node.op != "placeholder":
+        (before,) = node.all_input_nodes
+        graph.erase_node(node)
+        node = before

@@ -1,0 +1,117 @@
+"""A compiled region whose weight gradients wait for W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
+from lightning_pipeoffload.runtime.compiled.weight_sources import WeightSource
+from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
+from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
+from lightning_pipeoffload.runtime.weight_grad.node import (
+    KeptInput,
+    asking_for_gradients,
+    is_for_weights,
+    keep_input,
+    queue_or_run,
+)
+from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
+
+Region = Callable[..., Any]
+
+
+class _Run:
+    """One run of a region, from its F to its B.
+
+    Args:
+        calls: Its products, and where the input of each is found.
+        shapes: The shapes of the products' results.
+
+    Attributes:
+        kept: What products have had as inputs; there once the region has run.
+    """
+
+    def __init__(
+        self, calls: Sequence[tuple[DeferredCall, Tap]], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        self.calls = calls
+        self.shapes = shapes
+        self.kept: dict[Tap, KeptInput] = {}
+
+    def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Keep the inputs of the products."""
+        for tap in {tap: None for _, tap in self.calls}:
+            found = inputs if tap.place == "input" else outputs
+            self.kept[tap] = keep_input(found[tap.index])
+
+    def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
+        """Leave the weight gradients for W, those of the last product first."""
+        found = {tap: kept.read() for tap, kept in self.kept.items()}
+        for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
+            if gradient is not None:
+                call.check_unchanged()
+                queue_or_run(call, *found[tap], gradient)
+
+
+class SplitRegion:
+    """Runs a split graph, and leaves its weight gradients for W.
+
+    Args:
+        graph: The graph.
+        compiled: What it is compiled to.
+        whole: The region as it was, for where no split is under way.
+    """
+
+    def __init__(self, graph: SplitGraph, compiled: Region, whole: Region) -> None:
+        self._graph = graph
+        self._compiled = compiled
+        self._whole = whole
+        examples = [product.found.example for product in graph.products]
+        self._zeros = [torch.zeros((), dtype=e.dtype, device=e.device) for e in examples]
+        self._indices = sorted({source.index for source in graph.sources})
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the region."""
+        if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
+            return self._whole(*inputs)
+        graph = self._graph
+        weights = {source: source.of(inputs) for source in graph.sources}
+        calls = [(_make_call(product, weights), product.tap) for product in graph.products]
+        run = _Run(calls, [product.shape.of(inputs) for product in graph.products])
+        zeros = _Zeros.apply(asking_for_gradients(), run, self._zeros)
+        kept = (inputs[index] for index in graph.kept)
+        detached = (weight.detach() for weight in weights.values())
+        outputs = self._compiled(*kept, *detached, *zeros)
+        run.keep(inputs, outputs)
+        return outputs[: graph.num_outputs]
+
+
+class _Zeros(torch.autograd.Function):
+    """The zeros that are added to a region's products; their gradients are those of the results."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: _Run, zeros: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        return tuple(zero.expand(shape) for zero, shape in zip(zeros, run.shapes, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if is_for_weights():
+            ctx.run.leave_for_w(gradients)
+        # Private: nothing public tells. Inputs that W has let go of are not to wait for B's end.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.run.kept.clear()
+        return None, None, None
+
+
+def _make_call(product: SplitProduct, weights: Mapping[WeightSource, Tensor]) -> DeferredCall:
+    bias = product.found.bias
+    call, options = product.found.kind
+    return call(weights[product.found.weight], None if bias is None else weights[bias], *options)
