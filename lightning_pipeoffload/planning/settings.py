@@ -254,6 +254,11 @@ class PipelineSettings:
         if is_name(self.schedule):
             name = self.default_schedule if self.schedule == "auto" else str(self.schedule)
             num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
+            if name == "optpipe":
+                raise ScheduleError(
+                    "schedule=optpipe is not solved while training yet; write its plan beforehand "
+                    "with build('optpipe', ...).to_csv('plan.csv'), and give schedule=plan.csv"
+                )
             return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
         given = self._fixed_schedule()
         if given is None:

@@ -25,6 +25,7 @@ from .placement import v as down_and_up
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.memory import peak_memory
+from .solver.optpipe import optpipe, optpipe_placement
 from .validate import validate
 
 __all__ = ["SCHEDULES", "Recipe", "accept", "build"]
@@ -48,6 +49,7 @@ class Recipe:
         max_chunks: The most stages per rank that it takes; None for no limit.
         placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
         takes_seconds: Whether the builder searches for longer than all others together.
+        is_solved: Whether a solver improves what the other builders give.
     """
 
     builder: Callable[..., Schedule]
@@ -55,6 +57,7 @@ class Recipe:
     max_chunks: int | None = 1
     placement: Callable[[int, int], tuple[int, ...]] = loop
     takes_seconds: bool = False
+    is_solved: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -83,6 +86,7 @@ SCHEDULES = {
     "uniform": Recipe(uniform, num_chunks=2, max_chunks=None),
     "po_h": Recipe(po_h, num_chunks=2, max_chunks=None),
     "po_f": Recipe(po_f, num_chunks=2, max_chunks=None),
+    "optpipe": Recipe(optpipe, 1, None, optpipe_placement, is_solved=True),
 }
 
 

@@ -138,7 +138,8 @@ def options(
         Option(name, chunks, count, way)
         for way in recompute
         for count in counts
-        for name in SCHEDULES
+        for name, recipe in SCHEDULES.items()
+        if not recipe.is_solved  # its plans start from those of all others
         for chunks in _chunk_counts(name, most_chunks, num_chunks)
     ]
 

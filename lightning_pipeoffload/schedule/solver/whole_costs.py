@@ -1,0 +1,139 @@
+"""Costs in whole numbers, as the solver counts: times in ticks, memory in grains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor, gcd
+
+from ..actions import ACTIVATION, WAITING, Action, Kind, Part
+from ..costs import Costs
+from ..simulation.memory import part_sizes
+
+__all__ = ["WholeCosts"]
+
+_FEWEST_TICKS, _MOST_TICKS = 20, 60  # of a mean F, B or W: more are slower, and gain nothing
+_MOST_GRAINS = 2**32
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class WholeCosts:
+    """What the stages of a placement cost, in ticks and grains.
+
+    Attributes:
+        placement: The rank of every stage.
+        seconds: The ticks of F, B and W of every stage.
+        hops: The ticks from each stage to the next one.
+        offload: The ticks of each stage's copies to the host, by the parts that are copied.
+        reload: The same for those back.
+        sizes: The grains of each stage's parts, by their set.
+        limit: The most grains of a rank; None: any.
+    """
+
+    placement: tuple[int, ...]
+    seconds: dict[Kind, tuple[int, ...]]
+    hops: tuple[int, ...]
+    offload: tuple[tuple[int, ...], ...]
+    reload: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    limit: int | None
+
+    @classmethod
+    def of(cls, costs: Costs, placement: tuple[int, ...], memory_limit: float | None) -> WholeCosts:
+        """Round costs.
+
+        Args:
+            costs: Seconds and memory.
+            placement: The rank of every stage.
+            memory_limit: The most memory of a rank; None: any.
+        """
+        num_stages = len(placement)
+        names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
+        seconds = {kind: costs.per_stage(name, num_stages) for kind, name in names.items()}
+        tick = _tick([second for of_kind in seconds.values() for second in of_kind])
+        sizes = part_sizes(costs, num_stages)
+        whole_sizes, limit = _grains(sizes, memory_limit)
+
+        def copies(name: str) -> tuple[tuple[int, ...], ...]:
+            stages = zip(costs.per_stage(name, num_stages), sizes, strict=True)
+            return tuple(
+                tuple(round(second * _share(size, of) / tick) for size in of)
+                for second, of in stages
+            )
+
+        return cls(
+            placement,
+            {kind: tuple(round(s / tick) for s in of_kind) for kind, of_kind in seconds.items()},
+            tuple(round(second / tick) for second in costs.hops(placement)),
+            copies("offload"),
+            copies("reload"),
+            whole_sizes,
+            limit,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return max(self.placement) + 1
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
+
+    def copy(self, action: Action, beside: frozenset[Kind]) -> int:
+        """Return the ticks of a copy.
+
+        Args:
+            action: What starts it.
+            beside: The kinds of all copies of its stage and microbatch.
+        """
+        kind, stage, _ = action
+        if kind is Kind.OFFLOAD:
+            return self.offload[stage][ACTIVATION]
+        if kind is Kind.OFFLOAD_W:
+            return self.offload[stage][Part.GRADIENT if Kind.OFFLOAD in beside else WAITING]
+        if kind is Kind.RELOAD_W:
+            return self.reload[stage][WAITING if Kind.OFFLOAD_W in beside else Part.FOR_W]
+        return self.reload[stage][Part.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
+
+    def is_tight(self, rank: int, num_microbatches: int) -> bool:
+        """Whether a rank's limit keeps it from having all of a step at a time."""
+        every_part = sum(Part)
+        most = sum(self.sizes[stage][every_part] for stage in self.stages_of(rank))
+        return self.limit is not None and most * num_microbatches > self.limit
+
+
+def _share(size: float, sizes: list[float]) -> float:
+    activation = sizes[ACTIVATION]
+    return size / activation if activation else 1.0
+
+
+def _tick(seconds: list[float]) -> float:
+    """Return the tick, in seconds, of which these are multiples as nearly as may be."""
+    mean = sum(seconds) / len(seconds)
+    if not mean:
+        return 1.0
+    # Those of the longest forward come first: times that people write down are whole in these.
+    ticks = [base / n for base in (*seconds[:1], mean) for n in range(_FEWEST_TICKS, _MOST_TICKS)]
+    fitting = [tick for tick in ticks if tick and _FEWEST_TICKS <= mean / tick <= _MOST_TICKS]
+
+    def error(tick: float) -> float:
+        return round(max(abs(second / tick - round(second / tick)) for second in seconds), 6)
+
+    return min(fitting or [mean / _FEWEST_TICKS], key=error)
+
+
+def _grains(
+    sizes: list[list[float]], limit: float | None
+) -> tuple[tuple[tuple[int, ...], ...], int | None]:
+    """Return sizes and limit in grains: exactly where all are whole numbers."""
+    if limit is None:
+        return tuple((0,) * len(of_stage) for of_stage in sizes), None
+    numbers = [number for of_stage in sizes for number in of_stage]
+    if all(float(number).is_integer() for number in numbers) and limit < _MOST_GRAINS**2:
+        grain = float(gcd(*map(int, numbers)) or 1)
+    else:
+        grain = limit / _MOST_GRAINS or 1.0
+    # A sum may come out too small by a hair, so that a plan is checked again by its real costs.
+    whole = (tuple(floor(size / grain + _ROUNDING) for size in of_stage) for of_stage in sizes)
+    return tuple(whole), floor(limit / grain + _ROUNDING)

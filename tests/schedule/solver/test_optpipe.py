@@ -1,0 +1,142 @@
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipeoffload.schedule import (
+    Costs,
+    MemoryLimitError,
+    ScheduleError,
+    accept,
+    build,
+    simulate,
+)
+from lightning_pipeoffload.schedule.solver import cp_sat, improve, optpipe
+from lightning_pipeoffload.schedule.solver.families import best_of_families
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+
+COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
+
+
+def solve(costs, limit, folder, seconds, num_ranks=2, num_microbatches=4, num_chunks=None):
+    plan = build(
+        "optpipe",
+        num_ranks,
+        num_microbatches,
+        num_chunks,
+        costs,
+        limit,
+        solver_seconds=seconds,
+        plan_cache=folder,
+    )
+    accept(plan, costs, limit)
+    return plan
+
+
+def of_families(costs, limit, num_ranks=2, num_microbatches=4, num_chunks=1):
+    placement = optpipe.optpipe_placement(num_ranks, num_chunks)
+    return best_of_families(PlanProblem(num_microbatches, placement, costs, limit))
+
+
+def refuse_to_solve(*arguments):
+    raise AssertionError("solved")
+
+
+def test_a_plan_is_shorter_than_that_of_any_family(tmp_path):
+    plan = solve(COSTS, 34.0, tmp_path, 4, num_ranks=3, num_microbatches=6)
+    family = of_families(COSTS, 34.0, num_ranks=3, num_microbatches=6)
+    assert simulate(plan, COSTS).makespan < simulate(family, COSTS).makespan
+    assert plan.name == "optpipe"
+
+
+VARIANTS = {
+    "one lane": (replace(COSTS, copy_lanes=1), 34.0, 1),
+    "a shared link": (replace(COSTS, ranks_per_link=2), 34.0, 1),
+    "parts for W": (replace(COSTS, weight_input=6.0), 25.0, 1),
+    "B adds memory": (replace(COSTS, weight_residue=25.0), 44.0, 1),
+    "uneven stages": (replace(COSTS, forward=(30.0, 45.5), activation=(17.5, 20.25)), 41.0, 1),
+    "seconds and bytes": (Costs(3.1e-3, 2.9e-3, 2e-3, 1e-4, 3e9, 2e9, 2e-3, 2e-3), 6e9, 1),
+    "free W": (replace(COSTS, backward_weight=0.0), 34.0, 1),
+    "a V": (COSTS, 70.0, 2),
+    "three chunks": (COSTS, 90.0, 3),
+}
+
+
+@pytest.mark.parametrize(("costs", "limit", "num_chunks"), VARIANTS.values(), ids=VARIANTS)
+def test_every_plan_is_valid_and_keeps_its_limit(costs, limit, num_chunks, tmp_path):
+    plan = solve(costs, limit, tmp_path, 0.7, num_microbatches=4, num_chunks=num_chunks)
+    family = of_families(costs, limit, num_chunks=num_chunks)
+    assert simulate(plan, costs).makespan <= simulate(family, costs).makespan
+
+
+def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
+    first = solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12)
+    build_once = build.__globals__["_build_once"]
+    build_once.cache_clear()
+    monkeypatch.setattr(improve.Improvement, "go_on", refuse_to_solve)
+    start = time.perf_counter()
+    assert solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12) == first
+    assert time.perf_counter() - start < 0.05
+    build_once.cache_clear()
+    with pytest.raises(AssertionError, match="solved"):
+        solve(
+            COSTS, 34.0, tmp_path, 5.0, num_ranks=3, num_microbatches=12
+        )  # more time may find more
+
+
+def test_where_a_family_is_at_the_bound_nothing_is_solved(tmp_path, monkeypatch):
+    monkeypatch.setattr(improve.Improvement, "go_on", refuse_to_solve)
+    plan = solve(COSTS, None, tmp_path, 60, num_ranks=4, num_microbatches=8)
+    assert simulate(plan, COSTS).makespan == 725
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_near_plan_is_a_start(tmp_path, monkeypatch):
+    near = solve(COSTS, 34.0, tmp_path, 4, num_ranks=3, num_microbatches=6)
+    monkeypatch.setattr(improve, "PlanModel", refuse_to_solve)
+    costs = replace(COSTS, forward=32.0)
+    plan = solve(costs, 34.0, tmp_path, 0.0, num_ranks=3, num_microbatches=6)
+    assert simulate(plan, costs).makespan <= simulate(near, costs).makespan
+
+
+def test_a_limit_below_one_microbatch_says_what_it_takes(tmp_path):
+    with pytest.raises(MemoryLimitError, match=r"memory_limit \(16\) is less than the 17 that"):
+        solve(COSTS, 16.0, tmp_path, 1)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), "60", True])
+def test_seconds_that_cannot_be_are_refused(seconds, tmp_path):
+    with pytest.raises(ScheduleError, match="solver_seconds .* must be a number from 0 on"):
+        solve(COSTS, 34.0, tmp_path, seconds)
+
+
+def test_without_the_extra_it_is_refused_with_the_line_for_pip(tmp_path, monkeypatch):
+    monkeypatch.setattr(cp_sat, "find_spec", lambda name: None)
+    with pytest.raises(ScheduleError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
+        solve(COSTS, 34.0, tmp_path, 1)
+
+
+FIGURES = [
+    (4, 8, 2, 0.5, 795),
+    (4, 8, 2, 0.375, 1095),
+    (4, 8, 1, 0.5, 797),
+    (8, 16, 1, 0.75, 1541),
+    (8, 16, 1, 0.5, 1665),
+    (8, 16, 2, 0.25, 1670),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "m", "lanes", "share", "most"), FIGURES)
+def test_a_minute_gains_what_it_should(p, m, lanes, share, most, tmp_path):
+    costs = replace(COSTS, copy_lanes=lanes)
+    plan = solve(costs, share * 17 * p, tmp_path, 60, num_ranks=p, num_microbatches=m)
+    assert simulate(plan, costs).makespan <= most
+
+
+@pytest.mark.slow
+def test_long_steps_are_solved_in_windows(tmp_path):
+    limit = 0.25 * 17 * 8
+    plan = solve(COSTS, limit, tmp_path, 40, num_ranks=8, num_microbatches=32)
+    family = of_families(COSTS, limit, num_ranks=8, num_microbatches=32)
+    assert simulate(plan, COSTS).makespan < simulate(family, COSTS).makespan
