@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_pipeoffload.hooks.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.loop.throughput import share_throughput
@@ -39,22 +39,15 @@ _STEP_OF = {
 }
 
 
-class PipelineOptimization(_AutomaticOptimization):
-    """Leaves zero_grad and backward to the strategy."""
+class BackwardInStep(_AutomaticOptimization):
+    """Leaves zero_grad and backward to the strategy, which runs them in its training step."""
 
     @classmethod
-    def replacing(cls, plain: _AutomaticOptimization) -> PipelineOptimization:
+    def replacing(cls, plain: _AutomaticOptimization) -> Self:
         """Make one that goes on counting where ``plain`` is."""
         made = cls(plain.trainer)
         made.optim_progress = plain.optim_progress
         return made
-
-    @override
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-        self.trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
-        outputs = super().run(optimizer, batch_idx, kwargs)
-        self.trainer.strategy.watch_weights()  # type: ignore[attr-defined]
-        return outputs
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -65,6 +58,17 @@ class PipelineOptimization(_AutomaticOptimization):
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         return None
+
+
+class PipelineOptimization(BackwardInStep):
+    """Lets the weights that a step has changed travel behind it."""
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        self.trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
+        outputs = super().run(optimizer, batch_idx, kwargs)
+        self.trainer.strategy.watch_weights()  # type: ignore[attr-defined]
+        return outputs
 
 
 def join_loops(

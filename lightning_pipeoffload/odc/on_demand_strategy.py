@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipeoffload.loop.data import leave_out_seen
-from lightning_pipeoffload.loop.lightning_loops import PipelineOptimization, stop_without_waiting
+from lightning_pipeoffload.loop.lightning_loops import BackwardInStep, stop_without_waiting
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
 from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
@@ -169,7 +169,7 @@ class OnDemandStrategy(OnDemandProcesses):
     def _join(self, trainer: Trainer) -> None:
         """Let Lightning's loops leave to this strategy what ranks with different work need."""
         loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
+        loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
         stop_without_waiting(trainer)
         connector = trainer._data_connector
         # Private: where Lightning decides to put a sampler of its own into a loader.

@@ -62,6 +62,10 @@ class Texts(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+def rank_of() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a copy of what all ranks have of a tensor."""
     if tensor is None:
@@ -132,7 +136,7 @@ def fit_rank(
     """
     module = made() if make is None else make()
     run = trainer(len(counts), options or {}, **{**more, **call()})
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = rank_of()
     run.fit(module, Loader([minibatch[rank] for minibatch in minibatches(counts)]))
     return outcome(module, run)
 
@@ -177,7 +181,7 @@ def plain_fit(
 
 def fsdp2_fit() -> dict[str, Any]:
     """Train two microbatches of each of two ranks with FSDP2's own collectives."""
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = rank_of()
     dist.init_process_group("gloo", rank=rank, world_size=2)
     module = made()
     for part in (*module.blocks, module):
