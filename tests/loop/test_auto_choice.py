@@ -31,7 +31,7 @@ def test_the_report_says_what_was_tried(ranks, tmp_path):
         report["schedule"],
         report["num_chunks"],
     ]
-    assert {c["schedule"] for c in report["candidates"]} == {*SCHEDULES}
+    assert {c["schedule"] for c in report["candidates"]} == {*SCHEDULES} - {"optpipe"}
     assert taken["makespan"] == pytest.approx(report["makespan"])
     assert taken["peak_memory"] == max(report["peak_memory"]) > 100_000
     assert max(report["measured"]["peak_activation_bytes"]) == max(report["peak_memory"])
