@@ -121,13 +121,14 @@ class OnDemandStrategy(OnDemandProcesses):
         _materialize_distributed_module(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._connect(module, trainer)
+        self._connect(module)
+        self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._join(trainer)
+            self._join_training(trainer)
 
     @property
     def _module(self) -> LightningModule:
@@ -148,7 +149,7 @@ class OnDemandStrategy(OnDemandProcesses):
                 "optimization"
             )
 
-    def _connect(self, module: LightningModule, trainer: Trainer) -> None:
+    def _connect(self, module: LightningModule) -> None:
         assert self._world is not None
         size = self._check_group_size(self.world_size)
         shared = self.device_mesh["data_parallel"].get_group()
@@ -166,7 +167,13 @@ class OnDemandStrategy(OnDemandProcesses):
             module, self.precision_plugin, self._run, self.world_size, device
         )
 
-    def _join(self, trainer: Trainer) -> None:
+    def _join_evaluations(self, trainer: Trainer) -> None:
+        validation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
+        for loop in (*validation, trainer.test_loop, trainer.predict_loop):
+            start = partial(self._start_evaluation, loop)
+            loop.on_run_start = start  # type: ignore[method-assign]
+
+    def _join_training(self, trainer: Trainer) -> None:
         """Let Lightning's loops leave to this strategy what ranks with different work need."""
         loop = trainer.fit_loop.epoch_loop
         loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
@@ -218,20 +225,6 @@ class OnDemandStrategy(OnDemandProcesses):
         finally:
             self._steps_later = False
 
-    # Whatever hooks have made of the weights, evaluations see it.
-
-    @override
-    def on_validation_start(self) -> None:
-        self._publish()
-
-    @override
-    def on_test_start(self) -> None:
-        self._publish()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._publish()
-
     @override
     def on_validation_end(self) -> None:
         self._reshard()
@@ -244,7 +237,9 @@ class OnDemandStrategy(OnDemandProcesses):
     def on_predict_end(self) -> None:
         self._reshard()
 
-    def _publish(self) -> None:
+    def _start_evaluation(self, loop: Any) -> None:
+        """Let evaluations see what the hooks before them have made of the weights."""
+        type(loop).on_run_start(loop)
         assert self._run is not None
         self._run.publish()
 

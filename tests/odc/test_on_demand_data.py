@@ -1,0 +1,225 @@
+"""Fits of loaders: texts shared out by MinibatchSampler, checkpoints, evaluation, resumes."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
+from tests.support import on_demand_fits as fits
+from tests.support.on_demand_fits import Texts, assert_same, made, outcome, trainer, whole
+
+LENGTHS = [3, 9, 4, 4, 7, 3, 5, 8, 6, 3, 4, 9, 3, 3, 7, 5, 4, 6]
+
+
+class Data(Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        return torch.randint(16, (LENGTHS[index],), generator=draws)
+
+
+class Packed(Texts):
+    """Takes several texts at once, and logs values, metrics and what they have in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+        self.seen = []
+
+    def loss(self, texts):
+        count = sum(len(text) - 1 for text in texts)
+        losses = [nn.functional.cross_entropy(self(t[:-1]), t[1:], reduction="sum") for t in texts]
+        return torch.stack(losses).sum() / count
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append([text.tolist() for text in batch])
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_epoch=True, on_step=False, sync_dist=True)
+        self.mean(loss.detach(), sum(len(text) - 1 for text in batch))
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss([batch]), batch_size=1, sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss([batch]), batch_size=1, sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return float(self(batch).sum())
+
+
+def loader(workers=0, **options):
+    counted = [length - 1 for length in LENGTHS]
+    options = {"samples_per_rank": 2, "weight": counted, **options}
+    sampler = MinibatchSampler(LENGTHS, 12, **options)
+    collate = MinibatchCollate(list)
+    return DataLoader(Data(), batch_sampler=sampler, collate_fn=collate, num_workers=workers)
+
+
+def validation_loader():
+    return DataLoader(Data(), batch_size=None)
+
+
+def fit(ranks, folder=None, ckpt_path=None, workers=0, options=None, **more):
+    saving = ModelCheckpoint(folder, "saved", every_n_train_steps=3, enable_version_counter=False)
+    more = {"max_epochs": 2, "enable_checkpointing": folder is not None, **more}
+    run = trainer(ranks, options or {}, **more, callbacks=[saving] if folder else [])
+    module = made(Packed)
+    run.fit(module, loader(workers), ckpt_path=ckpt_path)
+    return {**outcome(module, run), "seen": module.seen}
+
+
+def plain_fit():
+    """Train on the minibatches of two ranks, of which one packs all."""
+    module = made(Packed)
+    optimizer = module.configure_optimizers()
+    steps = []
+    for epoch in range(2):
+        sampler = loader(samples_per_rank=4, rank=0, num_ranks=1).batch_sampler
+        sampler.set_epoch(epoch)
+        losses = []
+        for indices in sampler:
+            texts = [Data()[i] for i in indices]
+            loss = module.loss(texts)
+            loss.backward()
+            losses.append((float(loss.detach()), sum(len(text) - 1 for text in texts)))
+            steps.append({n: whole(p.grad) for n, p in module.named_parameters()})
+            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    mean = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    weights = {n: whole(p) for n, p in module.named_parameters()}
+    return {"weights": weights, "gradients": steps, "mean": mean}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_of_a_loader(ranks, workers):
+    expected = plain_fit()
+    for rank in ranks(2).run(partial(fit, 2, workers=workers)):
+        assert_same(rank, expected)
+        assert rank["logged"]["train_loss"] == pytest.approx(expected["mean"])
+        assert rank["logged"]["mean"] == pytest.approx(expected["mean"], rel=1e-6)
+
+
+def stop_and_go_on(folder, distributed):
+    options = {"save_distributed_checkpoint": distributed}
+    whole_run = fit(2, options=options)
+    fit(2, folder, options=options, max_steps=3)
+    return whole_run, fit(2, ckpt_path=f"{folder}/saved.ckpt", options=options)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed):
+    for rank, (uninterrupted, resumed) in enumerate(
+        ranks(2).run(stop_and_go_on, str(tmp_path), distributed)
+    ):
+        begun = len(uninterrupted["seen"]) - len(resumed["seen"])
+        assert uninterrupted["seen"][begun:] == resumed["seen"], rank
+        uninterrupted["gradients"] = uninterrupted["gradients"][3:]
+        assert_same(resumed, uninterrupted)
+    saved = tmp_path / "saved.ckpt"
+    assert saved.is_dir() == distributed
+    if distributed:
+        checkpoint = _load_distributed_checkpoint(saved)  # in ModelParallelStrategy's layout
+    else:
+        checkpoint = torch.load(saved, weights_only=False)
+        assert len(checkpoint["optimizer_states"][0]["state"]) == 10
+    module = Packed()
+    module.load_state_dict(checkpoint["state_dict"])
+    expected = ranks(3).run(fit_on, str(saved))  # by other ranks
+    for name, value in module.named_parameters():
+        assert torch.equal(expected[2][name], value.detach()), name
+
+
+def fit_on(path):
+    """Resume over three ranks, without a step; return what was loaded."""
+    return fit(3, ckpt_path=path, max_steps=3)["weights"]
+
+
+def evaluate():
+    module = made(Packed)
+    run = trainer(2, {}, max_epochs=1, num_sanity_val_steps=2)
+    run.fit(module, loader(), validation_loader())
+    found = {
+        "val": run.validate(module, validation_loader(), verbose=False)[0]["val_loss"],
+        "test": run.test(module, validation_loader(), verbose=False)[0]["test_loss"],
+        "predict": run.predict(module, validation_loader()),
+    }
+    return {**outcome(module, run), **found}
+
+
+def test_evaluation(ranks):
+    module = made(Packed)
+    found = ranks(2).run(evaluate)
+    module.load_state_dict({**module.state_dict(), **found[0]["weights"]})
+    losses = [float(module.loss([text])) for text in Data()]
+    expected = pytest.approx(sum(losses) / len(losses))
+    assert all(rank["val"] == rank["test"] == expected for rank in found)
+    predicted = [float(module(text).sum()) for text in Data()]
+    assert [*found[0]["predict"], *found[1]["predict"]] == pytest.approx(
+        [*predicted[::2], *predicted[1::2]]
+    )
+
+
+def uneven_evaluation():
+    """Ranks with different numbers of batches gather without each other."""
+    module = made(Packed)
+    run = trainer(2, {})
+    rank = fits.rank_of()
+    return run.predict(module, fits.Loader([Data()[i] for i in range(1 + 3 * rank)]))
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches(ranks):
+    first, second = ranks(2).run(uneven_evaluation)
+    assert len(first) == 1
+    assert len(second) == 4
+
+
+class Swapping(Packed):
+    """Other weights while it is validated, as by an average of them."""
+
+    def on_validation_epoch_start(self):
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.zero_()
+
+    def on_validation_epoch_end(self):
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+def swap():
+    module = made(Swapping)
+    run = trainer(2, {}, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(module, loader(), validation_loader())
+    return {**outcome(module, run), "val": float(run.callback_metrics["val_loss"])}
+
+
+def test_weights_that_a_hook_changes_are_those_that_are_gathered(ranks):
+    expected = plain_fit()
+    for rank in ranks(2).run(swap):
+        assert_same(rank, expected)
+        assert rank["val"] == pytest.approx(torch.tensor(16.0).log().item())
+
+
+def without_collate():
+    sampler = MinibatchSampler(LENGTHS, 12)
+    try:
+        trainer(2, {}).fit(made(Packed), DataLoader(Data(), batch_sampler=sampler))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loader_that_groups_nothing_is_refused(ranks):
+    for told in ranks(2).run(without_collate):
+        assert "needs collate_fn=MinibatchCollate(...)" in told

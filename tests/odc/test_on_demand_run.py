@@ -1,0 +1,107 @@
+"""What a minibatch costs: waits between ranks, and memory."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from lightning_pipeoffload.odc import shared_bytes, transport
+from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
+from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from tests.support.on_demand_fits import Texts, fit_rank, made
+
+
+def collectives(trace):
+    counts = {event.key: event.count for event in trace.key_averages()}
+    return {key: count for key, count in counts.items() if key.startswith("c10d::")}
+
+
+def counted():
+    """Fit, and count the collectives of each minibatch, and those between its two waits."""
+    train, opened, closed = MinibatchTraining.train, OnDemandRun.open, OnDemandRun.close
+    inside, around = [], []
+    watch = profile()
+
+    def counting_train(self, *args, **kwargs):
+        with profile() as trace:
+            output = train(self, *args, **kwargs)
+        around.append(collectives(trace))
+        return output
+
+    def counting_open(self):
+        opened(self)
+        watch.start()
+
+    def counting_close(self, *args):
+        watch.stop()
+        inside.append(collectives(watch))
+        return closed(self, *args)
+
+    OnDemandRun.open, OnDemandRun.close = counting_open, counting_close
+    try:
+        fit_rank((3, 1))
+    finally:
+        OnDemandRun.open, OnDemandRun.close = opened, closed
+    MinibatchTraining.train = counting_train
+    try:
+        fit_rank((3, 1))
+    finally:
+        MinibatchTraining.train = train
+    return inside, around
+
+
+def test_ranks_meet_before_and_after_a_minibatch_and_not_in_it(ranks):
+    for inside, around in ranks(2).run(counted):
+        assert inside == [{}] * 4
+        # What is told at the end goes round twice: how long it is, and what it is.
+        assert around == [{"c10d::barrier": 1, "c10d::allgather_": 2}] * 4
+
+
+def shared_sizes():
+    sizes, share = [], transport.share_bytes
+
+    def noting(size, *args):
+        sizes.append(size)
+        return share(size, *args)
+
+    transport.share_bytes = noting
+    try:
+        fit_rank((1, 1), make=partial(made, dtype=torch.float32))
+    finally:
+        transport.share_bytes = share
+    return sum(sizes)
+
+
+def test_a_rank_shares_its_shard_and_its_sum(ranks):
+    shard = sum(-(-p.shape[0] // 2) * p[0].numel() * 4 for p in Texts(tie=True).parameters())
+    groups = 4
+    for size in ranks(2).run(shared_sizes):
+        assert 2 * shard <= size <= 2 * (shard + 64 * groups)
+
+
+def test_too_little_shared_memory_is_refused(ranks):
+    for told in ranks(2).run(fit_without_memory):
+        assert "has no shared memory" in told
+        assert "MiB are needed" in told
+
+
+def fit_without_memory():
+    reserve = shared_bytes._reserve
+    shared_bytes._reserve = lambda file, size: reserve(file, size << 50)
+    try:
+        fit_rank((1, 1))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        shared_bytes._reserve = reserve
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0.70), (4, 0.45)])
+def test_uneven_ranks_take_less_time_than_with_collectives(ranks, num_ranks, most):
+    from examples.benchmarks.on_demand import skewed
+
+    found = ranks(num_ranks).run(skewed)
+    assert max(rank["on demand"] / rank["collective"] for rank in found) <= most
