@@ -26,6 +26,7 @@ from lightning_pipeoffload.cli.comparison import (
     with_reductions,
 )
 from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
@@ -138,6 +139,8 @@ def _refuse_what_a_run_measures(config: DictConfig) -> None:
 def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
     costs = Costs(**_mapping(config, "costs", _COSTS))
+    if config.costs_file is not None:
+        costs = read_costs(str(config.costs_file))
     layer = _mapping(config, "layer", _LAYER)
     given = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
     if not given:

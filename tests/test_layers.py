@@ -46,6 +46,8 @@ LAYERS = (
     "runtime/in_process",
     "runtime/groups",
     "runtime/measure",
+    "runtime/absent_neighbours",
+    "runtime/rehearsal",
     "planning",
     "optimizers",
     "processes",
@@ -61,6 +63,7 @@ LAYERS = (
     "cli",
     "train",
     "plan",
+    "rehearse",
 )
 
 

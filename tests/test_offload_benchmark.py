@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from examples.benchmarks import offload_emulated, offload_gpu
-from examples.benchmarks.absent_neighbours import delays_of
 from examples.benchmarks.offload_gpu import measure
-from examples.benchmarks.rehearsal import Size, Variant
+from examples.benchmarks.rehearsed_gpt import Size, Variant
+from lightning_pipeoffload.runtime.absent_neighbours import delays_of
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
 
 SPEED = CopySpeed(to_host=1e12, to_device=1e12, overlap=1.0)
@@ -47,7 +48,7 @@ def test_what_does_not_fit_has_no_step(monkeypatch, capsys):
     def fail(*args):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(offload_gpu.Rehearsal, "measure_stages", fail)
+    monkeypatch.setattr(Rehearsal, "measure_stages", fail)
     size = Size(64, 64, 2, 2, 4, 0, 16, torch.device("cpu"))
     assert measure(size, Variant("uniform"), SPEED, 1) is None
     assert "uniform: no room" in capsys.readouterr().out

@@ -106,6 +106,7 @@ USED = {
     "_global_backward_hooks": torch.nn.modules.module,
     "_forward_hooks": nn.Module(),
     "_forward_pre_hooks": nn.Module(),
+    "_sleep": torch.cuda,
     "_backward_pre_hooks": nn.Module(),
     "_local_scalar_dense": torch.ops.aten,
     "_foreach_norm": torch.ops.aten,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.benchmarks import offload_gpu
 from examples.benchmarks.gpu_part import is_accelerated
 from examples.benchmarks.offload_gpu import Line
-from examples.benchmarks.rehearsal import Size, Variant
+from examples.benchmarks.rehearsed_gpt import Size, Variant
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed

@@ -4,7 +4,7 @@
 
 One rank of a longer pipeline whose blocks sleep in F, B and W, and whose copies take as long as a
 link of a given speed would: a thread runs them, both directions in turn. The neighbours answer as
-the plan says (absent_neighbours.py). So all that is left of a step is what waits for what, which is
+the plan says. So all that is left of a step is what waits for what, which is
 the runtime's own code. "over none" is the step over that without offload in the same run; sleeping
 and waking up are in both.
 """
@@ -20,9 +20,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from examples.benchmarks.absent_neighbours import AbsentNeighbours, delays_of
 from examples.benchmarks.emulated import FEATURES, EmulatedBlock
 from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory

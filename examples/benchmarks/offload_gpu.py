@@ -2,8 +2,8 @@
 
     python -m examples.benchmarks.offload_gpu --hidden 4096 8192 --sequence 4096 8192 16384 32768
 
-One rank of a longer pipeline runs its part of the plan (``rehearsal.py``); what the other ranks
-send arrives when the plan says (``absent_neighbours.py``).
+One rank of a longer pipeline runs its part of the plan (``rehearsed_gpt.py``); what the other ranks
+send arrives when the plan says.
 
 Each line is measured in the same way: what F, B and W of a stage take is measured first, and copies
 in both directions; a plan is made from that, for which the neighbours' delays are simulated; then
@@ -31,7 +31,7 @@ from statistics import fmean
 
 import torch
 
-from examples.benchmarks.rehearsal import Rehearsal, Size, Variant
+from examples.benchmarks.rehearsed_gpt import Size, Variant, few_microbatches, rehearse
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
@@ -81,9 +81,9 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
     """Measure one line of the table; None where not even one stage fits into the memory."""
     line = None
     _reset_peak()
-    rehearsal = Rehearsal(size, variant)
+    rehearsal = rehearse(size, variant)
     try:
-        measured = rehearsal.measure_stages(speed)
+        measured = rehearsal.measure_stages(few_microbatches(size), speed)
         stage, costs = _mean(measured), _costs_of_all(size, measured, speed)
         plan = lower(_schedule(size, variant, costs))
         timeline = simulate(plan, costs)
@@ -96,7 +96,7 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
         print(f"{variant.name}: {str(error).splitlines()[0]}")
         return line
     finally:
-        rehearsal.close()
+        rehearsal.pipeline.detach()
     ledger = rehearsal.memory.ledger
     peaks = {"peak": ledger.peak_device_bytes, "host_peak": ledger.peak_host_bytes}
     return replace(line, allocated=_peak_allocated(), **peaks)

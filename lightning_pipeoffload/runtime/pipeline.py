@@ -142,6 +142,7 @@ class Pipeline:
         assert not self.is_split  # every rank has the whole module still
         self.rank, self.settings = rank, settings
         self._forget_cut()
+        self._know_parameters()  # of which some may have come in the place of shapes
 
     def _know_parameters(self) -> None:
         self._parameters = list(self.module.parameters())

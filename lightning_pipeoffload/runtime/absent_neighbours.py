@@ -1,4 +1,4 @@
-"""The other ranks of a pipeline of which one runs, for benchmarks on one device.
+"""The other ranks of a pipeline of which one runs alone.
 
 What they send arrives as long after this rank has sent what it follows from as the plan says; so a
 rank that its copies hold up is late to the end.
@@ -14,6 +14,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.accelerator import accelerator_module
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.timing import finished_at
 from lightning_pipeoffload.schedule import COMPUTE, Action, Costs, Kind, Schedule, simulate
@@ -70,7 +71,7 @@ class DeviceArrivals:
             stream = next(self._streams)
             stream.wait_event(sent)
             with stream:
-                torch.cuda._sleep(int(delay * self._cycles_per_second))
+                _sleep(int(delay * self._cycles_per_second))
             self._arrivals[receive] = stream.record_event()
 
     def wait(self, receive: Action) -> None:
@@ -80,10 +81,15 @@ class DeviceArrivals:
             torch.accelerator.current_stream().wait_event(arrival)
 
 
+def _sleep(num_cycles: int) -> None:
+    # Private: the only kernel that takes a time and nothing else of the device.
+    accelerator_module()._sleep(num_cycles)
+
+
 def _measure_cycles() -> float:
-    torch.cuda._sleep(_CYCLES)
+    _sleep(_CYCLES)
     started = finished_at()
-    torch.cuda._sleep(_CYCLES)
+    _sleep(_CYCLES)
     return _CYCLES / (finished_at() - started)
 
 
@@ -91,9 +97,9 @@ class AbsentNeighbours:
     """A transport whose other end is a plan: what it says that they send comes when it says.
 
     Args:
-        delays: for a RECV, what this rank sends before it, and the seconds from there; for those
+        delays: For a RECV, what this rank sends before it, and the seconds from there; for those
             without, the seconds from the start of the step.
-        device: of the tensors.
+        device: The device of the tensors.
     """
 
     def __init__(self, delays: Delays, device: torch.device) -> None:
@@ -108,17 +114,17 @@ class AbsentNeighbours:
         self._arrivals.start()
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Remember what it looks like."""
+        """Remember what a message looks like."""
         self._specs[receive] = specs
 
     def wait(self, receive: Action) -> list[Tensor]:
-        """Wait until it would be here."""
+        """Wait until a message would be here; return tensors like it."""
         self._arrivals.wait(receive)
         specs = self._specs.pop(receive)
-        return [1e-3 * torch.randn(s.shape, dtype=s.dtype, device=self._device) for s in specs]
+        return [_like(spec, self._device) for spec in specs]
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        """Note when."""
+        """Note when a message is sent."""
         self._arrivals.note(send)
 
     def release(self, send: Action) -> None:
@@ -128,8 +134,20 @@ class AbsentNeighbours:
         """Nothing is kept."""
 
 
+def _like(spec: TensorSpec, device: torch.device) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return 1e-3 * torch.randn(spec.shape, dtype=spec.dtype, device=device)
+
+
 def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
-    """Say how long after what each message for a rank comes, as the plan has it."""
+    """Say how long after what each message for a rank comes, as the plan has it.
+
+    Args:
+        plan: A lowered plan.
+        rank: The rank that is there.
+        costs: What the stages of all ranks cost.
+    """
     ends = {e.action: e.end for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
     sends = [action for action in plan[rank] if action.kind in SENDS]
     receives = [action for action in plan[rank] if action.kind in RECVS]
