@@ -16,7 +16,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
-    BlockTrial,
+    BlockMeasurement,
     costs_of_stages,
     cut_by_costs,
 )
@@ -144,7 +144,7 @@ class AutoChoice:
             self._say(obstacle)
             return None
         speed = self._measurements.copy_speed(self._may_copy)
-        trial = BlockTrial(self._pipeline, self._group.transport)
+        trial = BlockMeasurement(self._pipeline, self._group.transport)
         found = {}
         for way in self._ways():
             try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
+from lightning_pipeoffload.loop.cut_failure import blame_cutting
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
@@ -20,7 +21,6 @@ from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -73,7 +73,7 @@ class PipelineRun:
     ) -> None:
         if settings.schedule == "auto":  # a run before this one may have chosen other places
             group.place(settings.provisional_schedule(group.num_ranks))
-        cut = _cut_settings(settings, group)
+        cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
         self.pipeline = Pipeline(module, group.rank, cut, device, parts)
         self.executor = Executor(
@@ -133,7 +133,7 @@ class PipelineRun:
             return self._cut(inputs, size)
         except Exception as error:
             if size < total:
-                self._blame_cutting(error, inputs, total, -(-total // size))
+                blame_cutting(error, inputs.kind, total, size, lambda: self._cut(inputs, total))
             raise
 
     def _choose_plan(self, inputs: StepInputs, total: int) -> None:
@@ -147,7 +147,7 @@ class PipelineRun:
         self._training.use(self._settings)
         if not self.pipeline.is_split:
             self._group.place(self._training.schedule)
-            self.pipeline.cut_anew(self._group.rank, _cut_settings(self._settings, self._group))
+            self.pipeline.cut_anew(self._group.rank, self._settings.cut_settings(self._group))
             self.executor.join(self._group.rank, self._group.transport)
 
     def _plan_as_chosen(self) -> None:
@@ -158,25 +158,6 @@ class PipelineRun:
         if costs is not None and self._chosen.is_measured:
             self._training.make_by(costs, self._chosen.limits)
             self.measurements.start_anew(costs.copy_lanes)
-
-    def _blame_cutting(
-        self, error: Exception, inputs: StepInputs, total: int, num_microbatches: int
-    ) -> None:
-        """Say so where the step fails with a microbatch, and would not with the whole batch.
-
-        Raises:
-            ValueError: The step fails with a microbatch, and would not with the batch.
-        """
-        try:
-            self._cut(inputs, total)
-        except Exception:
-            return  # the first error counts, which is the caller's
-        raise ValueError(
-            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
-            f"samples that was cut into {num_microbatches}: {type(error).__name__}: {error}; set a "
-            f"smaller num_microbatches or a larger batch_size, or leave out a short last batch "
-            f"with drop_last=True"
-        ) from error
 
     def train(
         self,
@@ -352,15 +333,3 @@ class PipelineRun:
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights = lambda: None
         self.pipeline.detach()
-
-
-def _cut_settings(settings: PipelineSettings, group: PipelineGroup) -> CutSettings:
-    return CutSettings(
-        group.stage_ranks,
-        settings.blocks,
-        settings.split,
-        settings.recompute,
-        tuple(group.global_ranks[rank] for rank in group.stage_ranks),
-        group.replicas.first,
-        settings.compile,
-    )

@@ -22,6 +22,8 @@ from lightning_pipeoffload.planning.argument_checks import (
 )
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.runtime.memory.recompute import check_recompute
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
@@ -131,6 +133,17 @@ class PipelineSettings:
     def default_schedule(self) -> str:
         """What ``schedule="auto"`` stands for until one is chosen, and where nothing may decide."""
         return DEFAULT_SCHEDULE if self.num_chunks in ("auto", 1) else "uniform"
+
+    def cut_settings(self, group: PipelineGroup) -> CutSettings:
+        """Return how to cut a module for the ranks of a pipeline, as they are placed now."""
+        return CutSettings(
+            group.stage_ranks,
+            self.blocks,
+            self.split,
+            self.recompute,
+            tuple(group.global_ranks[rank] for rank in group.stage_ranks),
+            group.replicas.first,
+        )
 
     @property
     def limit_bytes(self) -> int | None:

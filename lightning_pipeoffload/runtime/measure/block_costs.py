@@ -40,7 +40,7 @@ _SUMMED = (
 )
 
 
-class BlockTrial:
+class BlockMeasurement:
     """Measures the blocks of this rank; all ranks do, with the first cut in place.
 
     The pipeline is cut as before afterwards, and has to look at the next batch anew.
