@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
@@ -84,6 +84,7 @@ IMPORTED = {
 # attribute: an object that has it
 USED = {
     "_C": torch,
+    "_train_time_interval": ModelCheckpoint(),
     "_disabled_torch_function_impl": torch._C,
     "_set_throw_on_mutable_data_ptr": torch._C,
     "_AutoDispatchBelowAutograd": torch._C,

@@ -22,6 +22,7 @@ from lightning_pipeoffload.loop.callback_checks import (
     check_profiler,
     refuse_synchronized_norms,
 )
+from lightning_pipeoffload.loop.clocks import Clocks
 from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.loop.first_batches import FirstBatches
 from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
@@ -62,6 +63,7 @@ class RunSetup(ModelInParts):
     _metric_groups: MetricGroups | None = None
     _end_hooks: EndHooks | None = None
     _gradient_hooks: GradientHooks | None = None
+    _clocks: Clocks | None = None
     _requeue: Requeue | None = None
     _loaders: PipelineLoaders | None = None
     _hook_forwards: HookForwards | None = None
@@ -173,6 +175,7 @@ class RunSetup(ModelInParts):
         self._stop = JointStop(trainer, self.group)
         self._steps.end_step = self._stop.end_step
         self._connector.at_batch_end = (self._stop.end_batch,)
+        self._clocks = Clocks(trainer, self.group.world)
         self._arrivals = Arrivals(self._metrics_store, self.group)
         self._connector.at_data_end = self._arrivals.arrive
         self._board.also_look = (self._arrivals.look,)
@@ -273,10 +276,11 @@ class RunSetup(ModelInParts):
             connector = self._trainer._logger_connector
             if self._board is not None and isinstance(connector, SharedMetricsConnector):
                 connector.leave()
-        for hooks in (self._gradient_hooks, self._end_hooks):  # the last that were wrapped first
+        # The last that were wrapped first.
+        for hooks in (self._clocks, self._gradient_hooks, self._end_hooks):
             if hooks is not None:
                 hooks.remove()
-        self._gradient_hooks = self._end_hooks = None
+        self._clocks = self._gradient_hooks = self._end_hooks = None
         if self._hook_forwards is not None:
             self._hook_forwards.leave()
             self._hook_forwards = None

@@ -6,6 +6,7 @@ replicas, as under ddp: each rank's with that of its counterparts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -23,6 +24,8 @@ class Collectives(ParallelStrategy):
     """Answers for all ranks together, and refuses where one of them would wait alone."""
 
     _group: PipelineGroup | None = None
+    # What answers the next broadcast, where nobody may wait for it.
+    answer: Callable[[Any], Any] | None = None
     _has_failed = False
 
     @property
@@ -47,6 +50,9 @@ class Collectives(ParallelStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_alone("broadcast")
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            return answer(obj)
         return obj if self._group is None else self._group.world.broadcast(obj, src)
 
     @override

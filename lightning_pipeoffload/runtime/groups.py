@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.host_group import HostGroup, World, waiting
+from lightning_pipeoffload.runtime.host_group import HostGroup, World, start_sharing
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -122,9 +122,8 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:
         """Return a function that waits for the number of global rank ``src``."""
-        box = torch.tensor([int(number)])
         root = dist.get_group_rank(self._side_group, src)
-        return waiting(self._side_group.broadcast(box, root), box)
+        return start_sharing(self._side_group, number, root)
 
     def start_comparing(
         self, checksum: int, trained: int, drawn: int = 0

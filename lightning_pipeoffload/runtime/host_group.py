@@ -74,6 +74,16 @@ class World(HostGroup):
         box = torch.tensor([int(vote)])
         return waiting(self.side_group.allreduce([box]), box)
 
+    def start_telling(self, number: int) -> Callable[[], int]:
+        """Return a function that waits for the number of global rank 0."""
+        return start_sharing(self.side_group, number, 0)
+
+
+def start_sharing(group: Any, number: int, root: int) -> Callable[[], int]:
+    """Return a function that waits for the number that the rank ``root`` of a group has."""
+    box = torch.tensor([int(number)])
+    return waiting(group.broadcast(box, root), box)
+
 
 def waiting(work: Any, box: Tensor) -> Callable[[], int]:
     """Return a function that waits for a number that is on its way."""
