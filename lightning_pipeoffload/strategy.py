@@ -79,8 +79,10 @@ class PipeOffloadStrategy(StepHooks):
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
             it with; what the user has compiled stays as it is. Weight gradients are left for W as
             without.
-        solver_seconds: For a plan by a solver. Not built yet.
-        plan_cache: Folder of the plans that were found. Not built yet.
+        solver_seconds: What the solver of schedule="optpipe" may take, in a process of its own at
+            low priority while training goes on; better plans are adopted between two steps.
+        plan_cache: Folder of the plans that solvers have found; None: one in the user's cache
+            folder.
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
             of as one file from global rank 0. Either is read whatever this is.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on
@@ -133,8 +135,6 @@ class PipeOffloadStrategy(StepHooks):
         )
         refuse_unbuilt(
             optimizer_sync=optimizer_sync,
-            solver_seconds=solver_seconds,
-            plan_cache=plan_cache,
         )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
         check_backend(process_group_backend)
@@ -155,6 +155,8 @@ class PipeOffloadStrategy(StepHooks):
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
             compile=compile,
+            solver_seconds=solver_seconds,
+            plan_cache=plan_cache,
         )
         self._process_group_backend = process_group_backend
         self._timeout = timeout

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.loop.cut_failure import blame_cutting
+from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
@@ -91,6 +92,7 @@ class PipelineRun:
             settings, group.num_ranks, self.executor, is_accelerator, group.num_replicas > 1
         )
         self.report = RunReport(settings, self.pipeline, self._training, self.measurements, group)
+        self._updates = PlanUpdates(settings, group, self._training, self.measurements)
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group
@@ -181,6 +183,8 @@ class PipelineRun:
         if not self._training.goes_on(accumulation):
             if not self._has_measured_steps and self.measurements.suffice:
                 self._plan_by_measurement()
+            elif accumulation.is_first:
+                self._updates.before_step()
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
 
@@ -214,13 +218,15 @@ class PipelineRun:
         The ranks wait for each other here, once.
         """
         self._has_measured_steps = True
-        if not self._training.may_copy:
+        if not (self._training.may_copy or self._settings.is_solved):
             return
         costs = self.measurements.gather_costs(self._training.schedule)
         heeds_devices = self._settings.keeps_device_limit(self._on_accelerator)
         limits = self.measurements.gather_limits(heeds_devices)
         self._training.make_by(costs, limits)
         self.measurements.start_anew(costs.copy_lanes)
+        if self._settings.is_solved:
+            self._updates.start(costs, limits)
         self.report.print_plan(limits)
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
@@ -326,6 +332,7 @@ class PipelineRun:
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""
+        self._updates.close()
         self._training.abandon()
         if self.reduction is not None:
             self.reduction.abandon()

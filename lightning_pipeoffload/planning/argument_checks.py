@@ -116,6 +116,29 @@ def check_offload(offload: Any) -> None:
         offload_share(offload)
 
 
+def check_decides_offload(offload: Any) -> None:
+    """Check the argument where a solver decides what is offloaded.
+
+    Raises:
+        ValueError: It says how much.
+    """
+    if offload != "auto":
+        raise ValueError(
+            f"schedule='optpipe' decides itself what it offloads under memory_limit, and offload="
+            f"{offload!r} was asked for; leave that at 'auto'"
+        )
+
+
+def check_plan_cache(folder: Any) -> None:
+    """Check the kind of the argument.
+
+    Raises:
+        ValueError: It is no path.
+    """
+    if folder is not None and not isinstance(folder, (str, PathLike)):
+        raise ValueError(f"plan_cache must be the path of a folder, or None, not {folder!r}")
+
+
 def check_microbatch_weight(weight: Any) -> None:
     """Check the kind of the argument.
 

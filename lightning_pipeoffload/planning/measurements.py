@@ -55,6 +55,11 @@ class Measurements:
         """Whether the first steps have just been measured, by which to plan those that follow."""
         return self._executor.timer.num_steps == _STEPS_TO_MEASURE
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether the plan in use has been measured."""
+        return self._executor.timer.num_steps >= _STEPS_TO_MEASURE
+
     def gather_costs(self, schedule: Schedule, may_copy: bool = True) -> Costs:
         """Return what the stages of all ranks cost, the hops between them and copies included.
 

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from lightning_pipeoffload.planning.argument_checks import (
     check_blocks,
     check_count,
+    check_decides_offload,
     check_microbatch_weight,
     check_num_microbatches,
     check_offload,
+    check_plan_cache,
     check_rank_order,
     check_schedule,
     check_sharding,
@@ -37,13 +40,15 @@ from lightning_pipeoffload.schedule import (
     build,
 )
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
+from lightning_pipeoffload.schedule.solver.cp_sat import check_solver
+from lightning_pipeoffload.schedule.solver.families import best_of_families
+from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds, optpipe_placement
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 _NOT_BUILT = {
     "optimizer_sync": "auto",
-    "solver_seconds": 60.0,
-    "plan_cache": None,
 }
 
 
@@ -70,6 +75,8 @@ class PipelineSettings:
     memory_limit: int | str | None = None
     host_memory_limit: int | str | None = None
     compile: bool | Mapping[str, Any] = False
+    solver_seconds: float = 60.0
+    plan_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "data_parallel_size", "num_chunks"):
@@ -88,6 +95,21 @@ class PipelineSettings:
         check_offload(self.offload)
         check_schedule(self.schedule)
         check_compile(self.compile)
+        check_solver_seconds(self.solver_seconds)
+        check_plan_cache(self.plan_cache)
+        if self.is_solved:
+            check_solver()
+            check_decides_offload(self.offload)
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether a solver improves the plan while it is in use."""
+        return self.schedule == "optpipe"
+
+    @property
+    def cache_folder(self) -> str | None:
+        """The folder of plans that were found; None: the user's."""
+        return None if self.plan_cache is None else str(Path(self.plan_cache).expanduser())
 
     def num_ranks(self, world_size: int) -> int:
         """Return the ranks of one pipeline.
@@ -267,10 +289,11 @@ class PipelineSettings:
         if is_name(self.schedule):
             name = self.default_schedule if self.schedule == "auto" else str(self.schedule)
             num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
-            if name == "optpipe":
-                raise ScheduleError(
-                    "schedule=optpipe is not solved while training yet; write its plan beforehand "
-                    "with build('optpipe', ...).to_csv('plan.csv'), and give schedule=plan.csv"
+            if self.is_solved:  # while it trains; this is what it starts with
+                placement = optpipe_placement(num_ranks, num_chunks or 1)
+                costs = costs or Costs.unit()
+                return best_of_families(
+                    PlanProblem(num_microbatches, placement, costs, memory_limit)
                 )
             return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
         given = self._fixed_schedule()

@@ -114,6 +114,16 @@ class TrainingPlan:
         self.costs, self._limits = costs, limits
         self.make(self.schedule.num_microbatches)
 
+    def adopt(self, schedule: Schedule, costs: Costs) -> None:
+        """Run by another schedule of as many microbatches from now on, between two steps.
+
+        Args:
+            schedule: What a solver has found.
+            costs: The costs by which it was compared.
+        """
+        self.schedule, self.offloaded, self.costs = schedule, None, costs
+        self._joined.clear()
+
     def _make(self, num_microbatches: int) -> MemoryPlan:
         sizes = self._num_ranks, num_microbatches
         if self.costs is None:
@@ -135,14 +145,14 @@ class TrainingPlan:
         """
         num_batches = accumulation.num_batches
         if num_batches not in self._joined and not accumulation.watched_by:
-            joined = join_batches(
-                lambda count: self._make(count)[0],
-                self.schedule,
-                num_batches,
-                self.costs or estimate,
-            )
+            joined = self._join(num_batches, self.costs or estimate)
             self._joined[num_batches] = joined and self._reducing(joined)
         self._in_use = None if accumulation.watched_by else self._joined[num_batches]
+
+    def _join(self, num_batches: int, costs: Costs) -> JoinedPlan | None:
+        if self._settings.is_solved:  # for one batch; several would take a solver too long
+            return None
+        return join_batches(lambda count: self._make(count)[0], self.schedule, num_batches, costs)
 
     def _reducing(self, joined: JoinedPlan) -> JoinedPlan:
         return joined.with_reductions() if self._reduces else joined

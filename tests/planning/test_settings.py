@@ -230,8 +230,6 @@ def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_s
 
 DEFAULTS = {
     "optimizer_sync": "auto",
-    "solver_seconds": 60,
-    "plan_cache": None,
 }
 
 
@@ -243,8 +241,6 @@ def test_defaults_of_what_is_not_built_are_accepted():
     ("name", "value"),
     [
         ("optimizer_sync", "barrier"),
-        ("solver_seconds", 5.0),
-        ("plan_cache", "plans"),
     ],
 )
 def test_what_is_not_built_is_refused(name, value):
@@ -256,3 +252,22 @@ def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_b
     with pytest.raises(ValueError, match=r"num_microbatches \(1000000\) is more than 4096"):
         PipeOffloadStrategy(num_microbatches=10**6)
     assert PipelineSettings().choose_num_microbatches(2, 1_000_003) == 1  # a prime
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"solver_seconds": -1}, "solver_seconds .* must be a number from 0 on"),
+        ({"plan_cache": 5}, "plan_cache must be the path of a folder, or None, not 5"),
+        ({"schedule": "optpipe", "offload": "half"}, "optpipe' decides itself what it offloads"),
+    ],
+)
+def test_what_a_solver_cannot_take_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(**arguments)
+
+
+def test_optpipe_without_its_extra_is_refused_with_the_line_for_pip(monkeypatch):
+    monkeypatch.setattr("lightning_pipeoffload.schedule.solver.cp_sat.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
+        PipeOffloadStrategy(schedule="optpipe")

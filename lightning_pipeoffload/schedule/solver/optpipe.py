@@ -113,13 +113,14 @@ class SolvedPlans:
         """Return the plan that settles it, else the best to start from.
 
         Args:
-            families: The best plan of the families; None: it is sought.
+            families: A plan that there is; None: the best of the families is sought where none was
+                found for the same question.
 
         Raises:
             ScheduleError: No plan keeps the limit.
         """
         found = self._found
-        if found is not None and found.is_exact:
+        if found is not None and found.is_exact and families is None:
             return found.schedule
         best = families or best_of_families(self._problem)
         if found is None:

@@ -1,0 +1,134 @@
+"""Better plans that a solver finds while training goes on, adopted by all ranks between two steps.
+
+The solver is a process beside global rank 0's. Nobody waits for its news: before a step each rank
+starts to count who has any, and reads the count of the step before, which is there by then. Where
+there is news the ranks wait for each other, measure, and all decide by the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.plan_solver import PlanSolver
+from lightning_pipeoffload.planning.report_text import print_gain
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.host_group import World
+from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, accept, simulate
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+
+_WORTH_CHANGING = 0.99  # of the time of the plan in use
+
+
+class PlanUpdates:
+    """One rank's part in changing the plan of a run.
+
+    Args:
+        settings: The strategy's settings.
+        group: The run's processes.
+        training: The plan of training.
+        measurements: What its actions cost.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        group: PipelineGroup,
+        training: TrainingPlan,
+        measurements: Measurements,
+    ) -> None:
+        self._settings, self._group = settings, group
+        self._training, self._measurements = training, measurements
+        self._solver: PlanSolver | None = None
+        self._world: World | None = None
+        self._news: Callable[[], int] | None = None
+        self._limits = MachineLimits()
+        self._problem: PlanProblem | None = None
+        self._to_beat = 0.0
+
+    def start(self, costs: Costs, limits: MachineLimits) -> None:
+        """Let a solver look for better plans from now on; all ranks call it.
+
+        Args:
+            costs: What the stages of all ranks cost.
+            limits: The limits of the machines.
+        """
+        if not self._settings.solver_seconds:
+            return
+        given = self._settings.limit_bytes
+        self._limits = limits
+        schedule = self._training.schedule
+        self._problem = PlanProblem(
+            schedule.num_microbatches,
+            schedule.placement,
+            costs,
+            limits.device if given is None else given,
+        )
+        self._to_beat = self._problem.seconds(schedule)
+        self._world = World(self._group)
+        if self._group.reports:
+            self._solver = PlanSolver(
+                self._problem, schedule, self._settings.solver_seconds, self._settings.cache_folder
+            )
+
+    def before_step(self) -> None:
+        """Adopt a better plan, if there was one before the last step; all ranks call it."""
+        if self._world is None or not self._measurements.are_enough:
+            return
+        news, self._news = self._news, None
+        if news is not None and news():
+            self._exchange(self._world)
+        else:
+            self._news = self._world.start_counting(self._has_news)
+
+    @property
+    def _has_news(self) -> bool:
+        if self._solver is None:
+            return False
+        self._solver.look()
+        return self._better is not None or self._solver.is_over
+
+    @property
+    def _better(self) -> Schedule | None:
+        """The solver's plan, if it is better than the one in use and all that were looked at."""
+        if self._solver is None or self._solver.best is None or self._problem is None:
+            return None
+        is_better = self._problem.seconds(self._solver.best) <= self._to_beat * _WORTH_CHANGING
+        return self._solver.best if is_better else None
+
+    def _exchange(self, world: World) -> None:
+        """Let all ranks have the plan, and decide on it by what was measured last."""
+        is_over = self._solver is not None and self._solver.is_over
+        plan, is_over = world.broadcast((self._better, is_over), 0)
+        if plan is not None and self._problem is not None:
+            self._to_beat = self._problem.seconds(plan)
+            costs = self._measurements.gather_costs(self._training.schedule)
+            if self._is_worth_it(plan, costs):
+                self._training.adopt(plan, costs)
+                self._measurements.start_anew(costs.copy_lanes)
+        if is_over:
+            self.close()
+
+    def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
+        assert self._problem is not None
+        try:
+            accept(plan, costs, self._problem.memory_limit)
+        except ScheduleError:
+            return False  # by what was measured last it needs more than there is
+        before = simulate(self._training.schedule, costs).makespan
+        after = simulate(plan, costs).makespan
+        if after > before * _WORTH_CHANGING or self._limits.shortage(plan, costs):
+            return False
+        if self._group.reports:
+            print_gain(before, after)
+        return True
+
+    def close(self) -> None:
+        """End the solver, if this rank has it."""
+        self._world = self._news = None
+        if self._solver is not None:
+            self._solver.close()
+            self._solver = None

@@ -1,0 +1,80 @@
+"""The process that looks for better plans while training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_pipeoffload import schedule as schedule_package
+from lightning_pipeoffload.schedule import Schedule
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.serve import BOOT, plan_of, request
+
+log = logging.getLogger(__name__)
+
+
+class PlanSolver:
+    """A solver at low priority, on this machine; it ends with this process, however that ends.
+
+    Args:
+        problem: What plans are for.
+        start: The plan in use.
+        seconds: What the solver may take.
+        folder: The folder of plans that were found; None: the user's.
+
+    Attributes:
+        best: The best plan that it has found; None before there is one.
+    """
+
+    def __init__(
+        self, problem: PlanProblem, start: Schedule, seconds: float, folder: str | None
+    ) -> None:
+        package = Path(schedule_package.__file__).parent
+        # Not torch's environment of ranks: of it the solver needs nothing but where modules are.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(package)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(request(problem, start, seconds, folder).encode() + b"\n")
+        self._process.stdin.flush()
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._unread = b""
+        self.best: Schedule | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and all that it has found is known."""
+        if self._process.poll() is None:
+            return False
+        self.look()
+        if self._process.returncode:
+            log.warning(
+                "the solver has failed with status %d; training goes on with the plan in use",
+                self._process.returncode,
+            )
+        return True
+
+    def look(self) -> None:
+        """See what it has found, without waiting."""
+        read = self._output.read()
+        if not read:
+            return
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        if lines:
+            self.best = plan_of(json.loads(lines[-1]))
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._output):
+            if pipe is not None:
+                pipe.close()

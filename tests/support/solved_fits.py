@@ -1,0 +1,118 @@
+"""Fits whose plan changes while they run, and what is left of the solver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import lightning as L
+
+from lightning_pipeoffload.loop import plan_updates
+from lightning_pipeoffload.planning import plan_solver
+from lightning_pipeoffload.schedule import Costs, Schedule, build, offload_activations
+from tests.support import auto_fits, fits
+
+_STARTED: list[Watched] = []
+
+
+class Scripted:
+    """In the place of the solver: has another plan after each look, then it is over."""
+
+    plans: list[Schedule] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        self.best: Schedule | None = None
+        self.is_over = False
+
+    def look(self) -> None:
+        self.is_over = not self.plans
+        if self.plans:
+            self.best = self.plans.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+class Watched(plan_solver.PlanSolver):
+    """The solver, kept to be looked at when training has ended."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.process = self._process
+        _STARTED.append(self)
+
+
+class Paced(L.Callback):
+    """Gives the solver time, and notes by which plan each step ran."""
+
+    def __init__(self, seconds: float, end: str) -> None:
+        self.seconds, self.end = seconds, end
+        self.plans: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        time.sleep(self.seconds)
+        self.plans.append(str(trainer.strategy.plan))
+        if len(self.plans) == 6 and self.end == "error":
+            raise RuntimeError("broken off")
+        if len(self.plans) == 6 and self.end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit; return losses and the plans of the steps."""
+    options = {"memory_limit": "400KiB", **options}
+    paced = Paced(options.pop("pause", 0.0), options.pop("end", ""))
+    accumulate = options.pop("accumulate", 1)
+    L.seed_everything(7, workers=True, verbose=False)
+    record = fits.Record()
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices,
+        strategy=fits.strategy(num_devices, schedule="optpipe", **options),
+        max_steps=max_steps,
+        limit_val_batches=1,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=False,
+        callbacks=[record, paced],
+    )
+    trainer.fit(auto_fits.Wide(), fits.loader(), fits.loader())
+    if trainer.global_rank:
+        return {}
+    return {"losses": record.losses, "plans": paced.plans, "report": trainer.strategy.report()}
+
+
+def by_script(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Change the plan twice: to one that copies, and to another order."""
+    costs = Costs(1.0, 1.0, 1.0, offload=0.1, reload=0.1)
+    names = ("1f1b_v", "zb_v") if options.get("num_chunks") == 2 else ("gpipe", "1f1b")
+    first, second = (build(name, num_devices, 4) for name in names)
+    Scripted.plans = [offload_activations(first, costs, "full")[0], second]
+    with (
+        mock.patch.object(plan_updates, "PlanSolver", Scripted),
+        mock.patch.object(plan_updates, "_WORTH_CHANGING", 1e9),
+    ):
+        return fit(num_devices, max_steps, {**options, "memory_limit": "4MiB"})
+
+
+def twice_and_never(
+    num_devices: int, max_steps: int, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fit with changes of the plan, and without."""
+    changed = by_script(num_devices, max_steps, options)
+    return changed, fit(num_devices, max_steps, {**options, "solver_seconds": 0})
+
+
+def with_solver(num_devices: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit while a solver looks for plans; return what is left of it, too."""
+    _STARTED.clear()
+    options = {"plan_cache": folder, "solver_seconds": 60, **options}
+    with mock.patch.object(plan_updates, "PlanSolver", Watched):
+        try:
+            done = fit(num_devices, 8, options)
+        except RuntimeError as error:
+            done = {"error": str(error)}
+    ended = [solver.process.poll() for solver in _STARTED]
+    return {**done, "ended": ended}
