@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_pipeoffload.schedule import SCHEDULES
-from tests.support.auto_fits import auto_and_by_hand, differences, fit
+from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twice, resumed
 
 
 @pytest.mark.parametrize(
@@ -12,16 +12,39 @@ from tests.support.auto_fits import auto_and_by_hand, differences, fit
         (2, "awkward", {"module": {"tie": True}}),
         (3, "awkward", {"module": {"frozen": True}, "data": {"kind": "stream"}}),
         (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
+        (2, "averaging", {}),
+        (2, "averaging", {"module": {"hook": True}}),
         (2, "late", {}),
         (2, "plain", {"data_parallel_size": 2, "pipeline_parallel_size": 1}),
         (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
     ],
-    ids=["tied", "frozen and streamed", "limited", "configure_model", "replicas", "chunks"],
+    ids=[
+        "tied",
+        "frozen and streamed",
+        "limited",
+        "averaging",
+        "hook",
+        "configure_model",
+        "replicas",
+        "chunks",
+    ],
 )
 def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, form, options):
     own, named = ranks(size).run(auto_and_by_hand, size, str(tmp_path), form, options)[0]
     assert differences(own, named) == []
     assert own["report"]["schedule"] in SCHEDULES
+
+
+def test_a_fit_goes_on_by_what_is_chosen(ranks, tmp_path):
+    own, named = ranks(2).run(resumed, str(tmp_path))[0]
+    assert len(own["losses"]) == 2
+    assert differences(own, named) == []
+
+
+def test_another_trainer_chooses_anew(ranks):
+    schedules, losses = ranks(2).run(fit_twice, 2)[0]
+    assert {*schedules} <= {*SCHEDULES}
+    assert losses == pytest.approx(fit_twice(1)[1], rel=1e-9)
 
 
 def test_the_report_says_what_was_tried(ranks, tmp_path):

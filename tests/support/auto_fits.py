@@ -38,6 +38,25 @@ class Awkward(fits.Net):
         return torch.optim.AdamW(trained, lr=1e-2)
 
 
+class Averaging(Awkward):
+    """Writes a weight in its step; a hook may count gradients."""
+
+    def __init__(self, hook: bool = False) -> None:
+        super().__init__()
+        self.counted: list[int] = []
+        if hook:
+            self.head.weight.register_hook(self.count)
+
+    def count(self, gradient: torch.Tensor) -> None:
+        self.counted.append(1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(0.1 * loss.detach())
+        return loss
+
+
 class Scaled(nn.Module):
     """A block that keeps much and computes little."""
 
@@ -73,7 +92,13 @@ class Late(fits.Net):
             self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
 
 
-MODULES = {"awkward": Awkward, "plain": fits.Net, "late": Late, "wide": Wide}
+MODULES = {
+    "awkward": Awkward,
+    "averaging": Averaging,
+    "plain": fits.Net,
+    "late": Late,
+    "wide": Wide,
+}
 
 
 class Drawn(L.Callback):
@@ -115,7 +140,7 @@ def fit(num_devices: int, path: str, form: str, options: dict[str, Any]) -> dict
         "drawn": drawn.numbers,
         "losses": record.losses,
         "batches": record.batches,
-        "kept": getattr(module, "calls", 0),
+        "kept": [getattr(module, "calls", 0), len(getattr(module, "counted", ()))],
     }
 
 
@@ -131,6 +156,30 @@ def auto_and_by_hand(
         torch.distributed.broadcast_object_list(chosen, 0)
     named = dict(zip(names, chosen, strict=True))
     return own, fit(num_devices, f"{folder}/named.ckpt", form, {**options, **named})
+
+
+def resumed(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Go on from a checkpoint of another plan."""
+    fit(2, f"{folder}/first.ckpt", "awkward", {"schedule": "1f1b"})
+    return auto_and_by_hand(2, folder, "awkward", {"ckpt_path": f"{folder}/first.ckpt"})
+
+
+def fit_twice(num_devices: int) -> tuple[list[str], list[float]]:
+    """Train a module by one trainer, and on by another; return its schedules and losses."""
+    L.seed_everything(7, workers=True, verbose=False)
+    module, schedules, record = fits.Net(), [], fits.Record()
+    for _ in range(2):
+        trainer = L.Trainer(
+            **fits.SILENT,
+            devices=num_devices,
+            strategy=fits.strategy(num_devices, schedule="auto"),
+            max_steps=2,
+            enable_checkpointing=False,
+            callbacks=[record],
+        )
+        trainer.fit(module, fits.loader(), fits.loader())
+        schedules.append(trainer.strategy.report()["schedule"])
+    return schedules, record.losses
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
