@@ -50,7 +50,7 @@ _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
     *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_metric_groups"),
-    *("_requeue", "_stop", "_arrivals", "_first_batches"),
+    *("_requeue", "_stop", "_arrivals", "_first_batches", "_clocks", "_weights_watch"),
 })  # fmt: skip
 
 
@@ -109,13 +109,12 @@ class RunSetup(ModelInParts):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        assert self.model is not None
         refuse_module(self._module, trainer)
         check_callbacks(trainer)
         check_profiler(trainer)
         refuse_synchronized_norms(trainer, self.num_replicas)
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         self._seed = self._choose_seed(trainer)
         self._first_batches = FirstBatches(self.group.replicas)
@@ -219,8 +218,7 @@ class RunSetup(ModelInParts):
 
     def _note_copies(self) -> None:
         """Follow the deep copies of the module that hooks make before it is split."""
-        is_fit = self._trainer.state.fn == TrainerFn.FITTING
-        if is_fit and self.group.num_ranks > 1:
+        if self._trainer.state.fn == TrainerFn.FITTING and self.group.num_ranks > 1:
             self._copies = ModuleCopies(self._module)
 
     def _leave_copies(self) -> None:

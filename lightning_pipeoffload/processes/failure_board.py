@@ -41,6 +41,7 @@ from lightning_pipeoffload.processes.last_words import (
     polls,
     say,
     say_instead,
+    say_waiting,
 )
 from lightning_pipeoffload.processes.siblings import LaunchedProcesses
 
@@ -213,7 +214,7 @@ class FailureBoard:
                         self._leave(failure)
             if self._notes is None and time.monotonic() > wait_is_long:
                 wait_is_long = float("inf")
-                self._say_waiting()
+                say_waiting(self._name, self._world_size)
 
     def _has_own_error(self) -> bool:
         num_polls = round(_OWN_ERROR_SECONDS / POLL_SECONDS)
@@ -360,10 +361,3 @@ class FailureBoard:
                 log.debug("the run's store is gone", exc_info=True)
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
             os._exit(failure.status)
-
-    def _say_waiting(self) -> None:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        say(
-            f"{self._name} still waits for all {self._world_size} ranks to connect to {where}; are "
-            f"they all started?"
-        )

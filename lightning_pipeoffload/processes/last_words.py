@@ -32,6 +32,13 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
+def say_waiting(rank: str, world_size: int) -> None:
+    """Say that a rank is late to meet all others."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    ranks = f"all {world_size} ranks"
+    say(f"{rank} still waits for {ranks} to connect to {where}; are they all started?")
+
+
 def exit_soon(exception: BaseException, status: int) -> None:
     """End this process even if something holds up its regular end."""
 
