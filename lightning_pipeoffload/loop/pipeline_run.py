@@ -85,7 +85,7 @@ class PipelineRun:
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
         )
         self.executor.under_way = group.replicas.under_way
-        self.pipeline.probes.before_look = group.replicas.under_way.settle
+        self.pipeline.before_look = group.replicas.under_way.settle
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self._on_accelerator = is_accelerator = device.type != "cpu"
         self._training = TrainingPlan(

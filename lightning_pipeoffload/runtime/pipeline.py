@@ -83,6 +83,7 @@ class Pipeline:
         trained_digest: A number that tells apart which parameters train.
         drawn: The generators that all stages draw from.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
+        before_look: Called before a step is run to look at it, with the weights that there are.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -102,6 +103,7 @@ class Pipeline:
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
         self.batch_flops = 0
+        self.before_look: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
@@ -120,7 +122,9 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
-        self.probes = StepProbes(self.module, self.chain, self.device, len(ranks) > 1)
+        self.probes = StepProbes(
+            self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_look()
+        )
         self.stages.clear()
         self._segments: dict[str, set[int]] = {}
         self._shared_weights: list[SharedWeight] = []

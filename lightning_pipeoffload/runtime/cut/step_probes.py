@@ -38,29 +38,34 @@ class StepProbes:
         chain: Its blocks.
         device: The device of the microbatches.
         is_cut: Whether there are several stages, which have to compute alike.
+        before_look: Called before a step is run to look at it.
 
     Attributes:
         known: Probes by kind of step, mode of the module and shapes, and by sizes that depend on
             the values of the microbatch.
         always_trained: Names of the parameters that get a gradient in each training step that was
             looked at.
-        before_look: Called before a step is run to look at it, with the weights that there are.
     """
 
     def __init__(
-        self, module: nn.Module, chain: BlockChain, device: torch.device, is_cut: bool
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        device: torch.device,
+        is_cut: bool,
+        before_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
         self._chain = chain
         self._device = device
         self._is_cut = is_cut
+        self._before_look = before_look
         self._compared: set[Any] = set()
         self._sized_in: dict[Any, int] = {}
         self._written: dict[tuple[Any, str], Variable] = {}
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
-        self.before_look: Callable[[], None] = lambda: None
 
     def find(
         self,
@@ -81,7 +86,7 @@ class StepProbes:
         """
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
-            self.before_look()
+            self._before_look()
         trial = Trial(partial(_probe_seeded, step, seed), part)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
