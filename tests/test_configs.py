@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.train import build_trainer, main
 
@@ -111,6 +111,14 @@ def test_every_argument_of_the_strategy_is_at_its_default():
     given_by_the_trainer = signature(ParallelStrategy.__init__).parameters
     defaults = {p.name: p.default for p in parameters if p.name not in given_by_the_trainer}
     assert instantiate(train_config().strategy, _target_="builtins.dict") == defaults
+
+
+def test_the_second_strategy_has_its_own_arguments_and_no_pipeline_s():
+    parameters = signature(OnDemandStrategy.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name != "self"}
+    config = train_config("strategy=odc").strategy
+    assert instantiate(config, _target_="builtins.dict") == defaults
+    assert isinstance(instantiate(config), OnDemandStrategy)
 
 
 WRONG_OVERRIDES = {

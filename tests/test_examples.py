@@ -20,6 +20,7 @@ SMALL = {
     "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
+    "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
@@ -64,6 +65,24 @@ def test_the_commands_in_the_header_are_accepted(name):
     commands = re.findall(rf"^    python examples/{name}\.py(.*)$", example.__doc__, re.MULTILINE)
     assert len(commands) == 2
     assert [vars(example.read_arguments(shlex.split(line))) for line in commands]
+
+
+def test_texts_that_are_packed_do_not_see_each_other():
+    example = load("on_demand")
+    torch.manual_seed(0)
+    module = example.PackedLlama(context=32, width=16, layers=2).double()
+    texts = [torch.randint(256, (length,)) for length in (9, 5, 12)]
+    module.log = lambda *args, **kwargs: None
+    packed = module.training_step(example.pack(texts), 0)
+    counts = [len(text) - 1 for text in texts]
+    pairs = [*zip(texts, counts, strict=True)]
+    apart = [module.training_step(example.pack([text]), 0) * count for text, count in pairs]
+    assert torch.allclose(packed, sum(apart) / sum(counts), rtol=1e-6)
+    model = example.GPT(context=32, width=16, depth=2, heads=4, dropout=0.0).double()
+    model.log = lambda *args, **kwargs: None
+    padded = model.training_step(example.pad(texts), 0)
+    apart = [model.training_step(example.pad([text]), 0) * count for text, count in pairs]
+    assert torch.allclose(padded, sum(apart) / sum(counts), rtol=1e-12)
 
 
 @pytest.mark.slow
