@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
+from lightning_pipeoffload.loop.choice_cache import ChoiceCache
+from lightning_pipeoffload.loop.microbatch_size import sees_its_size
 from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.optimizers.copy import NotRebuiltError
+from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
@@ -35,8 +41,11 @@ log = logging.getLogger(__name__)
 _NOT_MEASURED = "blocks are not measured one by one, their operations count: %s"
 _WAYS = ("none", "cheap", "full")
 
-Blocks = Mapping[str, Costs]
-"""What each block costs, by what the backward computes again."""
+Blocks = Mapping[tuple[str, int], Costs]
+"""What each block costs, by what the backward computes again and the number of microbatches."""
+
+CutBatch = Callable[[int], list[BatchSlice]]
+"""Cuts the first batch into so many microbatches."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +110,40 @@ class AutoChoice:
             ValueError: The step cannot be cut.
             ScheduleError: No plan keeps the memory limit.
         """
-        if self._group.num_ranks == 1 or torch.are_deterministic_algorithms_enabled():
+        if self._group.num_ranks == 1:
             return self._by_default(num_microbatches)
 
-        def cut_batch() -> list[BatchSlice]:
-            copied = copy_part(inputs.batch)
-            size = batch_size // num_microbatches
+        def cut_batch(count: int) -> list[BatchSlice]:
+            copied, size = copy_part(inputs.batch), batch_size // count
             return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
 
-        first = cut_batch()[0]
-        blocks = self._measure(cut_batch)
+        first = cut_batch(num_microbatches)[0]
+        cache = ChoiceCache(self._settings, self._pipeline, num_microbatches)
+        if torch.are_deterministic_algorithms_enabled():
+            found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
+            if found is None:
+                return self._by_default(num_microbatches)
+            return Chosen(replace(self._settings, **found))
+        chosen = self._decide(*self._know(cut_batch, first, num_microbatches, batch_size))
+        if chosen.choice is not None:
+            cache.store(chosen.choice.best, chosen.settings)
+        return chosen
+
+    def _know(
+        self, cut_batch: CutBatch, first: BatchSlice, num_microbatches: int, batch_size: int
+    ) -> tuple[_KnownCosts, MachineLimits]:
+        """Return what is known of the costs of cuts, and what the machines have."""
+        counts = [num_microbatches]
+        more = self._settings.more_microbatches(num_microbatches, batch_size)
+        if more and not sees_its_size(self._pipeline):
+            counts.append(more)
+        blocks = self._measure(cut_batch, counts)
         limits = self._limits()
-        known: _KnownCosts
         if blocks is not None:
-            known = _OfBlocks(self._pipeline, blocks, self._settings)
-        else:
-            counted = {self._settings.recompute: self._count(first)}
-            known = _OfFirstCut(self._pipeline, counted)
-        return self._decide(known, num_microbatches, limits)
+            return _OfBlocks(self._pipeline, blocks, self._settings), limits
+        cut_batch(num_microbatches)  # the first cut, which counts then
+        counted = {(self._settings.recompute, num_microbatches): self._count(first)}
+        return _OfFirstCut(self._pipeline, counted), limits
 
     def _count(self, first: BatchSlice) -> Costs:
         """Return what the stages of the first cut cost by their operations, memory by shapes."""
@@ -132,7 +157,7 @@ class AutoChoice:
         name = self._settings.default_schedule
         return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
 
-    def _measure(self, cut_batch: Callable[[], Sequence[BatchSlice]]) -> Blocks | None:
+    def _measure(self, cut_batch: CutBatch, counts: Sequence[int]) -> Blocks | None:
         """Return what each block costs in each way that may be of use; None: there is no telling.
 
         Where a hook of the user's would see what is measured, nothing is.
@@ -146,14 +171,13 @@ class AutoChoice:
         speed = self._measurements.copy_speed(self._may_copy)
         trial = BlockMeasurement(self._pipeline, self._group.transport)
         found = {}
-        for way in self._ways():
+        for way, count in product(self._ways(), counts):
             try:
-                own = trial.measure(cut_batch, way, speed)
+                own = trial.measure(partial(cut_batch, count), way, speed)
             except ScheduleError as error:
                 self._say(str(error).partition("\n")[0])
-                cut_batch()  # the first cut, which counts then
                 return None
-            found[way] = join_costs(self._group.gather(own))
+            found[way, count] = join_costs(self._group.gather(own))
         return self._group.replicas.first(found)
 
     def _say(self, obstacle: str) -> None:
@@ -175,13 +199,26 @@ class AutoChoice:
 
     def _limits(self) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        return self._measurements.gather_limits(keeps)
+        limits = self._measurements.gather_limits(keeps)
+        if limits.device is None:
+            return limits
+        return replace(limits, device=max(0.0, limits.device - self._state_bytes()))
 
-    def _decide(self, known: _KnownCosts, count: int, limits: MachineLimits) -> Chosen:
+    def _state_bytes(self) -> float:
+        """Return what optimizers will keep on a rank, which has nothing of it yet."""
+        trainer: Any = self._pipeline.module.trainer
+        num_sharing = self._settings.num_sharing(self._group.num_replicas)
+        try:
+            states = measure_states(trainer.optimizers, num_sharing)
+        except NotRebuiltError:
+            return 0.0
+        return sum(states.values()) / self._group.num_ranks
+
+    def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:
         """Evaluate on one process, for all."""
         wanted = [
             option
-            for way in known.blocks
+            for way, count in known.blocks
             for option in options([count], None, self._num_chunks, [way])
             if known.takes(option, self._group)
         ]
@@ -203,7 +240,7 @@ class AutoChoice:
             self._settings,
             schedule=option.schedule,
             num_chunks=option.num_chunks,
-            num_microbatches=count,
+            num_microbatches=option.num_microbatches,
             recompute=option.recompute,
             split=known.split(option),
         )
@@ -239,15 +276,18 @@ class _OfBlocks:
     def takes(self, option: Option, group: PipelineGroup) -> bool:
         return option.num_chunks * group.num_ranks <= len(self._pipeline.chain)
 
+    def _blocks(self, option: Option) -> Costs:
+        return self.blocks[option.recompute, option.num_microbatches]
+
     def _stages(self, option: Option) -> Any:
         placement = option.placement(self._num_ranks)
-        return cut_by_costs(self._pipeline, self.blocks[option.recompute], placement, self._split)
+        return cut_by_costs(self._pipeline, self._blocks(option), placement, self._split)
 
     def split(self, option: Option) -> list[int]:
         return [len(stage.blocks) for stage in self._stages(option)]
 
     def costs_of(self, option: Option) -> Costs:
-        return costs_of_stages(self.blocks[option.recompute], self._stages(option))
+        return costs_of_stages(self._blocks(option), self._stages(option))
 
 
 class _OfFirstCut:
@@ -267,7 +307,7 @@ class _OfFirstCut:
         return self._counts
 
     def costs_of(self, option: Option) -> Costs:
-        return self.blocks[option.recompute]
+        return self.blocks[option.recompute, option.num_microbatches]
 
 
 _KnownCosts = _OfBlocks | _OfFirstCut

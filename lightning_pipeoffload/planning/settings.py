@@ -256,6 +256,19 @@ class PipelineSettings:
             )
         return wanted
 
+    def more_microbatches(self, num_microbatches: int, batch_size: int) -> int | None:
+        """Return the next number of microbatches worth trying: twice as many or more; None: none.
+
+        Args:
+            num_microbatches: What :meth:`choose_num_microbatches` has chosen.
+            batch_size: The samples of the batch.
+        """
+        if self.num_microbatches != "auto":
+            return None
+        most = min(batch_size, MOST_MICROBATCHES) + 1
+        counts = range(2 * num_microbatches, most)
+        return next((count for count in counts if batch_size % count == 0), None)
+
     def _legal_divisor(self, num_ranks: int, batch_size: int) -> int:
         most = min(batch_size, MOST_MICROBATCHES)
         divisors = [n for n in range(1, most + 1) if batch_size % n == 0]

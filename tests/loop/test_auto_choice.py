@@ -14,6 +14,7 @@ from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twic
         (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
         (2, "averaging", {}),
         (2, "averaging", {"module": {"hook": True}}),
+        (2, "bare", {"num_microbatches": "auto"}),
         (2, "late", {}),
         (2, "plain", {"data_parallel_size": 2, "pipeline_parallel_size": 1}),
         (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
@@ -24,6 +25,7 @@ from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twic
         "limited",
         "averaging",
         "hook",
+        "microbatches",
         "configure_model",
         "replicas",
         "chunks",
@@ -61,13 +63,33 @@ def test_the_report_says_what_was_tried(ranks, tmp_path):
 
 
 def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):
-    options = {"memory_limit": "20KiB", "recompute": "cheap"}
+    options = {"memory_limit": "10KiB", "recompute": "cheap"}
     with pytest.raises(Exception, match="than any of .* plans needs; use at least .* MiB"):
         ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", options)
 
 
+@pytest.mark.parametrize(("form", "counts"), [("bare", {4, 8}), ("plain", {4})])
+def test_the_number_of_microbatches_is_chosen_too_where_nothing_depends_on_it(
+    ranks, tmp_path, form, counts
+):
+    path, options = str(tmp_path / "a.ckpt"), {"num_microbatches": "auto"}
+    report = ranks(2).run(fit, 2, path, form, options)[0]["report"]
+    assert {c["num_microbatches"] for c in report["candidates"]} == counts
+    assert report["num_microbatches"] in counts
+
+
+def test_deterministic_training_takes_what_was_chosen_before(ranks, tmp_path):
+    path, options = str(tmp_path / "a.ckpt"), {"plan_cache": str(tmp_path / "plans")}
+    before = ranks(2).run(fit, 2, path, "wide", options)[0]["report"]
+    deterministic = {**options, "trainer": {"deterministic": True}}
+    report = ranks(2).run(fit, 2, path, "wide", deterministic)[0]["report"]
+    for name in ("schedule", "num_chunks", "num_microbatches"):
+        assert report[name] == before[name]
+    assert [s["blocks"] for s in report["stages"]] == [s["blocks"] for s in before["stages"]]
+
+
 def test_deterministic_training_measures_nothing(ranks, tmp_path):
-    options = {"trainer": {"deterministic": True}}
+    options = {"trainer": {"deterministic": True}, "plan_cache": str(tmp_path)}
     report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "plain", options)[0]["report"]
     assert report["schedule"] == "zb_h1"
     assert report["candidates"] == []

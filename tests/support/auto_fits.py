@@ -80,6 +80,18 @@ class Wide(fits.Net):
         self.double()
 
 
+class Bare(Wide):
+    """A module in which nothing depends on the number of microbatches."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.head(self.norm(hidden)), batch["y"])
+        self.log("train_loss", loss)
+        return loss
+
+
 class Late(fits.Net):
     """Makes its layers in ``configure_model``."""
 
@@ -95,6 +107,7 @@ class Late(fits.Net):
 MODULES = {
     "awkward": Awkward,
     "averaging": Averaging,
+    "bare": Bare,
     "plain": fits.Net,
     "late": Late,
     "wide": Wide,
