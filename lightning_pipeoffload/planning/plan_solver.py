@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_pipeoffload import schedule as schedule_package
@@ -34,16 +35,17 @@ class PlanSolver:
         self, problem: PlanProblem, start: Schedule, seconds: float, folder: str | None
     ) -> None:
         package = Path(schedule_package.__file__).parent
-        # Not torch's environment of ranks: of it the solver needs nothing but where modules are.
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, str(package)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run, with which it ends
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(request(problem, start, seconds, folder).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already, which is told with its status
+            self._process.stdin.write(request(problem, start, seconds, folder).encode() + b"\n")
+            self._process.stdin.flush()
         self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
         self._unread = b""
@@ -75,6 +77,7 @@ class PlanSolver:
         """End it."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._output):
-            if pipe is not None:
-                pipe.close()
+        self._output.close()
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pipeoffload.planning import plan_solver
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.schedule import Costs, accept
 from lightning_pipeoffload.schedule.solver.families import best_of_families
@@ -103,6 +104,15 @@ def test_it_ends_when_the_process_that_started_it_is_killed(tmp_path):
     parent.kill()
     parent.wait()
     assert until(lambda: not is_running(pid))
+
+
+def test_a_solver_that_fails_is_told_and_does_no_harm(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plan_solver, "BOOT", "raise SystemExit(3)")
+    solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 30.0, str(tmp_path))
+    assert until(lambda: solver.is_over)
+    assert solver.best is None
+    solver.close()
+    assert "the solver has failed with status 3; training goes on" in caplog.text
 
 
 def test_it_has_the_lowest_priority(tmp_path):
