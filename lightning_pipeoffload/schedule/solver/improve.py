@@ -62,11 +62,12 @@ class Improvement:
 
     def _consider(self, plan: Schedule) -> bool:
         """Take a plan if it is better, by its real costs; return whether to go on."""
-        seconds = self._problem.seconds(plan)
-        if seconds < self.seconds and self._is_right(plan):
-            self.plan, self.seconds = plan, seconds
-            self.is_final = seconds <= self._enough
-            self._on_better(plan)
+        if self._is_right(plan):
+            seconds = self._problem.seconds(plan)
+            if seconds < self.seconds:
+                self.plan, self.seconds = plan, seconds
+                self.is_final = seconds <= self._enough
+                self._on_better(plan)
         return not self.is_final
 
     def _is_right(self, plan: Schedule) -> bool:

@@ -20,7 +20,8 @@ _FREE, _COPY, _COMPUTE = range(3)
 class _Entry(NamedTuple):
     begin: int
     turn: int
-    start: int
+    start: int  # of a copy; of what computes the end, so that what takes no time comes first
+    step: int  # F, B, W
     action: Action
 
 
@@ -42,8 +43,8 @@ def read_plan(
 
 
 def _entries(of: PassModel, value: Callable[[Hinted], int]) -> Iterator[_Entry]:
-    for kind, begin in of.begins.items():
-        yield _Entry(value(begin), _COMPUTE, 0, of.action(kind))
+    for step, (kind, begin) in enumerate(of.begins.items()):
+        yield _Entry(value(begin), _COMPUTE, value(of.ends[kind]), step, of.action(kind))
     if of.copies is None:
         return
     offload, reload, queue, rest, in_parts = of.copies
@@ -51,12 +52,12 @@ def _entries(of: PassModel, value: Callable[[Hinted], int]) -> Iterator[_Entry]:
     def offloaded(copy: CopyModel, kind: Kind, saved_by: Kind, freed_by: Kind) -> Iterator[_Entry]:
         if value(copy.flag):
             ready = value(of.ends[saved_by])
-            yield _Entry(ready, _COPY, value(copy.start), of.action(kind))
-            yield _Entry(value(copy.end), _FREE, 0, of.action(freed_by))
+            yield _Entry(ready, _COPY, value(copy.start), 0, of.action(kind))
+            yield _Entry(value(copy.end), _FREE, 0, 0, of.action(freed_by))
 
     def reloaded(copy: CopyModel, kind: Kind) -> Iterator[_Entry]:
         if value(copy.flag):
-            yield _Entry(value(copy.begin), _COPY, value(copy.start), of.action(kind))
+            yield _Entry(value(copy.begin), _COPY, value(copy.start), 0, of.action(kind))
 
     yield from offloaded(offload, Kind.OFFLOAD, Kind.F, Kind.FREE)
     yield from reloaded(reload, Kind.RELOAD_B if value(in_parts) else Kind.RELOAD)

@@ -56,6 +56,7 @@ VARIANTS = {
     "B adds memory": (replace(COSTS, weight_residue=25.0), 44.0, 1),
     "uneven stages": (replace(COSTS, forward=(30.0, 45.5), activation=(17.5, 20.25)), 41.0, 1),
     "seconds and bytes": (Costs(3.1e-3, 2.9e-3, 2e-3, 1e-4, 3e9, 2e9, 2e-3, 2e-3), 6e9, 1),
+    "free F": (replace(COSTS, forward=0.0), 20.0, 1),
     "free W": (replace(COSTS, backward_weight=0.0), 34.0, 1),
     "a V": (COSTS, 70.0, 2),
     "three chunks": (COSTS, 90.0, 3),
