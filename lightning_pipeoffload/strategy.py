@@ -81,8 +81,8 @@ class PipeOffloadStrategy(StepHooks):
             without.
         solver_seconds: What the solver of schedule="optpipe" may take, in a process of its own at
             low priority while training goes on; better plans are adopted between two steps.
-        plan_cache: Folder of the plans that solvers have found; None: one in the user's cache
-            folder.
+        plan_cache: Folder of plans that were found, by a solver or as the best of all families;
+            None: one in the user's cache folder.
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
             of as one file from global rank 0. Either is read whatever this is.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on
