@@ -122,6 +122,7 @@ class OnDemandStrategy(OnDemandProcesses):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._connect(module)
+        self._join_loaders(trainer)
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -167,6 +168,13 @@ class OnDemandStrategy(OnDemandProcesses):
             module, self.precision_plugin, self._run, self.world_size, device
         )
 
+    def _join_loaders(self, trainer: Trainer) -> None:
+        connector = trainer._data_connector
+        # Private: where Lightning decides to put a sampler of its own into a loader.
+        connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
+            _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
+        )
+
     def _join_evaluations(self, trainer: Trainer) -> None:
         validation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
         for loop in (*validation, trainer.test_loop, trainer.predict_loop):
@@ -178,11 +186,6 @@ class OnDemandStrategy(OnDemandProcesses):
         loop = trainer.fit_loop.epoch_loop
         loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
         stop_without_waiting(trainer)
-        connector = trainer._data_connector
-        # Private: where Lightning decides to put a sampler of its own into a loader.
-        connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
-            _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
-        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -207,6 +210,11 @@ class OnDemandStrategy(OnDemandProcesses):
     ) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if isinstance(batch, Minibatch):
+            if not self._module.trainer.training:
+                raise ValueError(
+                    "a loader of minibatches is for training; give validation, test and predict "
+                    "one without MinibatchSampler, which Lightning shares out to the ranks"
+                )
             return batch.map(lambda part: move(self.precision_plugin.convert_input(part)))
         return move(batch)
 

@@ -211,6 +211,34 @@ def test_weights_that_a_hook_changes_are_those_that_are_gathered(ranks):
         assert rank["val"] == pytest.approx(torch.tensor(16.0).log().item())
 
 
+def validate_minibatches():
+    try:
+        trainer(2, {}).validate(made(Packed), loader())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_minibatches_are_for_training(ranks):
+    for told in ranks(2).run(validate_minibatches):
+        assert "a loader of minibatches is for training" in told
+
+
+def validate_within_an_accumulation():
+    module = made(Packed)
+    often = {"val_check_interval": 1, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    run = trainer(2, {}, max_epochs=1, **often)
+    run.fit(module, loader(), validation_loader())
+    plain = made(Packed)
+    trainer(2, {}, max_epochs=1, accumulate_grad_batches=2).fit(plain, loader())
+    return outcome(module, run), outcome(plain, run)
+
+
+def test_a_validation_between_batches_that_accumulate_changes_nothing(ranks):
+    for validated, plain in ranks(2).run(validate_within_an_accumulation):
+        assert_same(validated, plain)
+
+
 def without_collate():
     sampler = MinibatchSampler(LENGTHS, 12)
     try:
