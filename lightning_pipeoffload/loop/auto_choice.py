@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_pipeoffload.loop.choice_cache import ChoiceCache
+from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatch_size import sees_its_size
 from lightning_pipeoffload.loop.step_inputs import StepInputs
 from lightning_pipeoffload.optimizers.copy import NotRebuiltError
@@ -137,6 +138,7 @@ class AutoChoice:
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
+        compile_ahead(self._pipeline, self._group, first)
         blocks = self._measure(cut_batch, counts)
         limits = self._limits()
         if blocks is not None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
+from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.run_setup import RunSetup
 from lightning_pipeoffload.loop.step_inputs import StepOutput
 from lightning_pipeoffload.loop.weights_watch import WeightsWatch
@@ -59,6 +60,7 @@ class StepHooks(RunSetup):
                 self._parameters.leave_foreign()
                 self._leave_copies()
                 self.run.begin_training(accumulation)
+                compile_ahead(self.run.pipeline, self.group, slices[0])
             elif self._gradient_hooks is not None:
                 self._gradient_hooks.start_batch()
             self._start_batch(len(slices), accumulation)

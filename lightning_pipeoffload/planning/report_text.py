@@ -53,6 +53,11 @@ def _tell(*parts: Table | str) -> None:
     log.info("%s", text.getvalue().strip(), extra={"parts": parts})
 
 
+def print_line(line: str) -> None:
+    """Print how far something is that takes long."""
+    _tell(line)
+
+
 def print_choice(choice: Choice, is_measured: bool) -> None:
     """Print what ``schedule="auto"`` has tried.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_NO_LIMIT = timedelta(days=7)
 
 
 class HostGroup:
@@ -66,6 +70,19 @@ class World(HostGroup):
         super().__init__(mesh.make_world_group(backend="gloo"))
         self.size = mesh.world_size
         self.side_group = mesh.make_world_group(backend="gloo")
+        self._mesh = mesh
+
+    @contextmanager
+    def waiting_as_long_as_it_takes(self) -> Iterator[None]:
+        """Do inside what takes some longer than others, and wait for all of them, without limit."""
+        if self.size == 1:
+            yield
+            return
+        group = self._mesh.make_world_group(backend="gloo", timeout=_NO_LIMIT)
+        yield
+        with blaming_peers("lost a rank while it compiled"):
+            dist.barrier(group=group)
+        dist.destroy_process_group(group)
 
     # The group's own method, in each batch: that of torch.distributed takes twice as long.
 

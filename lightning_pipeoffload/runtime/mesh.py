@@ -154,7 +154,7 @@ class RankMesh:
     def _make_groups(self, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
         found = None
         for members in groups:
-            group = dist.new_group(sorted(members), self.timeout, **options)
+            group = dist.new_group(sorted(members), **{"timeout": self.timeout, **options})
             if self.global_rank in members:
                 found = group
         return found

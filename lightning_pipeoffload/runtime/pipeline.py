@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.block_examples import find_examples
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut.cut_check import (
     check_cut,
@@ -57,7 +58,7 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall, UsersStep
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs
@@ -235,6 +236,23 @@ class Pipeline:
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
         }
         self._leave_foreign()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any block is."""
+        return self._compiler.has_work
+
+    def compile_ahead(self, first: BatchSlice) -> None:
+        """Compile this rank's blocks before any step runs.
+
+        Args:
+            first: A microbatch.
+        """
+        examples = find_examples(self.module, self.chain, partial(first.run, PROBE), self.device)
+        for index in [i for stage in self.local_stages for i in self.partition[stage].blocks]:
+            with examples[index].called() as (args, kwargs):
+                call = partial(self.chain.run_block, index, *args, **kwargs)
+                self._compiler.compile_ahead(self.chain.blocks[index], call)
 
     def _leave_foreign(self) -> None:
         self.ownership.drop_foreign(self.gradient_age, self.settings.places)

@@ -18,8 +18,9 @@ from torch._dynamo import trace_rules  # private: which code is run as it is wri
 # Private: by these a compiler begins anew, or leaves a frame as it is; neither is a failure.
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
+from lightning_pipeoffload.runtime.compiled.ahead import Region, leaving_if_ahead
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
-from lightning_pipeoffload.runtime.compiled.split_region import Region, SplitRegion
+from lightning_pipeoffload.runtime.compiled.split_region import SplitRegion
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _CHECKPOINTED = (
     "what a compiled block checkpoints by itself gets its weight gradients in B; leave its own "
     'checkpointing off, and let recompute="full" do it'
 )
-_UNCOMPILED = "a block runs as it is written, for it does not compile: "
+UNCOMPILED = "a block runs as it is written, for it does not compile: "
 # Private, both: what torch.compile makes of its backend.
 _KINDS: tuple[type[Any], ...] = (torch._TorchCompileWrapper, torch._TorchCompileInductorWrapper)
 _replaced: dict[type[Any], Backend] = {}
@@ -73,7 +74,7 @@ def _splitting(call: Backend) -> Backend:
 def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: Any) -> Region:
     """Compile a region with its weight gradients apart if it can be, else whole, else not."""
     if _has_checkpoint(module):
-        _say(_CHECKPOINTED)
+        say(_CHECKPOINTED)
     graph, error = _try(split_graph, module, inputs)
     if graph is not None:
         compiled, error = _try(compile_plainly, graph.module, graph.examples)
@@ -81,12 +82,12 @@ def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: A
             return SplitRegion(graph, compiled, torch.compile(module, backend=compile_plainly))
     whole, second = _try(compile_plainly, module, inputs)
     if second is not None:
-        _say(_UNCOMPILED + _first_line(second))
-        return _uncompiled(module)
+        say(UNCOMPILED + _first_line(second))
+        return leaving_if_ahead(_uncompiled(module))
     if error is not None:
-        _say(_FUSED + _first_line(error))
+        say(_FUSED + _first_line(error))
     assert whole is not None
-    return whole
+    return leaving_if_ahead(whole)
 
 
 def _has_checkpoint(module: fx.GraphModule) -> bool:
@@ -101,7 +102,7 @@ def _uncompiled(module: fx.GraphModule) -> Region:
 
 
 @cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Log a line, once."""
     log.warning(line)
 

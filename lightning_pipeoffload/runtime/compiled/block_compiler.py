@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule  # private: what torch.compile(module) returns
+from torch._dynamo.exc import TorchDynamoException  # private: of what does not compile
 
-from lightning_pipeoffload.runtime.compiled.backends import install_split, remove_split
+from lightning_pipeoffload.runtime.compiled.ahead import compiling_ahead
+from lightning_pipeoffload.runtime.compiled.backends import (
+    UNCOMPILED,
+    install_split,
+    remove_split,
+    say,
+)
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
 
 Compile = bool | Mapping[str, Any]
 CUDA_GRAPHS = (
@@ -30,8 +39,9 @@ class BlockCompiler:
         ValueError: The owner has compiled a part as a pipeline cannot run it.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[nn.Module], compile: Compile) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], compile: Compile) -> None:
         check_compiled_parts(module)
+        self._all = blocks
         self._arguments = compile if isinstance(compile, Mapping) else {}
         self._blocks = [] if compile is False else [b for b in blocks if compiled_call(b) is None]
 
@@ -41,6 +51,27 @@ class BlockCompiler:
         for block in self._blocks:
             if compiled_call(block) is None:
                 block.compile(**self._arguments)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any block is compiled, by its owner or here."""
+        return any(compiled_call(part) is not None for b in self._all for part in b.modules())
+
+    def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
+        """Compile a block now, or let it run as it is written if it cannot be.
+
+        Args:
+            block: The block.
+            run: Calls it.
+        """
+        try:
+            with forked_randomness(), unchanged(block), compiling_ahead():
+                run()
+        except TorchDynamoException as error:
+            if block not in self._blocks:
+                raise
+            block._compiled_call_impl = None
+            say(f"{UNCOMPILED}{error}".partition("\n")[0])
 
     def leave(self) -> None:
         """Let them be as they were, and torch too."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_pipeoffload.runtime.compiled.ahead import Region, leave_if_ahead
 from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
 from lightning_pipeoffload.runtime.compiled.weight_sources import WeightSource
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
@@ -21,8 +22,6 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     queue_or_run,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
-
-Region = Callable[..., Any]
 
 
 class _Run:
@@ -42,15 +41,34 @@ class _Run:
         self.calls = calls
         self.shapes = shapes
         self.kept: dict[Tap, KeptInput] = {}
+        self._beside: list[tuple[Tensor, int]] = []
 
-    def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Keep the inputs of the products."""
-        for tap in {tap: None for _, tap in self.calls}:
-            found = inputs if tap.place == "input" else outputs
-            self.kept[tap] = keep_input(found[tap.index])
+    def keep(self, taps: Mapping[Tap, Tensor], beside: Sequence[Tensor]) -> None:
+        """Keep the inputs of the products.
+
+        Args:
+            taps: The inputs.
+            beside: What shares memory with them, and counts its writes apart.
+        """
+        for tap, tensor in taps.items():
+            self.kept[tap] = keep_input(tensor)
+        self._beside = [(tensor.detach(), tensor._version) for tensor in beside]
+
+    def _check_unwritten(self) -> None:
+        for tensor, version in self._beside:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
+                    f"was written in place before the backward that needs it; write a copy of it"
+                )
 
     def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
-        """Leave the weight gradients for W, those of the last product first."""
+        """Leave the weight gradients for W, those of the last product first.
+
+        Raises:
+            RuntimeError: What W needs was written meanwhile.
+        """
+        self._check_unwritten()
         found = {tap: kept.read() for tap, kept in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
@@ -74,9 +92,12 @@ class SplitRegion:
         examples = [product.found.example for product in graph.products]
         self._zeros = [torch.zeros((), dtype=e.dtype, device=e.device) for e in examples]
         self._indices = sorted({source.index for source in graph.sources})
+        self._taps = [*dict.fromkeys(product.tap for product in graph.products)]
+        self._beside: list[Tap] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the region."""
+        leave_if_ahead()
         if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
             return self._whole(*inputs)
         graph = self._graph
@@ -87,8 +108,29 @@ class SplitRegion:
         kept = (inputs[index] for index in graph.kept)
         detached = (weight.detach() for weight in weights.values())
         outputs = self._compiled(*kept, *detached, *zeros)
-        run.keep(inputs, outputs)
+        self._keep(run, inputs, outputs)
         return outputs[: graph.num_outputs]
+
+    def _keep(self, run: _Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        places = {"input": inputs, "output": outputs}
+        taps = {tap: places[tap.place][tap.index] for tap in self._taps}
+        if self._beside is None:  # which memory is shared is decided with the code
+            self._beside = self._find_beside(taps, inputs, outputs)
+        run.keep(taps, [places[tap.place][tap.index] for tap in self._beside])
+
+    def _find_beside(
+        self, taps: Mapping[Tap, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> list[Tap]:
+        """Find what others may write of the memory of the region's own outputs."""
+        shared = {_memory_of(tensor) for tap, tensor in taps.items() if tap.place == "output"}
+        others = {Tap("input", index): tensor for index, tensor in enumerate(inputs)}
+        for index, tensor in enumerate(outputs[: self._graph.num_outputs]):
+            others[Tap("output", index)] = tensor
+        return [
+            place
+            for place, tensor in others.items()
+            if isinstance(tensor, Tensor) and _memory_of(tensor) in shared
+        ]
 
 
 class _Zeros(torch.autograd.Function):
@@ -109,6 +151,10 @@ class _Zeros(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.run.kept.clear()
         return None, None, None
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _make_call(product: SplitProduct, weights: Mapping[WeightSource, Tensor]) -> DeferredCall:

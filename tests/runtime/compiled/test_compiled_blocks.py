@@ -3,11 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from lightning_pipeoffload.runtime.compiled import backends
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
-from tests.support.comparison import assert_trains_exactly
+from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
+from tests.support.small_modules import assert_same
 
 WIDTH = 4
 COMPILE = {"backend": "aot_eager"}
@@ -30,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, block=Block, depth=6):
+    def __init__(self, block=Block, depth=4):
         super().__init__()
         self.embed = nn.Embedding(8, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(depth))
@@ -58,6 +62,11 @@ def tokens(length=5, count=8):
 @pytest.fixture(autouse=True)
 def compile_anew():
     torch.compiler.reset()
+
+
+def lines(caplog):
+    """Return what the package has logged."""
+    return {record.message for record in caplog.records if record.name == backends.__name__}
 
 
 @pytest.fixture
@@ -98,4 +107,156 @@ def test_blocks_that_the_user_has_compiled_are_split(wrap, left_for_w):
         blocks = [torch.compile(block, backend="aot_eager") for block in module.model.blocks]
         module.model.blocks = nn.ModuleList(blocks)
     assert_trains_exactly(module, tokens(), num_ranks=2)
-    assert len(left_for_w) == 4 * (6 * 3 + 1)
+    assert len(left_for_w) == 4 * (4 * 3 + 1)
+
+
+class Adapted(Block):
+    """Frozen weights, and beside them two that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.inner = nn.Linear(WIDTH, 2, bias=False)
+        self.outer = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.outer(self.inner(x))
+
+
+class Dropping(Adapted):
+    def forward(self, x):
+        return super().forward(functional.dropout(x, 0.3))
+
+
+class Shared(Block):
+    """Weights that are used more than once, and otherwise than in products."""
+
+    def forward(self, x):
+        y = self.gate(super().forward(x)) @ self.up.weight.t()
+        return super().forward(y) + functional.linear(x, self.gate.weight.t()).tanh().square().sum()
+
+
+class Convolved(Block):
+    def __init__(self):
+        super().__init__()
+        self.depthwise = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+        self.back = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(self.back(self.depthwise(x.mT).tanh()).mT)
+
+
+class Broken(Block):
+    """Two regions, with code between them that is run as it is written."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return self.gate(x) + self.up(x)
+
+
+class WritesInPlace(Block):
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        y.add_(1)
+        return functional.relu(y) @ self.down
+
+
+class Autocast(Block):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).double()
+
+
+BLOCKS = {
+    "adapted": (Adapted, 2 * 4),
+    "shared": (Shared, 9 * 4),
+    "convolved": (Convolved, 5 * 4),
+    "regions": (Broken, 5 * 4),
+    "in place": (WritesInPlace, 2 * 4),
+}
+
+
+@pytest.mark.parametrize(("block", "count"), BLOCKS.values(), ids=BLOCKS)
+def test_forms_of_blocks(block, count, left_for_w):
+    assert_trains_exactly(task(block), tokens(), num_ranks=2, compile=COMPILE)
+    assert len(left_for_w) == 4 * (count + 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
+@pytest.mark.parametrize("block", [Dropping, Autocast])
+def test_what_is_kept_or_not_makes_no_difference(block, recompute, left_for_w):
+    module, batch = task(block), tokens()
+    _, plain = train(module, "zb_h1", 2, batch, recompute=recompute)
+    uncompiled, left_for_w[:] = sum(left_for_w), []
+    _, found = train(module, "zb_v", 2, batch, recompute=recompute, compile=COMPILE)
+    assert_same(found, plain, 1e-12 if block is Dropping else 1e-6)
+    assert sum(left_for_w) == uncompiled
+
+
+def test_lengths_may_change(left_for_w):
+    module = task()
+    pipeline, _ = train(module, "zb_h1", 2, tokens(), compile=COMPILE)
+    for length in (7, 3):
+        batch = tokens(length)
+        before = {name: grad.clone() for name, grad in pipeline.named_gradients().items()}
+        left_for_w.clear()
+        pipeline.run(batch, 2)
+        added = {name: grad - before[name] for name, grad in pipeline.named_gradients().items()}
+        expected = train_plain(module, batch).gradients
+        torch.testing.assert_close(added, expected, rtol=1e-10, atol=1e-12)
+        assert len(left_for_w) == 4 * (4 * 3 + 1)
+
+
+def test_a_block_that_checkpoints_by_itself_says_what_that_costs(caplog):
+    class Checkpointed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    backends.say.cache_clear()
+    assert_trains_exactly(task(Checkpointed), tokens(), num_ranks=2, compile=COMPILE)
+    (line,) = lines(caplog)
+    assert line.startswith("what a compiled block checkpoints by itself gets its weight gradients")
+
+
+@pytest.mark.parametrize(
+    ("fails", "line", "count"),
+    [
+        (lambda inputs: len(inputs) > 10, "a compiled block gets its weight gradients in B", 1),
+        (lambda inputs: True, "a block runs as it is written, for it does not compile", 13),
+    ],
+)
+def test_what_a_backend_cannot_do(fails, line, count, left_for_w, caplog):
+    def backend(module, inputs):
+        if fails(inputs):
+            raise RuntimeError("no such kernel")
+        return aot_eager(module, inputs)
+
+    aot_eager = lookup_backend("aot_eager")
+    backends.say.cache_clear()
+    assert_trains_exactly(task(), tokens(), num_ranks=2, compile={"backend": backend})
+    assert len(left_for_w) == 4 * count
+    (found,) = lines(caplog)
+    assert found.startswith(line)
+    assert "no such kernel" in found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_is_written_behind_a_region_that_has_returned_it_is_refused(backend):
+    class Late(Block):
+        def forward(self, x):
+            y = self.norm(x).sin()
+            g = self.gate(y.view(-1, WIDTH)).view(x.shape)
+            torch._dynamo.graph_break()
+            y.mul_(2.0)
+            return x + g * y
+
+    with pytest.raises(RuntimeError, match="written in place"):
+        train(task(Late), "zb_h1", 2, tokens(), compile={"backend": backend})
+
+
+@pytest.mark.slow
+def test_inductor():
+    module, batch = task(), tokens()
+    _, found = train(module, "zb_h1", 2, batch, compile=True)
+    assert_same(found, train_plain(module, batch), 1e-6)
