@@ -63,7 +63,7 @@ IMPORTED = {
     "torch.overrides": ["_get_current_function_mode"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "torch._dynamo.eval_frame": ["OptimizedModule"],
-    "torch._dynamo.exc": ["RestartAnalysis", "SkipFrame"],
+    "torch._dynamo.exc": ["RestartAnalysis", "SkipFrame", "TorchDynamoException"],
     "torch._dynamo": ["trace_rules"],
     "torch._guards": ["TracingContext", "detect_fake_mode"],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
