@@ -46,7 +46,9 @@ class RehearsedModel(ModelProbe):
         """
         split = self._make_layers(schedule, settings)
         self._module = self._precision.convert_module(self._module)
-        cut = CutSettings(schedule.placement, settings.blocks, split, settings.recompute)
+        cut = CutSettings(
+            schedule.placement, settings.blocks, split, settings.recompute, compile=settings.compile
+        )
         self._device = device
         self._pipeline = pipeline = Pipeline(self._module, rank, cut, device)
         self._size = self.batch_size // schedule.num_microbatches

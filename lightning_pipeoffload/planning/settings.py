@@ -165,6 +165,7 @@ class PipelineSettings:
             self.recompute,
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
             group.replicas.first,
+            self.compile,
         )
 
     @property
