@@ -57,6 +57,12 @@ class LateGPT(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.parametrize("words", ["schedule=auto", "costs_file=costs.json"])
+def test_what_takes_seconds_is_refused(words):
+    with pytest.raises(ScheduleError, match="a model's shapes tell no seconds"):
+        plan(plan_config(*SMALL, words))
+
+
 def test_figures_are_those_of_a_run(capsys):
     found = estimate(capsys, "schedule=zb_v")
     memory = found["memory"]
