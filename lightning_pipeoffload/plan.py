@@ -99,8 +99,8 @@ def _estimate_model(config: DictConfig) -> None:
     """Answer for a model, which takes torch and the package itself."""
     if config.strategy.schedule == "auto" or config.costs_file is not None:
         raise ScheduleError(
-            "schedule=auto and costs_file are for costs, and a model's shapes tell no seconds: leave "
-            "out model, and give what pipeoffload-rehearse costs_file=FILE has measured of it"
+            "schedule=auto and costs_file are for costs, and a model's shapes tell no seconds: "
+            "leave out model, and give what pipeoffload-rehearse costs_file=FILE has measured of it"
         )
     package = sys.modules["lightning_pipeoffload"]
     if not hasattr(package, "PipeOffloadStrategy"):  # the script has not run it
