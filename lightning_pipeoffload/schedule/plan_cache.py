@@ -30,6 +30,7 @@ _TIMES = ("forward", "backward_input", "backward_weight", "communication", "offl
 _MEMORY = ("activation", "weight_residue", "weight_input")
 _TIME_STEP, _MEMORY_STEP = 0.02, 1 / 16
 _UNLIMITED = 10**9
+_MOST_OF_A_FAMILY = 64  # files
 _KINDS = tuple(Kind)
 
 
@@ -140,8 +141,15 @@ class PlanCache:
             with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
                 file.write(text)
             os.replace(file.name, path)  # whoever reads has the old file or the new one
+            self._drop_oldest(question)
         except OSError as error:
             log.warning("the plan is not kept for the next run: %s", error)
+
+    def _drop_oldest(self, question: PlanQuestion) -> None:
+        """Let a folder not grow with every run, whose measured costs are never the same."""
+        newest_first = sorted(self._near(question), key=lambda path: -path.stat().st_mtime)
+        for path in newest_first[_MOST_OF_A_FAMILY:]:
+            path.unlink(missing_ok=True)
 
     def _path(self, question: PlanQuestion, numbers: list[int]) -> Path:
         return self.folder / f"{question.family}-{_digest(json.dumps(numbers))[:16]}.json"

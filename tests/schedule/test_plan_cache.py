@@ -1,4 +1,5 @@
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_a_later_plan_takes_the_place_of_an_earlier_one(cache):
     cache.store(QUESTION, build("1f1b", 4, 8))
     assert cache.find(QUESTION).schedule.name == "1f1b"
     assert len(list(cache.folder.iterdir())) == 1
+
+
+def test_a_folder_does_not_grow_forever(cache, monkeypatch):
+    monkeypatch.setattr("lightning_pipeoffload.schedule.plan_cache._MOST_OF_A_FAMILY", 3)
+    before = set()
+    for number in range(5):
+        cache.store(with_costs(forward=31.0 + 2 * number), PLAN)
+        (newest,) = set(cache.folder.iterdir()) - before
+        os.utime(newest, (number, number))
+        before = set(cache.folder.iterdir())
+    assert len(before) == 3
+    assert cache.find(with_costs(forward=39.0)).is_exact
+    assert not cache.find(with_costs(forward=31.0)).is_exact
 
 
 def _cut(text):
