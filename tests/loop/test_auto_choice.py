@@ -16,7 +16,7 @@ from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twic
         (2, "averaging", {"module": {"hook": True}}),
         (2, "bare", {"num_microbatches": "auto"}),
         (2, "late", {}),
-        (2, "plain", {"data_parallel_size": 2, "pipeline_parallel_size": 1}),
+        pytest.param(4, "awkward", {"data_parallel_size": 2}, marks=pytest.mark.slow),
         (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
     ],
     ids=[
@@ -37,6 +37,7 @@ def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, 
     assert own["report"]["schedule"] in SCHEDULES
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_by_what_is_chosen(ranks, tmp_path):
     own, named = ranks(2).run(resumed, str(tmp_path))[0]
     assert len(own["losses"]) == 2
