@@ -3,9 +3,11 @@
 Eight pre-norm transformer blocks go through F, B and W by three engines: the fused backward of
 autograd (its W is empty), ours (``runtime/weight_grad.py``), and the split of
 ``torch.distributed.pipelining``, which walks the autograd graph. Without and with activation
-checkpointing.
+checkpointing. With ``--compiled`` the fused backward and ours are those of blocks that inductor has
+compiled.
 
     python examples/benchmarks/weight_split.py --widths 256 512 --repetitions 21
+    python examples/benchmarks/weight_split.py --compiled
 
 Time is CPU time of the one thread, so that other work on the machine shifts it little; the engines
 take turns, and a ratio is the median over the turns of an engine's B + W over the fused one's.
@@ -32,6 +34,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos.gpt import Block
+from lightning_pipeoffload.runtime.compiled.backends import install_split, remove_split
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 
@@ -41,16 +44,21 @@ PHASES = ("F", "B", "W")
 MIB = 2**20
 
 
+class SplitBlock(Block):
+    """A block that is compiled apart from others: torch keeps what it has compiled by class."""
+
+
 class Blocks(nn.Sequential):
     """The blocks of one stage.
 
     Args:
         width: features of a token.
         checkpointed: keep the input of each block only, and compute the rest again in B.
+        kind: the class of the blocks.
     """
 
-    def __init__(self, width: int, checkpointed: bool) -> None:
-        super().__init__(*(Block(width, HEADS, dropout=0.0) for _ in range(NUM_BLOCKS)))
+    def __init__(self, width: int, checkpointed: bool, kind: type[Block] = Block) -> None:
+        super().__init__(*(kind(width, HEADS, dropout=0.0) for _ in range(NUM_BLOCKS)))
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,10 +145,10 @@ class Case:
     gradient: Tensor
 
     @classmethod
-    def make(cls, width: int, checkpointed: bool) -> Case:
+    def make(cls, width: int, checkpointed: bool, kind: type[Block] = Block) -> Case:
         """Draw them."""
         torch.manual_seed(0)
-        blocks = Blocks(width, checkpointed)
+        blocks = Blocks(width, checkpointed, kind)
         for parameter in blocks.parameters():
             mark(parameter)
         x = torch.randn(BATCH, TOKENS, width, requires_grad=True)
@@ -164,8 +172,10 @@ class Case:
         """Start a run; each ``next`` is a phase. Only our engine has kernels in the dispatcher."""
         if engine is ours:
             install_kernels("cpu")
+            install_split()
         else:
             remove_kernels()
+            remove_split()
         return engine(self.blocks, self.x, self.gradient)
 
 
@@ -186,23 +196,27 @@ def phase_bytes(case: Case, engine: Engine) -> list[int]:
     return [live_bytes() - before for _ in run]
 
 
-def measure_time(case: Case, repetitions: int) -> dict[str, list[list[float]]]:
+Runs = dict[str, tuple[Case, Engine]]
+
+
+def measure_time(runs: Runs, repetitions: int) -> dict[str, list[list[float]]]:
     """Let the engines take turns; return the phases' times of each."""
     seconds = defaultdict(list)
-    for name in [*ENGINES] * (repetitions + 1):
-        seconds[name].append(phase_seconds(case, ENGINES[name]))
+    for name in [*runs] * (repetitions + 1):
+        seconds[name].append(phase_seconds(*runs[name]))
     return {name: turns[1:] for name, turns in seconds.items()}
 
 
-def check_gradients(case: Case) -> None:
+def check_gradients(runs: Runs) -> None:
     """Refuse to compare engines that compute different things.
 
     Raises:
         RuntimeError: a gradient differs from the fused backward's.
     """
-    expected = case.gradients(fused)
-    for name in ("ours", "torch"):
-        for found, right in zip(case.gradients(ENGINES[name]), expected, strict=True):
+    case, engine = runs["fused"]
+    expected = case.gradients(engine)
+    for name, (case, engine) in runs.items():
+        for found, right in zip(case.gradients(engine), expected, strict=True):
             error = (found - right).abs().max() / right.abs().max()
             if error > 1e-4:  # float32, summed in another order
                 raise RuntimeError(f"{name}: a gradient is off by {error:.1e}")
@@ -211,15 +225,33 @@ def check_gradients(case: Case) -> None:
 def compare(table: Table, width: int, checkpointed: bool, repetitions: int) -> None:
     """Add a row to ``table`` for each engine."""
     case = Case.make(width, checkpointed)
-    check_gradients(case)
-    seconds = measure_time(case, repetitions)
-    for name, engine in ENGINES.items():
+    runs = {name: (case, engine) for name, engine in ENGINES.items()}
+    add_rows(table, f"{width}{', checkpointed' if checkpointed else ''}", runs, repetitions)
+
+
+def compare_compiled(table: Table, width: int, repetitions: int) -> None:
+    """Add a row to ``table`` for each engine with compiled blocks."""
+    runs = {
+        "fused": (Case.make(width, False), fused),
+        "ours": (Case.make(width, False, SplitBlock), ours),
+    }
+    for case, _ in runs.values():
+        for block in case.blocks:
+            block.compile()
+    add_rows(table, f"{width}, compiled", runs, repetitions)
+
+
+def add_rows(table: Table, label: str, runs: Runs, repetitions: int) -> None:
+    """Add a row to ``table`` for each engine, compared with the fused one."""
+    check_gradients(runs)
+    seconds = measure_time(runs, repetitions)
+    for name, (case, engine) in runs.items():
         turns = zip(seconds[name], seconds["fused"], strict=True)
         ratio = median(sum(mine[1:]) / sum(base[1:]) for mine, base in turns)
         phases = [median(turn[phase] for turn in seconds[name]) for phase in range(len(PHASES))]
         after = phase_bytes(case, engine)
         table.add_row(
-            f"{width}{', checkpointed' if checkpointed else ''}",
+            label,
             name,
             *(f"{phase * 1e3:.1f}" for phase in phases),
             f"{ratio:.2f}",
@@ -245,11 +277,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--repetitions", type=int, default=15, help="turns of each engine")
+    parser.add_argument("--compiled", action="store_true", help="blocks compiled by inductor")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     table = make_table()
     for width in arguments.widths:
+        if arguments.compiled:
+            compare_compiled(table, width, arguments.repetitions)
+            continue
         for checkpointed in (False, True):
             compare(table, width, checkpointed, arguments.repetitions)
     Console(width=130).print(table)
