@@ -183,8 +183,17 @@ def test_forms_of_blocks(block, count, left_for_w):
     assert len(left_for_w) == 4 * (count + 1)
 
 
-@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
-@pytest.mark.parametrize("block", [Dropping, Autocast])
+@pytest.mark.parametrize(
+    ("block", "recompute"),
+    [
+        (Dropping, "full"),
+        (Autocast, "none"),
+        pytest.param(Dropping, "none", marks=pytest.mark.slow),
+        pytest.param(Dropping, "cheap", marks=pytest.mark.slow),
+        pytest.param(Autocast, "cheap", marks=pytest.mark.slow),
+        pytest.param(Autocast, "full", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_kept_or_not_makes_no_difference(block, recompute, left_for_w):
     module, batch = task(block), tokens()
     _, plain = train(module, "zb_h1", 2, batch, recompute=recompute)
