@@ -21,18 +21,9 @@ from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.block_examples import find_examples
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
-from lightning_pipeoffload.runtime.cut.cut_check import (
-    check_cut,
-    check_shared_weights,
-    check_weight_writes,
-)
+from lightning_pipeoffload.runtime.cut.cut_check import check_shared_weights
 from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
-from lightning_pipeoffload.runtime.cut.draw_check import (
-    DrawCheck,
-    check_mixed_writes,
-    check_repeatable,
-    drawn_before,
-)
+from lightning_pipeoffload.runtime.cut.draw_check import drawn_before
 from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors, SharedWeight
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
@@ -40,13 +31,13 @@ from lightning_pipeoffload.runtime.cut.partition import (
     SegmentCosts,
     cut,
     estimate_costs,
-    find_segments,
     stage_costs,
 )
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.segment_uses import SegmentUses
 from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
+from lightning_pipeoffload.runtime.cut.step_checks import StepChecks
 from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
-from lightning_pipeoffload.runtime.cut.use_check import UseCheck
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
@@ -127,9 +118,8 @@ class Pipeline:
             self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_look()
         )
         self.stages.clear()
-        self._segments: dict[str, set[int]] = {}
+        self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
         self._shared_weights: list[SharedWeight] = []
-        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         # A split that cannot be is refused here, before anything runs.
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
@@ -310,44 +300,25 @@ class Pipeline:
         if not self.committed:
             self._learn(probe)
         if len(self.partition) > 1:
-            check_weight_writes(probe, self.chain, self.partition, self.tensors.owners_of)
-            check_repeatable(probe, self.partition)
-            self._draw_check.check(probe)
-            check_mixed_writes(probe, self.partition, self.settings.stage_ranks)
-            self._use_check.check(probe)
+            self._checks.check(probe, self.tensors.owners_of)
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
-            check_cut(probe, self.chain, self.partition)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
         """Cut by the first probe; let stages own what a later one shows they use."""
         self.tensors.refuse_added(self.module)
-        if not self._segments:
+        if not self._uses.segments:
             self._cut(probe)
-        found = find_segments(self.module, self.chain, probe)
-        computed = {
-            name for name in found if name not in self.tensors.trainable and probe.segments[name]
-        }
-        for name in computed - self._computed:  # no stage but these has its value from now on
-            self._segments[name] = set()
-        self._computed |= computed
-        known = self._computed - computed
-        learned = {
-            name: self._segments.get(name, set()) | (set() if name in known else uses)
-            for name, uses in found.items()
-        }
-        if learned != self._segments:
-            self._segments = learned
+        if self._uses.learn(probe):
             self._assign()
 
     def _cut(self, probe: Probe) -> None:
         costs = self.settings.agree(estimate_costs(self.module, self.chain, probe))
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
-        self._draw_check = DrawCheck(self.partition)
-        self._use_check = UseCheck(self.chain, self.partition)
+        self._checks = StepChecks(self.chain, self.partition, ranks)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
@@ -356,7 +327,7 @@ class Pipeline:
     def _assign(self) -> None:
         owners = {
             name: frozenset(s.index for s in self.partition if s.segments & segments)
-            for name, segments in self._segments.items()
+            for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:
             self.parts.bring(owners, self.tensors)
