@@ -53,7 +53,7 @@ LAYERS = (
     "processes",
     "checkpoints",
     "metrics",
-    "hooks",
+    "loop/hooks",
     "loop",
     "odc",
     "strategy",
@@ -63,7 +63,6 @@ LAYERS = (
     "cli",
     "train",
     "plan",
-    "rehearse",
 )
 
 
@@ -77,8 +76,10 @@ NAMES = {name_of(module) for module in MODULES}
 
 
 def layer_of(name):
-    first, _, rest = name.partition("/")
-    return f"{first}/{rest.partition('/')[0]}" if first == "runtime" and rest else first
+    """Return the room that is listed, or else its folder."""
+    first, *rest = name.split("/")
+    room = f"{first}/{rest[0]}" if rest else first
+    return room if room in LAYERS else first
 
 
 def imports_of(path):

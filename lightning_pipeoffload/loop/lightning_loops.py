@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.hooks.end_hooks import EndHooks, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.loop.throughput import share_throughput
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh

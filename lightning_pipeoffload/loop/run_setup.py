@@ -11,10 +11,6 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.checkpoints.whole_again import make_whole
-from lightning_pipeoffload.hooks.end_hooks import EndHooks
-from lightning_pipeoffload.hooks.gradient_hooks import GradientHooks
-from lightning_pipeoffload.hooks.gradient_sizes import share_gradient_sizes
-from lightning_pipeoffload.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.arrivals import Arrivals
 from lightning_pipeoffload.loop.batch_backward import BatchBackward
 from lightning_pipeoffload.loop.callback_checks import (
@@ -26,6 +22,10 @@ from lightning_pipeoffload.loop.clocks import Clocks
 from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
 from lightning_pipeoffload.loop.first_batches import FirstBatches
 from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
+from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks
+from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
+from lightning_pipeoffload.loop.hooks.gradient_sizes import share_gradient_sizes
+from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.joint_stop import JointStop
 from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
 from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_scale

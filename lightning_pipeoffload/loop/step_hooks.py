@@ -10,9 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_pipeoffload.hooks.outputs_elsewhere import numbers_in
-from lightning_pipeoffload.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.compilation import compile_ahead
+from lightning_pipeoffload.loop.hooks.outputs_elsewhere import numbers_in
+from lightning_pipeoffload.loop.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.run_setup import RunSetup
 from lightning_pipeoffload.loop.step_inputs import StepOutput
 from lightning_pipeoffload.loop.weights_watch import WeightsWatch

@@ -9,7 +9,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lightning_pipeoffload.hooks.users_hooks import users_hooks
+from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.runtime.weights_under_way import SettlingMode, WeightsUnderWay
 
 # From the step of one batch to the first F of the next.

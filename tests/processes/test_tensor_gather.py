@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.hooks.test_gradient_hooks import Net
+from tests.loop.hooks.test_gradient_hooks import Net
 from tests.support import fits
 
 

@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 
 import lightning_pipeoffload
-from lightning_pipeoffload.hooks import end_hooks
+from lightning_pipeoffload.loop.hooks import end_hooks
 from lightning_pipeoffload.runtime.users_code.libraries import (
     is_foundations,
     is_librarys_file,

@@ -7,13 +7,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_pipeoffload.hooks.gradient_readers import may_read_gradients
-from lightning_pipeoffload.hooks.users_hooks import (
+from lightning_pipeoffload.loop.hooks.gradient_readers import may_read_gradients
+from lightning_pipeoffload.loop.hooks.users_hooks import (
     is_users_hook,
     owners_of_hooks,
     refuse_others,
 )
-from lightning_pipeoffload.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
 
 # In the middle of the plan, where the ranks are at different places: what these look at has been
 # there since the batch before.

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torchmetrics import SumMetric
 
-from lightning_pipeoffload.hooks.written_attributes import WrittenAttributes, attributes_watched
+from lightning_pipeoffload.loop.hooks.written_attributes import (
+    WrittenAttributes,
+    attributes_watched,
+)
 
 
 class Meter:

@@ -18,14 +18,17 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 
-from lightning_pipeoffload.hooks.outputs_elsewhere import ElsewhereError, OutputsElsewhere
-from lightning_pipeoffload.hooks.users_hooks import (
+from lightning_pipeoffload.loop.hooks.outputs_elsewhere import ElsewhereError, OutputsElsewhere
+from lightning_pipeoffload.loop.hooks.users_hooks import (
     is_users_hook,
     owners_of_hooks,
     refuse_others,
 )
-from lightning_pipeoffload.hooks.wrapped_hook import WrappedHook
-from lightning_pipeoffload.hooks.written_attributes import WrittenAttributes, attributes_watched
+from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.loop.hooks.written_attributes import (
+    WrittenAttributes,
+    attributes_watched,
+)
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 
 _KINDS = ("train", "validation", "test", "predict")

@@ -6,8 +6,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_pipeoffload.cli.configuration import configuration_directory
+from lightning_pipeoffload.cli.rehearse import rehearse
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.rehearse import rehearse
 from lightning_pipeoffload.schedule import ScheduleError
 from tests.cli.test_model_estimate import LateGPT  # noqa: F401 - named in a configuration
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_pipeoffload.hooks.outputs_elsewhere import (
+from lightning_pipeoffload.loop.hooks.outputs_elsewhere import (
     ElsewhereError,
     OutputsElsewhere,
     numbers_in,

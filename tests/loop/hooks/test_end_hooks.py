@@ -10,7 +10,7 @@ import torch
 from torchmetrics import SumMetric
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.hooks.end_hooks import EndHooks, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks, refuse_other_callbacks
 
 
 class Module(L.LightningModule):
