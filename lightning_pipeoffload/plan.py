@@ -27,6 +27,7 @@ from lightning_pipeoffload.cli.comparison import (
 )
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.costs_file import read_costs
+from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
 from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
@@ -45,6 +46,7 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     with_copy_ratio,
 )
+from lightning_pipeoffload.schedule.candidates import Option
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -79,6 +81,9 @@ def plan(config: DictConfig) -> None:
     costs = _costs(config)
     units = Units.of(costs)
     file = _picture_file(config, units)
+    if config.sweep is not None:
+        _sweep(config, costs, file)
+        return
     if config.compare:
         _compare(config, costs, file)
         return
@@ -97,10 +102,12 @@ def plan(config: DictConfig) -> None:
 
 def _estimate_model(config: DictConfig) -> None:
     """Answer for a model, which takes torch and the package itself."""
-    if config.strategy.schedule == "auto" or config.costs_file is not None:
+    no_costs = config.costs_file is None and config.sweep is None
+    if config.strategy.schedule == "auto" or not no_costs:
         raise ScheduleError(
-            "schedule=auto and costs_file are for costs, and a model's shapes tell no seconds: "
-            "leave out model, and give what pipeoffload-rehearse costs_file=FILE has measured of it"
+            "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
+            "seconds: leave out model, and give what pipeoffload-rehearse costs_file=FILE has "
+            "measured of it"
         )
     package = sys.modules["lightning_pipeoffload"]
     if not hasattr(package, "PipeOffloadStrategy"):  # the script has not run it
@@ -229,6 +236,14 @@ def _schedule(
         if option in has_place:
             raise ScheduleError(f"options.{option} has a place of its own; set {option}")
     return build(_name(config), **has_place, **options)
+
+
+def _sweep(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:
+    def costs_of(option: Option) -> Costs:
+        return costs_of_stage(costs, option.num_chunks)
+
+    sweep = sweep_memory_limit(config, costs_of, Units.of(costs))
+    print_sweep(sweep, file, config.format == "json")
 
 
 def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:

@@ -42,11 +42,12 @@ class Box(NamedTuple):
 
 
 class Area(NamedTuple):
-    """A filled polygon with an outline along all but its last edge."""
+    """A filled polygon with an outline along all but its last edge, so many pixels thick."""
 
     points: tuple[tuple[float, float], ...]
     color: str
     outline: str
+    thickness: float = 1.0
 
 
 class Words(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,13 +71,41 @@ class PictureFile:
             ScheduleError: It cannot be written, the part to show is none of the timelines', a trace
                 is wanted of several, or matplotlib is missing for a PNG.
         """
-        try:
-            if self.path.suffix == ".json":
-                self._write_trace(drawn)
-            elif self.path.suffix == ".svg":
-                self.path.write_text(to_svg(self._draw(drawn)), encoding="utf-8")
+        if self.path.suffix == ".json":
+            self._write_trace(drawn)
+        else:
+            self._write_picture(self._draw(drawn))
+
+    def write_drawing(self, draw: Callable[[], Drawing]) -> None:
+        """Write what is no timeline.
+
+        Args:
+            draw: Draws it.
+
+        Raises:
+            ScheduleError: It cannot be written, a part of it or a trace is asked for, or matplotlib
+                is missing for a PNG.
+        """
+        for name, value in (("microbatches", self.microbatches), ("time", self.time)):
+            if value is not None:
+                raise ScheduleError(f"picture.{name} ({value}) is for timelines; leave it out")
+        if self.path.suffix == ".json":
+            raise ScheduleError(
+                f"picture ({self.path}) is a trace, which shows a schedule; use .svg or .png"
+            )
+        self._write_picture(draw())
+
+    def _write_picture(self, drawing: Drawing) -> None:
+        with self._writing():
+            if self.path.suffix == ".svg":
+                self.path.write_text(to_svg(drawing), encoding="utf-8")
             else:
-                write_png(self._draw(drawn), self.path)
+                write_png(drawing, self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             reason = error.strerror or error
             raise ScheduleError(f"picture ({self.path}) cannot be written: {reason}") from error
@@ -94,4 +123,5 @@ class PictureFile:
                 f"or draw an .svg or .png"
             )
         trace = to_trace(drawn[0].timeline, drawn[0].costs)
-        self.path.write_text(json.dumps(trace), encoding="utf-8")
+        with self._writing():
+            self.path.write_text(json.dumps(trace), encoding="utf-8")

@@ -54,7 +54,12 @@ _NO_LIMITS = Limits()
 
 
 def evaluate(
-    wanted: Sequence[Option], num_ranks: int, costs_of: CostsOf, limits: Limits = _NO_LIMITS
+    wanted: Sequence[Option],
+    num_ranks: int,
+    costs_of: CostsOf,
+    limits: Limits = _NO_LIMITS,
+    *,
+    always_search: bool = False,
 ) -> Choice:
     """Plan every option, and choose the fastest plan that keeps the limits.
 
@@ -63,6 +68,7 @@ def evaluate(
         num_ranks: Ranks of the pipeline.
         costs_of: Returns what the stages of an option cost; it may raise ScheduleError.
         limits: What the plans have to keep.
+        always_search: Search for seconds also where that promises nothing.
 
     Raises:
         MemoryLimitError: None does; the message has the least that would do.
@@ -75,7 +81,7 @@ def evaluate(
         trials.try_order(option)
     trials.try_copies(quick)
     for option in slow:
-        if trials.may_gain(option):
+        if always_search or trials.may_gain(option):
             trials.try_order(option)
     best = best_of(trials.found)
     if best is None:

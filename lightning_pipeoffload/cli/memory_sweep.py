@@ -1,0 +1,325 @@
+"""``pipeoffload-plan sweep=memory_limit``: how long a step takes in how much memory, by family."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from lightning_pipeoffload.cli.comparison import bare_table
+from lightning_pipeoffload.cli.units import Units
+from lightning_pipeoffload.pictures.axis import round_step
+from lightning_pipeoffload.pictures.drawing import Drawing
+from lightning_pipeoffload.pictures.legend import color_of
+from lightning_pipeoffload.pictures.limit_drawing import Stair, Stairs, draw_stairs
+from lightning_pipeoffload.pictures.picture_file import PictureFile
+from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
+from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["MemorySweep", "print_sweep", "sweep_memory_limit"]
+
+_COLORS = {
+    Kind.BW: ("gpipe", "1f1b", "interleaved_1f1b"),
+    Kind.F: ("zb_h1", "zb_h2", "zb_1p", "zb_2p", "zb"),
+    Kind.W: ("zb_v", "1f1b_v", "v_min", "v_half", "v"),
+    Kind.OFFLOAD: ("gis", "gis_h", "grouped", "uniform"),
+    Kind.RELOAD_B: ("po_h", "po_f"),
+}
+_NARROW = (0, 0)  # so that ten limits fit 80 characters
+# Limits that are not given are round, and about so many.
+_MANY = 10
+# What needs more than so many times the memory of the fastest plan has no part in choosing them.
+_TOO_LARGE = 2.0
+_ROUNDING = 1 + 1e-9
+
+CostsOf = Callable[[Option], Costs]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one family of schedules offers.
+
+    Attributes:
+        name: Its name.
+        plans: Each needs more memory than the one before, and takes less time.
+        reason: Why there are none, or none without a limit; else empty.
+    """
+
+    name: str
+    plans: Sequence[Candidate]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, name: str, found: Iterable[Candidate], reason: str) -> Family:
+        """Keep of what was found what nothing else is better than."""
+        plans: list[Candidate] = []
+        for plan in sorted(found, key=lambda one: (_memory(one), _seconds(one))):
+            if not plans or _seconds(plan) * _ROUNDING < _seconds(plans[-1]):
+                plans.append(plan)
+        return cls(name, plans, reason)
+
+    def within(self, limit: float) -> Candidate | None:
+        """Return the fastest plan that keeps a limit."""
+        kept = [plan for plan in self.plans if _memory(plan) <= limit * _ROUNDING]
+        return kept[-1] if kept else None
+
+
+@dataclass(frozen=True)
+class MemorySweep:
+    """What all families offer.
+
+    Attributes:
+        limits: The limits that plans were made for, rising.
+        families: What each offers.
+        units: What times and memory are counted in.
+        title: What was planned, in words.
+    """
+
+    limits: Sequence[float]
+    families: Sequence[Family]
+    units: Units
+    title: str
+
+    def fastest(self, limit: float) -> Candidate | None:
+        """Return the fastest plan of all that keeps a limit."""
+        return best_of(filter(None, (family.within(limit) for family in self.families)))
+
+    def figures(self) -> dict[str, Any]:
+        """Return what JSON says of it."""
+        families = [
+            {
+                "schedule": family.name,
+                "makespan": [_time_of(family.within(limit)) for limit in self.limits],
+                "plans": [_figures(plan) for plan in family.plans],
+                "reason": "" if family.plans else family.reason,
+            }
+            for family in self.families
+        ]
+        best = [self.fastest(limit) for limit in self.limits]
+        fastest = [plan and _figures(plan) for plan in best]
+        return {
+            "sweep": "memory_limit",
+            "limits": [*self.limits],
+            "fastest": fastest,
+            "families": families,
+        }
+
+    def table(self) -> Table:
+        """Return a row per family and a column per limit, the last row the fastest of all."""
+        title = f"{self.title}; step time in {self.units.time}, limits in {self.units.memory}"
+        heads = (f"{limit:.4g}" for limit in self.limits)
+        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=_NARROW)
+        best = [self.fastest(limit) for limit in self.limits]
+        for family in self.families:
+            plans = [family.within(limit) for limit in self.limits]
+            table.add_row(family.name, *map(_cell, plans, best))
+        table.add_section()
+        table.add_row("fastest", *(_cell(plan, None) for plan in best))
+        table.add_row("bubble", *("-" if p is None else f"{p.bubble:.3f}" for p in best))
+        return table
+
+    def lines_of_refused(self) -> list[str]:
+        """Say why families have no plan at all, those with one reason together."""
+        by_reason: dict[str, list[str]] = {}
+        for family in self.families:
+            if not family.plans:
+                by_reason.setdefault(family.reason, []).append(family.name)
+        return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+
+    def drawing(self) -> Drawing:
+        """Return the picture: families that offer the same are one line."""
+        most = self.limits[-1]
+        alike: dict[str, list[Family]] = {}
+        for family in self.families:
+            stairs = _stairs(family, most)
+            if stairs:
+                key = "".join(f"{stair.memory:.6g} {stair.seconds:.6g};" for stair in stairs)
+                alike.setdefault(key, []).append(family)
+        lines = [_line(families, most) for families in alike.values()]
+        every = [plan for family in self.families for plan in family.plans]
+        ideal = min(_seconds(plan) * (1 - (plan.bubble or 0.0)) for plan in every)
+        title = f"Step time over the memory limit of a rank: {self.title}"
+        return draw_stairs(lines, most, ideal, title, self.units)
+
+
+def sweep_memory_limit(config: DictConfig, costs_of: CostsOf, units: Units) -> MemorySweep:
+    """Plan all families for each of several limits.
+
+    Args:
+        config: Conf/plan.yaml with the command line's overrides.
+        costs_of: Returns what the stages of an option cost.
+        units: What the costs are counted in.
+
+    Raises:
+        ScheduleError: An argument has no place here, or nothing fits any limit.
+    """
+    _refuse_what_is_for_one_plan(config)
+    given = _given_limits(config)
+    search = _Search(config, costs_of)
+    search.plan_all(None)
+    search.refuse_if_nothing_is_found()
+    limits = given or _round_limits(search.found.values())
+    for limit in limits:
+        search.plan_all(limit)
+    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
+    sweep = MemorySweep(limits, search.families(), units, title)
+    if not sweep.fastest(limits[-1]):
+        raise ScheduleError(f"memory_limit ({limits[-1]:g}) is less than any plan needs")
+    return sweep
+
+
+class _Search:
+    """Plans each family by itself, for beside the others only what may be the fastest is planned.
+
+    Attributes:
+        found: The plans of each family so far.
+    """
+
+    def __init__(self, config: DictConfig, costs_of: CostsOf) -> None:
+        chunks = config.num_chunks
+        self._wanted = options([config.num_microbatches], num_chunks=chunks)
+        if not self._wanted:
+            raise ScheduleError(f"num_chunks ({chunks}) must be a whole number from 1 on")
+        self._num_ranks, self._offload = config.num_ranks, config.strategy.offload
+        self._costs_of = costs_of
+        names = dict.fromkeys(option.schedule for option in self._wanted)
+        self.found: dict[str, list[Candidate]] = {name: [] for name in names}
+        self._reasons = dict.fromkeys(names, "")
+
+    def plan_all(self, limit: float | None) -> None:
+        """Plan every family under a limit that may change its plan."""
+        for name in self.found:
+            if limit is None or not _has_one_plan(name):
+                self._plan(name, limit)
+
+    def _plan(self, name: str, limit: float | None) -> None:
+        own = [option for option in self._wanted if option.schedule == name]
+        limits = Limits(limit, self._offload)
+        try:
+            choice = evaluate(own, self._num_ranks, self._costs_of, limits, always_search=True)
+        except ScheduleError as error:
+            self._reasons[name] = self._reasons[name] or str(error).partition("\n")[0]
+        else:
+            self.found[name] += [candidate for candidate in choice.candidates if candidate.fits]
+
+    def refuse_if_nothing_is_found(self) -> None:
+        """Raise what the first family was refused for."""
+        if not any(self.found.values()):
+            raise ScheduleError(next(iter(self._reasons.values())))
+
+    def families(self) -> list[Family]:
+        """Return what each family offers."""
+        return [Family.of(name, plans, self._reasons[name]) for name, plans in self.found.items()]
+
+
+def print_sweep(sweep: MemorySweep, file: PictureFile | None, is_json: bool) -> None:
+    """Write the picture if one is asked for, and print the same as a table or as JSON."""
+    if file:
+        file.write_drawing(sweep.drawing)
+    if is_json:
+        sys.stdout.write(json.dumps(sweep.figures()) + "\n")
+        return
+    console = Console()
+    console.print(sweep.table())
+    for line in sweep.lines_of_refused():
+        console.out(line, highlight=False)
+
+
+def _refuse_what_is_for_one_plan(config: DictConfig) -> None:
+    if config.sweep != "memory_limit":
+        raise ScheduleError(f"sweep ({config.sweep}) must be memory_limit")
+    if config.strategy.schedule != "auto":
+        raise ScheduleError(
+            f"sweep draws all families; use schedule=auto, not {config.strategy.schedule}"
+        )
+    for name in ("compare", "options"):
+        if config[name]:
+            raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
+
+
+def _given_limits(config: DictConfig) -> list[float]:
+    """Return the limits that the user names, rising; none: they are to be chosen."""
+    given = config.memory_limit
+    if given is None:
+        return []
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not all(isinstance(n, (int, float)) and 0 < n < inf for n in given):
+        raise ScheduleError(
+            f"memory_limit ({given}) must be a list of numbers above 0 in a sweep, as in "
+            f"memory_limit=[1,2,4]; without it limits are chosen"
+        )
+    return sorted({float(limit) for limit in given})
+
+
+def _round_limits(found: Iterable[Iterable[Candidate]]) -> list[float]:
+    """Return round limits up to the largest that a family has a use for."""
+    best = [plan for plan in map(best_of, found) if plan is not None]
+    fastest = best_of(best)
+    assert fastest is not None
+    most = max(m for m in map(_memory, best) if m <= _TOO_LARGE * _memory(fastest))
+    step = round_step(most / _MANY)
+    return [step * number for number in range(1, ceil(most / step / _ROUNDING) + 1)]
+
+
+def _has_one_plan(name: str) -> bool:
+    """Whether a search for seconds gives the same for any limit."""
+    recipe = SCHEDULES[name]
+    return recipe.takes_seconds and "memory_limit" not in recipe.options
+
+
+def _memory(plan: Candidate) -> float:
+    assert plan.peak_memory is not None
+    return plan.peak_memory
+
+
+def _seconds(plan: Candidate) -> float:
+    assert plan.makespan is not None
+    return plan.makespan
+
+
+def _time_of(plan: Candidate | None) -> float | None:
+    return None if plan is None else plan.makespan
+
+
+def _figures(plan: Candidate) -> dict[str, Any]:
+    names = ("offload", "makespan", "bubble", "peak_memory")
+    return {**vars(plan.option), **{name: getattr(plan, name) for name in names}}
+
+
+def _cell(plan: Candidate | None, best: Candidate | None) -> str:
+    if plan is None:
+        return "-"
+    is_best = best is not None and _seconds(plan) <= _seconds(best) * _ROUNDING
+    return f"[bold]{_seconds(plan):.4g}[/]" if is_best else f"{_seconds(plan):.4g}"
+
+
+def _line(families: Sequence[Family], most: float) -> Stairs:
+    name = ", ".join(family.name for family in families)
+    return Stairs(name, _color(families[0].name), _stairs(families[0], most))
+
+
+def _stairs(family: Family, most: float) -> list[Stair]:
+    return [_stair(plan) for plan in family.plans if _memory(plan) <= most * _ROUNDING]
+
+
+def _stair(plan: Candidate) -> Stair:
+    option, memory, seconds = plan.option, _memory(plan), _seconds(plan)
+    hint = f"{option.schedule}, {option.num_chunks} per rank, offload {plan.offload}: "
+    return Stair(memory, seconds, f"{hint}{seconds:.4g} in {memory:.4g}")
+
+
+def _color(name: str) -> str:
+    for kind, names in _COLORS.items():
+        if name in names:
+            return color_of(kind, names.index(name), len(names))
+    return color_of(Kind.REDUCE, 0, 1)

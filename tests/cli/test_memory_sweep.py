@@ -1,0 +1,106 @@
+"""``pipeoffload-plan sweep=memory_limit`` plans all families for several limits."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_pipeoffload.cli.configuration import configuration_directory
+from lightning_pipeoffload.plan import main, plan
+from lightning_pipeoffload.schedule import SCHEDULES, ScheduleError
+
+SMALL = ("schedule=auto", "num_ranks=2", "num_microbatches=4")
+COPIES = ("costs.offload=0.5", "costs.reload=0.5")
+SWEEP = (*SMALL, *COPIES, "sweep=memory_limit")
+FEW = "memory_limit=[2]"
+
+
+def plan_config(*overrides):
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        return compose("plan", overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Return what JSON says of round limits, and the picture beside it."""
+    path, printed = tmp_path_factory.mktemp("sweep") / "sweep.svg", io.StringIO()
+    with redirect_stdout(printed):
+        plan(plan_config(*SWEEP, f"picture={path}", "format=json"))
+    return json.loads(printed.getvalue()), path.read_text()
+
+
+def test_the_fastest_under_a_limit_is_no_slower_than_what_auto_takes(swept, capsys):
+    found, _ = swept
+    limit, fastest = found["limits"][1], found["fastest"][1]
+    plan(plan_config(*SMALL, *COPIES, f"memory_limit={limit}", "format=json"))
+    alone = json.loads(capsys.readouterr().out)
+    assert fastest["peak_memory"] <= limit
+    assert fastest["makespan"] <= alone["makespan"] * (1 + 1e-3)
+
+
+def test_every_family_is_there_and_more_memory_makes_none_slower(swept):
+    found, _ = swept
+    assert found["sweep"] == "memory_limit"
+    assert {row["schedule"] for row in found["families"]} == {*SCHEDULES} - {"optpipe"}
+    assert len(found["limits"]) >= 4
+    for row in found["families"]:
+        times = [time or inf for time in row["makespan"]]
+        assert times == sorted(times, reverse=True)
+        memory = [plan["peak_memory"] for plan in row["plans"]]
+        assert all(less < more for less, more in pairwise(memory))
+
+
+def test_the_picture_names_families_and_plans(swept):
+    _, drawn = swept
+    assert "no bubble: 12" in drawn
+    assert "zb_v, 2 per rank, offload none" in drawn
+
+
+def test_the_table_has_a_row_for_each_family_and_what_fits_nowhere(capsys):
+    plan(plan_config(*SWEEP, "memory_limit=[2,1]", "offload=none"))
+    printed = capsys.readouterr().out
+    rows = {words[0]: words[1:] for words in map(str.split, printed.splitlines()[1:]) if words}
+    assert rows["limit"] == ["1", "2"]
+    assert {*SCHEDULES, "fastest", "bubble"} - {"optpipe"} <= rows.keys()
+    assert rows["po_f"] == ["-", "-"]
+    assert rows["1f1b"] == ["-", "14"]  # as it runs: with B's message before W
+    assert "po_h, po_f: no plan can be made: it copies, and offload is none\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sweep=time", "sweep (time) must be memory_limit"),
+        ("schedule=zb_v", "use schedule=auto, not zb_v"),
+        ("memory_limit=3", "memory_limit (3) must be a list of numbers above 0"),
+        ("memory_limit=[1,0]", "must be a list of numbers above 0"),
+        ("memory_limit=[0.01]", "memory_limit (0.01) is less than any plan needs"),
+        ("num_ranks=0", "num_ranks (0) must be a whole number"),
+        ("num_chunks=0", "num_chunks (0) must be a whole number from 1 on"),
+        ("compare=[1f1b,zb_v]", "has no part in a sweep; leave it out"),
+        ("+options.group_size=2", "has no part in a sweep; leave it out"),
+        ("picture=a.json", "is a trace, which shows a schedule"),
+        ("picture=a.svg picture.time=[0,3]", "picture.time ([0, 3]) is for timelines"),
+        ("model=gpt_tiny", "schedule=auto, sweep and costs_file are for costs"),
+    ],
+)
+def test_what_has_no_sweep_is_one_line_and_status_2(words, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = (*SWEEP, *(() if "memory_limit" in words else (FEW,)), *words.split())
+    monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_several_limits_are_for_a_sweep():
+    with pytest.raises(ScheduleError, match="memory_limit"):
+        plan(plan_config("memory_limit=[1,2]"))
