@@ -22,7 +22,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist worksteal --durations 10
 
 gpu:
 	$(PYTHON) -m examples.benchmarks.gpu_check

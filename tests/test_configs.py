@@ -173,6 +173,7 @@ def test_two_ranks_get_the_same_overrides_and_leave_one_checkpoint(tmp_path):
     assert "blocks.0.attention.qkv.weight" in saved["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
     done = run_train(tmp_path, "model.depth=1")
     assert done.returncode == 2, done.stderr
@@ -182,6 +183,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
     assert lines.count(lines[-1]) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
     tiny = ("trainer.devices=1", "trainer.max_steps=1", "test=true", "callbacks.checkpoint=null")
     done = run_train(tmp_path, "model.depth=2,0", *tiny, "-m")

@@ -44,6 +44,7 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         assert (tmp_path / picture).stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands("pipeoffload-train"))
 def test_a_training_runs(line, tmp_path):
     done = subprocess.run(

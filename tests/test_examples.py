@@ -99,6 +99,7 @@ def test_strategies_are_compared_on_the_same_batches(tmp_path, capfd, monkeypatc
     assert (tmp_path / "compared.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_configuration_of_the_users_own(tmp_path):
     folder = shutil.copytree(EXAMPLES / "own_config", tmp_path / "own")
     script = tmp_path / "bin" / "pipeoffload-train"  # as pip makes it, away from the user's folder

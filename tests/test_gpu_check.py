@@ -13,6 +13,7 @@ import torch
 from examples.benchmarks import gpu_check, gpu_fits, gpu_hops, gpu_pair, gpu_part, gpu_parts
 from examples.benchmarks.gpu_check import PARTS, Part
 from tests.support.forks import fork
+from tests.support.pairs import some
 
 CPU = torch.device("cpu")
 ALONE = [
@@ -35,7 +36,7 @@ def test_every_part_is_tried_here_and_they_end_in_time():
     assert all(part.seconds <= 90 for part in PARTS)
 
 
-@pytest.mark.parametrize("part", ALONE, ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", some(ALONE[::-1], 2), ids=lambda part: part.__name__)
 def test_a_part_runs(part):
     assert list(part(CPU))
 
@@ -47,7 +48,7 @@ def run_quickly(file, arguments, environment):
     gpu_part.main(arguments)
 
 
-@pytest.mark.parametrize("part", IN_PAIRS, ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", some(IN_PAIRS, 3), ids=lambda part: part.__name__)
 def test_a_part_of_two_processes_runs(part, monkeypatch, tmp_path):
     def start(command, env, **options):
         file = tmp_path / f"{env['NODE_RANK']}_{len([*tmp_path.iterdir()])}"

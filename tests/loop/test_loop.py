@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import fits, habits
+from tests.support.pairs import some
 
 
 @cache
@@ -21,7 +22,7 @@ def on_one_device(row):
 
 
 @pytest.mark.parametrize(
-    ("row", "schedule"), zip(habits.ROWS, cycle(["1f1b", "zb_h1"]), strict=False)
+    ("row", "schedule"), some(zip(habits.ROWS, cycle(["1f1b", "zb_h1", "zb_v"])), 2)
 )
 def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
     expected = on_one_device(row)

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import HashStore
 
 from lightning_pipeoffload.loop.requeue import Requeue
+from tests.support.pairs import some
 from tests.support.requeued_fits import NUM_STEPS, Signal, fit, make_scontrol
 
 
@@ -66,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, 2))
 def test_a_fit_goes_on_where_it_was_saved(tmp_path, case):
     in_validation, steps, options = CASES[case]
     make_scontrol(tmp_path)

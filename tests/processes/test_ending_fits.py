@@ -11,6 +11,7 @@ import torch
 from lightning_pipeoffload.checkpoints.file import present
 from tests.checkpoints.test_split_state import consolidate
 from tests.support.ending_fits import FillDisk, Impatient, SaveAndDie, run
+from tests.support.pairs import some
 
 NEVER = -1
 VICTIMS = [(True, False), (False, True), (True, True)]
@@ -27,7 +28,7 @@ def is_same(one, other):
     )
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
+@pytest.mark.parametrize("form", some(["folder", "file"], 2))
 def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
     log, whole = str(tmp_path / "log"), str(tmp_path / "whole.ckpt")
     ended, logs = run(log, form == "folder", [[SaveAndDie(whole, None)]] * 2)

@@ -173,6 +173,7 @@ def test_ctrl_c_ends_all_with_the_status_of_a_shell(devices):
     assert len(run.lines) <= 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal():
     run = start(*BATCH, "interrupt", "--rank", "0")
     assert run.status == 130

@@ -106,7 +106,6 @@ class Row:
 
 ROWS = {
     "accumulate_grad_batches": Row(
-        # The timer lets all ranks wait for each other after each batch.
         {"accumulate_grad_batches": 2, "max_time": timedelta(days=1)},
         lambda: [
             LearningRateMonitor("step"),

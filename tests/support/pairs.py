@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
+
+import pytest
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Go through the axes side by side, over and over, until the longest has had its turn."""
     longest = max(map(len, axes))
     return [*zip(*(islice(cycle(axis), longest) for axis in axes), strict=True)]
+
+
+def some(values: Iterable[Any], every: int) -> list[Any]:
+    """Return parameters of which each so-manyth is for the default run; the others are slow."""
+    return [
+        value if index % every == 0 else pytest.param(*values_of(value), marks=pytest.mark.slow)
+        for index, value in enumerate(values)
+    ]
+
+
+def values_of(value: Any) -> tuple[Any, ...]:
+    """Return the values of a test's arguments."""
+    return value if isinstance(value, tuple) else (value,)

@@ -103,6 +103,7 @@ def run_on_one_rank():
     trainer.fit(Sampling(), fits.loader())
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_alone_says_what_to_do():
     run = run_forked(run_on_one_rank)
     assert run.status != 0
