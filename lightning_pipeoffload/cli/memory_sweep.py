@@ -253,12 +253,16 @@ def _given_limits(config: DictConfig) -> list[float]:
     if given is None:
         return []
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    if not is_list or not all(isinstance(n, (int, float)) and 0 < n < inf for n in given):
+    if not is_list or not given or not all(map(_is_limit, given)):
         raise ScheduleError(
             f"memory_limit ({given}) must be a list of numbers above 0 in a sweep, as in "
             f"memory_limit=[1,2,4]; without it limits are chosen"
         )
     return sorted({float(limit) for limit in given})
+
+
+def _is_limit(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < inf
 
 
 def _round_limits(found: Iterable[Iterable[Candidate]]) -> list[float]:
@@ -267,6 +271,8 @@ def _round_limits(found: Iterable[Iterable[Candidate]]) -> list[float]:
     fastest = best_of(best)
     assert fastest is not None
     most = max(m for m in map(_memory, best) if m <= _TOO_LARGE * _memory(fastest))
+    if not most:
+        raise ScheduleError("no plan needs any memory; set costs.activation above 0")
     step = round_step(most / _MANY)
     return [step * number for number in range(1, ceil(most / step / _ROUNDING) + 1)]
 

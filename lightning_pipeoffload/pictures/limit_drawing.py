@@ -104,7 +104,7 @@ def draw_stairs(
     every = [stair for family in families for stair in family.stairs]
     slowest, fastest = max(s.seconds for s in every), min(s.seconds for s in every)
     shown = min(slowest, _MOST_TIMES_THE_FASTEST * fastest)
-    plot = _Plot(most_memory, min(ideal, fastest), shown * 1.02)
+    plot = _Plot(most_memory, min(ideal, fastest), shown * 1.02 or 1.0)  # where nothing takes time
     drawing = Drawing(_LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM)
     drawing.write(14, 20, title)
     draw_legend(drawing, _LEFT + _WIDTH - _LEGEND[0].width, 34, [_LEGEND])

@@ -78,6 +78,8 @@ def test_the_table_has_a_row_for_each_family_and_what_fits_nowhere(capsys):
         ("sweep=time", "sweep (time) must be memory_limit"),
         ("schedule=zb_v", "use schedule=auto, not zb_v"),
         ("memory_limit=3", "memory_limit (3) must be a list of numbers above 0"),
+        ("memory_limit=[true]", "must be a list of numbers above 0"),
+        ("memory_limit=null costs.activation=0", "set costs.activation above 0"),
         ("memory_limit=[1,0]", "must be a list of numbers above 0"),
         ("memory_limit=[0.01]", "memory_limit (0.01) is less than any plan needs"),
         ("num_ranks=0", "num_ranks (0) must be a whole number"),

@@ -61,3 +61,8 @@ def test_a_mark_says_which_plan_it_is():
 
 def test_one_family_without_a_bubble_is_drawn():
     assert names_of(draw([Stair(8, 24.0)]))
+
+
+def test_what_takes_no_time_is_drawn():
+    drawing = draw_stairs([Stairs("gpipe", "#123456", [Stair(1, 0.0)])], 8.0, 0.0, "", UNITS)
+    assert "gpipe  0" in {words.text for words in drawing.words}
