@@ -94,6 +94,7 @@ def test_rows_come_and_are_kept_whatever_becomes_of_a_part(
     assert capsys.readouterr().out == file.read_text()
 
 
+@pytest.mark.slow
 def test_it_needs_no_hydra():
     code = (
         "import sys; sys.modules['hydra'] = sys.modules['omegaconf'] = None\n"

@@ -15,7 +15,7 @@ from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twic
         (2, "averaging", {}),
         (2, "averaging", {"module": {"hook": True}}),
         (2, "bare", {"num_microbatches": "auto"}),
-        (2, "late", {}),
+        pytest.param(2, "late", {}, marks=pytest.mark.slow),
         pytest.param(4, "awkward", {"data_parallel_size": 2}, marks=pytest.mark.slow),
         (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
     ],

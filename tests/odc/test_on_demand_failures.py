@@ -7,13 +7,14 @@ import pytest
 from lightning_pipeoffload.odc.shared_bytes import remove_left_files
 from tests.support import failing_on_demand
 from tests.support.forked_runs import run_forked
+from tests.support.pairs import some
 
 
 def left_files():
     return list(Path("/dev/shm").glob("pipeoffload-odc-*"))
 
 
-@pytest.mark.parametrize(("place", "rank"), [("push", 1), ("gather", 1), ("barrier", 1)])
+@pytest.mark.parametrize(("place", "rank"), some([("push", 1), ("gather", 1), ("barrier", 1)], 3))
 def test_a_killed_rank_is_named(place, rank):
     run = run_forked(failing_on_demand.main, place, "kill", str(rank))
     assert run.status != 0
