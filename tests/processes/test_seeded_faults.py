@@ -24,7 +24,7 @@ ACTS = {
 }
 STATUSES = {"kill": {1, 137}, "stop": {1, 137}, "terminate": {143}, "exit": {3}, "exit_0": {1}}
 NUM_POINTS = 30
-NUM_IN_SUITE = 3
+NUM_IN_SUITE = 2
 NUM_OVER_REPLICAS = 20
 
 
@@ -63,7 +63,7 @@ def test_a_fault_ends_all_in_time(point, tmp_path):
     what = f"{act} in {hook} of rank {rank} of {num_devices}: {run.lines}"
     assert run.status in STATUSES.get(act, {1}), what
     # The run itself takes seconds, and the machine of the tests may stand still for a while.
-    assert taken < 3 * (TIMEOUT + 15), what
+    assert taken < 6 * (TIMEOUT + 15), what
     because = [line for line in run.lines if "stops because of" in line]
     blamed = {line.partition("because of ")[2] for line in because}
     assert all(f"global rank {rank}" in cause for cause in blamed), what
