@@ -255,12 +255,11 @@ class AutoChoice:
         return wanted if isinstance(wanted, int) else None
 
     def _kept(self, limits: MachineLimits) -> Limits:
-        given = self._settings.limit_bytes
 
         def has_room(schedule: Schedule, costs: Costs) -> bool:
             return not limits.shortage(schedule, costs)
 
-        memory = limits.device if given is None else given
+        memory = self._settings.limit_on(limits.device)
         return Limits(memory, self._settings.offload, has_room)
 
 

@@ -58,14 +58,13 @@ class PlanUpdates:
         """
         if not self._settings.solver_seconds:
             return
-        given = self._settings.limit_bytes
         self._limits = limits
         schedule = self._training.schedule
         self._problem = PlanProblem(
             schedule.num_microbatches,
             schedule.placement,
             costs,
-            limits.device if given is None else given,
+            self._settings.limit_on(limits.device),
         )
         self._to_beat = self._problem.seconds(schedule)
         self._world = World(self._group)

@@ -120,8 +120,7 @@ class RunReport:
     def print_plan(self, limits: MachineLimits) -> None:
         """Print the plan that was made with measured costs, for what the machines have."""
         if self._group.reports:
-            given = self._settings.limit_bytes
-            print_offload(self.make(), limits.device if given is None else given)
+            print_offload(self.make(), self._settings.limit_on(limits.device))
 
     def print_end(self) -> None:
         """Bring the measurements of all ranks together, and print them; all ranks call it."""

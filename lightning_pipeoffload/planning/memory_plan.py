@@ -119,8 +119,7 @@ def _within(
     settings: PipelineSettings, free: Schedule, costs: Costs, limits: MachineLimits
 ) -> Iterator[MemoryPlan]:
     """Yield what keeps the limits: an order made for them; ``free``, which is not, with copies."""
-    given = settings.limit_bytes
-    limit = limits.device if given is None else given
+    limit = settings.limit_on(limits.device)
     ordered = None
     try:
         ordered = settings.make_schedule(free.num_ranks, free.num_microbatches, costs, limit)

@@ -173,6 +173,10 @@ class PipelineSettings:
         """The most memory of a device that a plan may take; None: any."""
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
+    def limit_on(self, device_limit: float | None) -> float | None:
+        """Return the same for a device that has so much; what is given counts before that."""
+        return device_limit if self.limit_bytes is None else self.limit_bytes
+
     def host_budget(self, num_local_ranks: int) -> HostBudget | None:
         """Return the most host memory of a rank, before any has taken some; None: any.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
 
-from .actions import ScheduleError
+from .actions import Kind, ScheduleError
 
 __all__ = ["Costs", "PerStage"]
 
@@ -93,6 +93,15 @@ class Costs:
                 f"give one number, or {num_stages}"
             )
         return value
+
+    def compute(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of F, B and W of every stage.
+
+        Args:
+            num_stages: How many stages there are.
+        """
+        names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
+        return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
 
     def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds from every stage to the next one, 0 if both are on one rank.

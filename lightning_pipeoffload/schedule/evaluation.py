@@ -9,7 +9,6 @@ less memory are not asked: ``v`` is their search, in all of the memory that ther
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from .actions import MemoryLimitError, ScheduleError
 from .build import SCHEDULES, build
 from .candidates import Candidate, Choice, Option, best_of
 from .costs import Costs
+from .lower_bound import earliest_end
 from .passes.offload import OffloadReport, offload_activations
 from .passes.reduce import add_reductions
 from .passes.transfer import split_fused_backward
@@ -224,15 +224,8 @@ class _Trials:
         except ScheduleError:
             return 0.0
         placement = option.placement(self._num_ranks)
-        kinds = ("forward", "backward_input", "backward_weight")
-        times = [costs.per_stage(kind, len(placement)) for kind in kinds]
-        hops = costs.hops(placement)
-        starts = [0.0, *accumulate(f + hop for f, hop in zip(times[0], hops, strict=True))]
-        spans = dict.fromkeys(range(self._num_ranks), 0.0)
-        for stage, rank in enumerate(placement):
-            work = option.num_microbatches * sum(of_kind[stage] for of_kind in times)
-            spans[rank] += work + (starts[stage] if stage == placement.index(rank) else 0.0)
-        return max(spans.values())
+        seconds, hops = costs.compute(len(placement)), costs.hops(placement)
+        return earliest_end(seconds, hops, placement, option.num_microbatches)
 
     def no_plan(self) -> ScheduleError:
         """Return what says why there is no plan."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -29,7 +30,16 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.no_trace import leaving_no_trace
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall
-from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, ScheduleError, lower
+from lightning_pipeoffload.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    lower,
+    one_at_a_time,
+)
+from lightning_pipeoffload.schedule.placement import stages_on
 
 NUM_MEASURED = 3
 """Microbatches of which the median counts; before them one warms up."""
@@ -126,15 +136,17 @@ def _block_by_block(pipeline: Pipeline) -> CutSettings:
     )
 
 
-def _one_by_one(stage_ranks: Sequence[int], num_ranks: int) -> Schedule:
+def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int) -> Schedule:
     """Return a schedule of one microbatch at a time."""
-    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for microbatch in range(NUM_MEASURED):
-        for stage, rank in enumerate(stage_ranks):
-            ranks[rank].append(Action(Kind.F, stage, microbatch))
-        for stage, rank in reversed([*enumerate(stage_ranks)]):
-            ranks[rank] += [Action(kind, stage, microbatch) for kind in (Kind.B, Kind.W)]
-    return Schedule.of(ranks, "a measurement")
+    kinds = (Kind.F, Kind.B, Kind.W)
+    ranks = [
+        [
+            Action(*each)
+            for each in product(kinds, stages_on(stage_ranks, rank), range(NUM_MEASURED))
+        ]
+        for rank in range(num_ranks)
+    ]
+    return one_at_a_time(Schedule.of(ranks, "a measurement"))
 
 
 def _unheard(part: BatchSlice) -> BatchSlice:
@@ -161,8 +173,7 @@ def cut_by_costs(
         ScheduleError: There are too few blocks, or ``split`` is for another number of stages.
     """
     num_blocks = len(pipeline.chain)
-    kinds = ("forward", "backward_input", "backward_weight")
-    times = [blocks.per_stage(kind, num_blocks) for kind in kinds]
+    times = [*blocks.compute(num_blocks).values()]
     unit = sum(map(sum, times)) / num_blocks or 1.0
     forward, for_input, for_weight = ((*(t / unit for t in kind), 0.0) for kind in times)
     costs = SegmentCosts(forward, for_input, for_weight, (0,) * (num_blocks + 1))

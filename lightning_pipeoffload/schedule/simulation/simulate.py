@@ -87,10 +87,10 @@ def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     return durations
 
 
-def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, list[float]]:
-    names = ("forward", "backward_input", "backward_weight")
-    f, b, w = (list(costs.per_stage(name, schedule.num_stages)) for name in names)
-    return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: [x + y for x, y in zip(b, w, strict=True)]}
+def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:
+    seconds = costs.compute(schedule.num_stages)
+    fused = tuple(b + w for b, w in zip(seconds[Kind.B], seconds[Kind.W], strict=True))
+    return {**seconds, Kind.BW: fused}
 
 
 def _hops(schedule: Schedule, costs: Costs) -> Callable[[Action, int], float]:

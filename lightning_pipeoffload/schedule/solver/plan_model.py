@@ -16,10 +16,10 @@ from typing import Any
 
 from ..actions import Kind
 from ..costs import Costs
+from ..lower_bound import earliest_end, earliest_starts
 from ..schedule import Schedule
 from .cp_sat import cp_model
 from .hinted_model import Hinted, HintedModel
-from .lower_bound import earliest_end, earliest_starts
 from .pass_model import PassModel
 from .read_plan import read_plan
 from .residency import stays

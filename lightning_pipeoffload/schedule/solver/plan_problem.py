@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..actions import Kind
 from ..costs import Costs
+from ..lower_bound import earliest_end
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import peak_memory
 from ..simulation.simulate import simulate
-from .lower_bound import earliest_end
 
 __all__ = ["PlanProblem"]
 
@@ -50,10 +49,7 @@ class PlanProblem:
     @property
     def lower_bound(self) -> float:
         """Seconds that no plan takes less than."""
-        names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
-        num_stages = len(self.placement)
-        seconds = {kind: self.costs.per_stage(name, num_stages) for kind, name in names.items()}
-        hops = self.costs.hops(self.placement)
+        seconds, hops = self.costs.compute(len(self.placement)), self.costs.hops(self.placement)
         return earliest_end(seconds, hops, self.placement, self.num_microbatches)
 
     def seconds(self, plan: Schedule) -> float:

@@ -7,6 +7,7 @@ from math import floor, gcd
 
 from ..actions import ACTIVATION, WAITING, Action, Kind, Part
 from ..costs import Costs
+from ..placement import stages_on
 from ..simulation.memory import part_sizes
 
 __all__ = ["WholeCosts"]
@@ -48,8 +49,7 @@ class WholeCosts:
             memory_limit: The most memory of a rank; None: any.
         """
         num_stages = len(placement)
-        names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
-        seconds = {kind: costs.per_stage(name, num_stages) for kind, name in names.items()}
+        seconds = costs.compute(num_stages)
         tick = _tick([second for of_kind in seconds.values() for second in of_kind])
         sizes = part_sizes(costs, num_stages)
         whole_sizes, limit = _grains(sizes, memory_limit)
@@ -76,10 +76,6 @@ class WholeCosts:
         """Ranks of the pipeline."""
         return max(self.placement) + 1
 
-    def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a rank."""
-        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
-
     def copy(self, action: Action, beside: frozenset[Kind]) -> int:
         """Return the ticks of a copy.
 
@@ -99,7 +95,7 @@ class WholeCosts:
     def is_tight(self, rank: int, num_microbatches: int) -> bool:
         """Whether a rank's limit keeps it from having all of a step at a time."""
         every_part = sum(Part)
-        most = sum(self.sizes[stage][every_part] for stage in self.stages_of(rank))
+        most = sum(self.sizes[stage][every_part] for stage in stages_on(self.placement, rank))
         return self.limit is not None and most * num_microbatches > self.limit
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..actions import Kind
-from ..placement import stages_on
+from .actions import Kind
+from .placement import stages_on
 
 __all__ = ["earliest_end", "earliest_starts"]
 
