@@ -83,9 +83,10 @@ def offload_activations(
     Args:
         schedule: What to offload from; lower it afterwards.
         costs: Seconds and memory, ``offload`` and ``reload`` among them.
-        amount: ``"none"``, ``"half"`` or ``"full"``, a share of each rank's activations from 0 to
-            1, or ``"auto"``: as few of each rank as ``memory_limit`` asks for. A share goes by
-            stages; of one that is not offloaded as a whole it takes evenly spread microbatches.
+        amount: ``"none"``, ``"half"`` (of an odd number of stages the larger half, where that
+            leaves a smaller peak) or ``"full"``, a share of each rank's activations from 0 to 1, or
+            ``"auto"``: as few of each rank as ``memory_limit`` asks for. A share goes by stages; of
+            one that is not offloaded as a whole it takes evenly spread microbatches.
         memory_limit: The most memory of a rank, in the unit of the costs.
         has_room: Whether the hosts have room for what a schedule offloads. With a limit, which
             comes first, a schedule for which they have none is returned if no other keeps it.
@@ -111,7 +112,7 @@ def offload_activations(
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit
     is_auto = amount == "auto"
-    planned = planner.within(limit) if is_auto else planner.most_that_is_free(offload_share(amount))
+    planned = planner.within(limit) if is_auto else planner.with_amount(amount)
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
         advice = "" if is_auto else ", or offload=auto"
@@ -163,7 +164,15 @@ class _Planner:
         copies = (self._costs.per_stage(name, num_stages) for name in ("offload", "reload"))
         return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
 
-    def most_that_is_free(self, share: float) -> Offloaded:
+    def with_amount(self, amount: str | float) -> Offloaded:
+        """Offload an amount; of half that which leaves the smaller peak, as whole stages do."""
+        shares = [offload_share(amount)]
+        num_chunks = self._schedule.num_stages // self._schedule.num_ranks
+        if amount == "half" and num_chunks > 1 and num_chunks % 2:
+            shares.append((num_chunks + 1) / 2 / num_chunks)
+        return min(map(self._most_that_is_free, shares), key=_largest_peak)
+
+    def _most_that_is_free(self, share: float) -> Offloaded:
         """Offload that share, or what slows down nothing and leaves the smallest peak."""
         planned = self._offload_share(share)
         if self._is_free(planned):
@@ -173,7 +182,7 @@ class _Planner:
         )
         # Never empty: the first part of all is nothing, which slows nothing down.
         free = [plan for plan in fewer if self._is_free(plan)]
-        schedule, report = min(free, key=lambda plan: max(plan[1].peak_memory))
+        schedule, report = min(free, key=_largest_peak)
         return schedule, _with_wanted(report, planned[1].wanted)
 
     def within(self, memory_limit: float) -> Offloaded:
@@ -217,6 +226,10 @@ class _Planner:
             reason=_reason(plans),
         )
         return schedule, report
+
+
+def _largest_peak(planned: Offloaded) -> float:
+    return max(planned[1].peak_memory)
 
 
 def _slowdown_and_copies(planned: Offloaded) -> tuple[float, int]:

@@ -42,6 +42,25 @@ def test_half_offload_leaves_a_quarter(p, v, peak, k):
     assert offloaded(p, v, k, "half") <= peak
 
 
+@pytest.mark.parametrize(
+    ("p", "v", "peak"), [(4, 3, 4), (4, 5, 5), (8, 3, 5), (8, 5, 8), (8, 7, 9)]
+)
+def test_half_of_an_odd_number_of_stages_is_the_larger_half(p, v, peak):
+    """At k = 1; half of the stage in the middle would leave two activations more with 8 ranks."""
+    schedule = build("uniform", p, 4 * p, v)
+    plan, report = offload_activations(schedule, costs(1.0), "half")
+    timeline = simulate(plan, costs(1.0))
+    assert max(timeline.peak_memory) == max(report.peak_memory) <= peak
+    assert timeline.makespan == makespan(schedule, costs(1.0))
+
+
+@pytest.mark.parametrize(("v", "k"), [(3, 1.2), (5, 1.0), (5, 1.4)])
+def test_half_is_the_half_that_leaves_the_smaller_peak(v, k):
+    halves = [(v + 1) / 2 / v, 0.5, "half"]
+    larger, exact, half = (offloaded(8, v, k, amount, "gis_h") for amount in halves)
+    assert half == min(larger, exact)
+
+
 def test_half_of_many_stages_leaves_less_than_a_third():
     assert offloaded(8, 16, 0.7, "half") <= 21
 
