@@ -40,11 +40,6 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
     _group_size: int | None
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether the user's step is running right now."""
-        return False
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -140,11 +135,7 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
         return decision if self._world is None else self._world.agree(decision, all)
 
     def _refuse_in_step(self, name: str) -> None:
-        if self._has_failed:
-            raise RuntimeError(
-                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
-                f"be saved on an exception; save every so many steps"
-            )
+        self._refuse_after_failure(name)
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside training_step would wait for ever: ranks have different numbers "

@@ -12,21 +12,20 @@ from typing import Any
 from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,  # private: as Lightning's own strategies
 )
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeoffload.processes.joint_end import JointEnd
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
-class Collectives(ParallelStrategy):
+class Collectives(JointEnd):
     """Answers for all ranks together, and refuses where one of them would wait alone."""
 
     _group: PipelineGroup | None = None
     # What answers the next broadcast, where nobody may wait for it.
     answer: Callable[[Any], Any] | None = None
-    _has_failed = False
 
     @property
     def group(self) -> PipelineGroup:
@@ -83,22 +82,13 @@ class Collectives(ParallelStrategy):
         return decision if self._group is None else self._group.world.agree(decision, all)
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether the user's step is running right now."""
-        return False
-
-    @property
     def left_hook(self) -> str:
         """Where the other ranks have left the hook that is running; empty if they have not."""
         return ""
 
     def _refuse_alone(self, name: str) -> None:
         """Refuse what needs all ranks where the others do not come to it."""
-        if self._has_failed:
-            raise RuntimeError(
-                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
-                f"be saved on an exception; save every so many steps"
-            )
+        self._refuse_after_failure(name)
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "

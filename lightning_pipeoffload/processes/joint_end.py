@@ -45,6 +45,11 @@ class JointEnd(ParallelStrategy):
         return ""
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step is running right now."""
+        return False
+
+    @property
     def num_processes(self) -> int:
         """Processes of this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -127,6 +132,14 @@ class JointEnd(ParallelStrategy):
                 self._break_off()
             if isinstance(exception, SystemExit) and exception.code in (None, 0):
                 exception.code = 1
+
+    def _refuse_after_failure(self, name: str) -> None:
+        """Refuse what needs all ranks where this one has failed, and so nobody comes to it."""
+        if self._has_failed:
+            raise RuntimeError(
+                f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
+                f"be saved on an exception; save every so many steps"
+            )
 
     def _fail_elsewhere(self, exception: Exception) -> None:
         """End the run because of what the thread that publishes metrics has met."""

@@ -23,7 +23,6 @@ from typing_extensions import override
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.processes.collectives import Collectives
 from lightning_pipeoffload.processes.data_parallel import tell_replica
-from lightning_pipeoffload.processes.joint_end import JointEnd
 from lightning_pipeoffload.processes.meeting import Meeting
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.run_store import connect_store
@@ -35,7 +34,7 @@ from lightning_pipeoffload.schedule import Schedule
 _PATIENCE = timedelta(seconds=60)
 
 
-class PipelineProcesses(JointEnd, Collectives):
+class PipelineProcesses(Collectives):
     """Starts one process for each rank, lets them talk, and ends them together."""
 
     settings: PipelineSettings
