@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -57,13 +57,19 @@ class ShardedGroup:
         """The parameters, as this rank's shards."""
         return [member.sharded_param for member in self.members]
 
-    def published_starts(self) -> list[int]:
-        """Where each parameter's shard begins."""
-        return list(accumulate(self.sizes[:-1], initial=0))
+    @property
+    def trained_size(self) -> int:
+        """Elements of a rank's shard of what is trained."""
+        return sum(self.sizes[place] for place in self.trained)
+
+    def starts(self, places: Sequence[int]) -> list[int]:
+        """Where the shard of each of some parameters begins, if these lie one after the other."""
+        return [0, *accumulate(self.sizes[place] for place in places)][: len(places)]
 
     def local_shards(self) -> Iterator[tuple[int, Tensor]]:
         """Yield where each parameter's shard begins, and this rank's, flat and without padding."""
-        for start, parameter in zip(self.published_starts(), self.parameters, strict=True):
+        starts = self.starts(range(len(self.sizes)))
+        for start, parameter in zip(starts, self.parameters, strict=True):
             yield start, local_part(parameter.detach()).reshape(-1)
 
 

@@ -84,9 +84,15 @@ class OnDemandTransport(ABC):
     def finish(self) -> None:
         """Complete the sums; every rank calls it when all have added theirs."""
 
+    @property
     @abstractmethod
+    def _own_sums(self) -> Sequence[Tensor]:
+        """The sums of this rank's shards, one for each group."""
+
     def summed(self, index: int, parameter: int) -> Tensor:
         """Return the sum of a parameter's gradients over all ranks, of this rank's padded shard."""
+        ((target, _, length),) = self._spans(index, [parameter])
+        return self._own_sums[index][target : target + length]
 
     def close(self) -> None:  # noqa: B027 - not every transport has something
         """Let go of what the system gives only so many of."""
@@ -102,8 +108,8 @@ class OnDemandTransport(ABC):
     def _spans(self, index: int, parameters: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return where gradients go: start of the sum, start of what comes, and how much it is."""
         group = self._groups[index]
-        starts = dict(zip(group.trained, _starts(group.sizes, group.trained), strict=True))
-        given = _starts(group.sizes, parameters)
+        starts = dict(zip(group.trained, group.starts(group.trained), strict=True))
+        given = group.starts(parameters)
         spans: list[tuple[int, int, int]] = []
         for parameter, start in zip(parameters, given, strict=True):
             size, target = group.sizes[parameter], starts[parameter]
@@ -126,13 +132,13 @@ class SharedSums(OnDemandTransport):
         self, groups: Sequence[ShardedGroup], rank: int, ranks: HostGroup, device: torch.device
     ) -> None:
         super().__init__(groups, rank, ranks, device)
-        spans = [(_trained_size(group), group.summed) for group in groups]
+        spans = [(group.trained_size, group.summed) for group in groups]
         self._sums = _shared_tensors(spans, rank, ranks, device)
         self._locks = OwnerLocks(len(groups), rank, ranks)
 
     def clear(self) -> None:
         """Forget the sums of this rank's shards."""
-        for total in self._sums[self._rank]:
+        for total in self._own_sums:
             total.zero_()
 
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
@@ -158,10 +164,9 @@ class SharedSums(OnDemandTransport):
         """Let go of the file of locks."""
         self._locks.close()
 
-    def summed(self, index: int, parameter: int) -> Tensor:
-        """Return the sum of a parameter's gradients, where others have written it."""
-        ((target, _, length),) = self._spans(index, [parameter])
-        return self._sums[self._rank][index][target : target + length]
+    @property
+    def _own_sums(self) -> Sequence[Tensor]:
+        return self._sums[self._rank]
 
 
 class WholeGradients(OnDemandTransport):
@@ -186,7 +191,7 @@ class WholeGradients(OnDemandTransport):
         super().__init__(groups, rank, ranks, device)
         self._reduction = reduction
         self._whole = [
-            torch.zeros(self._num_ranks, _trained_size(group), dtype=group.summed, device=device)
+            torch.zeros(self._num_ranks, group.trained_size, dtype=group.summed, device=device)
             for group in groups
         ]
         self._sums = [torch.zeros_like(whole[0]) for whole in self._whole]
@@ -209,24 +214,14 @@ class WholeGradients(OnDemandTransport):
                 if total.numel():
                     dist.reduce_scatter_tensor(total, whole.view(-1), group=self._reduction)
 
-    def summed(self, index: int, parameter: int) -> Tensor:
-        """Return the sum of a parameter's gradients."""
-        ((target, _, length),) = self._spans(index, [parameter])
-        return self._sums[index][target : target + length]
+    @property
+    def _own_sums(self) -> Sequence[Tensor]:
+        return self._sums
 
 
 def _others_after(rank: int, num_ranks: int) -> list[int]:
     """List the other ranks, each rank another one first, so that they are not all at one."""
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
-
-
-def _trained_size(group: ShardedGroup) -> int:
-    return sum(group.sizes[parameter] for parameter in group.trained)
-
-
-def _starts(sizes: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """Return where each of some parameters begins, where these lie one after the other."""
-    return list(accumulate((sizes[i] for i in chosen), initial=0))[: len(chosen)]
 
 
 def _shared_tensors(
