@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import hooks_between_batches
+from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.run_setup import RunSetup
 from lightning_pipeoffload.loop.step_inputs import StepOutput
 from lightning_pipeoffload.loop.weights_watch import WeightsWatch
@@ -21,10 +22,9 @@ from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 
 
-class StepHooks(RunSetup):
+class StepHooks(LaterSteps, RunSetup):
     """Runs a batch of each kind where Lightning would call the module's step."""
 
-    _steps_later = False
     _weights_watch: WeightsWatch | None = None
 
     @override
@@ -99,16 +99,6 @@ class StepHooks(RunSetup):
             is_last=not self._steps_later,
             watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning trains in here on every batch after which it does not step."""
-        self._steps_later = True
-        try:
-            yield
-        finally:
-            self._steps_later = False
 
     def finish_accumulating(self) -> None:
         """Run the backwards that are left of batches whose optimizer step is still to come."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipeoffload.loop.data import leave_out_seen
+from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.lightning_loops import BackwardInStep, stop_without_waiting
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
 from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
@@ -40,7 +40,7 @@ from lightning_pipeoffload.odc.sharding import (
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
 
 
-class OnDemandStrategy(OnDemandProcesses):
+class OnDemandStrategy(LaterSteps, OnDemandProcesses):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
     FSDP2 shards the module. Weights are read from their owners when they are needed, and gradients
@@ -86,7 +86,6 @@ class OnDemandStrategy(OnDemandProcesses):
         self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         self._run: OnDemandRun | None = None
         self._training: MinibatchTraining | None = None
-        self._steps_later = False
 
     @property
     def backward_of_batch(self) -> MinibatchTraining:
@@ -222,16 +221,6 @@ class OnDemandStrategy(OnDemandProcesses):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *arguments = (*args, *kwargs.values())
         return self.backward_of_batch.train(batch, arguments, is_last=not self._steps_later)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning trains in here on every batch after which it does not step."""
-        self._steps_later = True
-        try:
-            yield
-        finally:
-            self._steps_later = False
 
     @override
     def on_validation_end(self) -> None:
