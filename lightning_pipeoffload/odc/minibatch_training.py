@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_pipeoffload.loop.loss_scale import scaler_of
+from lightning_pipeoffload.loop.backward_hooks import BackwardHooks
 from lightning_pipeoffload.odc.minibatch import Minibatch
 from lightning_pipeoffload.odc.minibatch_logs import LoggedName, MinibatchLogs
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
@@ -27,7 +27,7 @@ class _RankNote:
     logged: list[LoggedName]
 
 
-class MinibatchTraining:
+class MinibatchTraining(BackwardHooks):
     """Turns a batch of the loader, one rank's microbatches, into gradients of all ranks' loss.
 
     Args:
@@ -51,25 +51,10 @@ class MinibatchTraining:
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        self._module = module
-        self._precision = precision
+        super().__init__(module, precision, device)
         self._run = run
         self._num_ranks = num_ranks
-        self._device = device
-        self._scaler = scaler_of(precision)
         self._logs = MinibatchLogs(module)
-        self._zero_grad: Callable[[], None] | None = None
-        self._opens = True
-
-    def expect(self, zero_grad: Callable[[], None] | None) -> None:
-        """Keep what Lightning would do before a batch's backward.
-
-        Args:
-            zero_grad: A function that sets gradients to zero; None where Lightning does not,
-                because this batch's add up to others.
-        """
-        self._zero_grad = zero_grad
-        self._opens = zero_grad is not None
 
     def train(self, batch: Any, arguments: Sequence[Any], is_last: bool) -> Any:
         """Run a minibatch, forward and backward.
@@ -83,7 +68,7 @@ class MinibatchTraining:
             The last microbatch's output, with the loss of all ranks.
         """
         part = self._part_of(batch)
-        if self._opens:
+        if not self.adds_up:
             self._run.open()
         output: Any = None
         total: Any = 0.0
@@ -94,14 +79,14 @@ class MinibatchTraining:
                 output = self._module.training_step(microbatch, *arguments)
             loss = _loss_of(output)
             if not is_begun:
-                self._begin_backward(loss)
+                self._begin(loss)
                 is_begun = True
             if loss is not None:
                 total = total + weight * loss.detach()
-                self._differentiate(loss * (weight / self._num_batches))
+                self.differentiate(loss * (weight / self._num_batches))
         self.microbatch = None
         if not is_begun:
-            self._begin_backward(None)
+            self._begin(None)
         return self._end(part, output, total, is_last)
 
     @property
@@ -113,16 +98,6 @@ class MinibatchTraining:
             return batch
         return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
 
-    def _begin_backward(self, loss: Tensor | None) -> None:
-        if self._zero_grad is not None:
-            self._zero_grad()
-        self._precision.pre_backward(self._shown(loss), self._module)
-
-    def _differentiate(self, loss: Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self._precision.backward(loss, self._module, None)
-
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
         sizes = [max(1, round(weight * part.total)) for weight in part.weights]
         note = _RankNote(float(total), sum(part.weights), self._logs.take(sizes))
@@ -132,9 +107,6 @@ class MinibatchTraining:
         loss = torch.tensor(sum(note.loss for note in notes) / weight, device=self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
-    def _shown(self, loss: Tensor | None) -> Tensor:
-        return torch.zeros((), device=self._device) if loss is None else loss
 
 
 def _loss_of(output: Any) -> Tensor | None:
