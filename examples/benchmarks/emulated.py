@@ -7,7 +7,7 @@ schedule: its own GPipe, 1F1B and interleaved 1F1B, else our CSV in its runtime.
 gradients are left as torch does for any module, by walking the autograd graph, or as an expert may
 have it with ``--dw-builder``.
 
-    python examples/benchmarks/emulated.py --p 4 --m 8 --milliseconds 10 --schedules 1f1b zb_h1
+    python -m examples.benchmarks.emulated --p 4 --m 8 --milliseconds 10 --schedules 1f1b zb_h1
 
 A bare loop that only sleeps, sends and receives in the order of our plan shows what is left to
 gain. The three take turns, step by step. Before each step there is a barrier, and the step lasts
@@ -52,6 +52,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.data import DataLoader
 
+from examples.benchmarks.sleeping import Sleep
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
@@ -86,21 +87,6 @@ class Setup:
     def build(self) -> Schedule:
         """Build the schedule."""
         return build(self.schedule, self.num_ranks, self.num_microbatches)
-
-
-class _SleepForInput(torch.autograd.Function):
-    """The identity, after a while in F and in B."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class _SleepForWeight(torch.autograd.Function):
@@ -140,7 +126,7 @@ class EmulatedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` plus the weight."""
         weight = _SleepForWeight.apply(self.weight, self.seconds, self.defer)
-        return _SleepForInput.apply(x, self.seconds) + weight
+        return Sleep.apply(x, self.seconds) + weight
 
 
 class EmulatedModel(LightningModule):
@@ -359,7 +345,7 @@ def theory(setup: Setup) -> dict[str, float]:
 
 def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, Moment]]:
     """Measure setups of equal size; Lightning starts this script again for the other ranks."""
-    command = [sys.executable, __file__, "--steps", str(num_steps)]
+    command = [sys.executable, "-m", "examples.benchmarks.emulated", "--steps", str(num_steps)]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         plans = json.dumps([asdict(setup) for setup in setups])

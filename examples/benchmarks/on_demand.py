@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from examples.benchmarks.sleeping import Sleep
 from lightning_pipeoffload.odc.on_demand_processes import Ranks
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
@@ -38,19 +39,6 @@ LONG, SHORT = 0.03, 0.003  # seconds of a block's forward, and of its backward
 KINDS = ("collective", "on demand")
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class SleepingBlock(nn.Module):
     """A small layer, and a sleep in forward and backward."""
 
@@ -60,7 +48,7 @@ class SleepingBlock(nn.Module):
 
     def forward(self, x: Tensor, seconds: float) -> Tensor:
         """Return the layer's output after so many seconds."""
-        return _Sleep.apply(self.linear(x), seconds)
+        return Sleep.apply(self.linear(x), seconds)
 
 
 class SleepingNet(nn.Module):
