@@ -69,6 +69,14 @@ HALF_STAGES = [
 ]
 
 
+# m, rate of zb_v with the memory of 1F1B; 14.6B of 24 ranks: hidden size 5120, 40 heads
+OF_24_RANKS = [
+    (72, 0.0638),
+    pytest.param(96, 0.0486, marks=pytest.mark.slow),
+    pytest.param(192, 0.0250, marks=pytest.mark.slow),
+]
+
+
 def rate(name, p, m, costs, **options):
     return simulate(build(name, p, m, costs=costs, **options), costs).bubble_unsynchronized
 
@@ -103,3 +111,10 @@ def test_two_stages_per_rank_under_a_limit(hidden, p, m, times, _, rates):
     costs = Costs(*compute, communication=communication, **half)
     for multiple, expected in zip((1, 1.5, 2), rates, strict=True):
         assert rate("zb_v", p, m, costs, memory_limit=multiple * p) <= expected + ROUNDED
+
+
+@pytest.mark.parametrize(("m", "expected"), OF_24_RANKS)
+def test_two_stages_on_each_of_24_ranks(m, expected):
+    sizes = {"activation": 34 * 5120 + 5 * 40 * 1024, "weight_residue": 32 * 5120}
+    costs = Costs(6.763, 6.969, 5.251, communication=0.755, **sizes)
+    assert rate("zb_v", 24, m, costs) <= expected + ROUNDED

@@ -51,7 +51,7 @@ def zb_v(
     Rank r holds stages r and 2p - 1 - r, so the loss is where the input is. Times are equal or
     taken from ``costs``; W goes where there is room for it. "Shortest" is by the rank with the
     longest span from its first F to its last W, which counts on an optimizer without barrier. The
-    search times 29 candidates and rearranges the best of them up to a fixed amount of work, a few
+    search times 31 candidates and rearranges the best of them up to a fixed amount of work, a few
     seconds, at most; each candidate takes time proportional to p * m, but is given up when it is
     longer than the best so far. Where m is large, fewer are searched for and the steady middle is
     repeated.
@@ -101,6 +101,10 @@ def _lengthened(problem: Problem) -> Schedule | None:
 def _searched(problem: Problem) -> Schedule:
     search = _timed_hand_made(problem)
     _search(problem, search)
+    order = hand_made(problem.num_ranks, problem.num_microbatches)
+    for is_patient_before_b in (False, True):
+        unchanged = FixedOrder(problem, order, overtaking=False)
+        search.consider_rounds(unchanged, is_patient_before_b)
     return search.shortest()
 
 

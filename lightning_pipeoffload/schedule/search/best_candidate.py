@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import inf
 
 from ..schedule import Schedule
-from .fill_gaps import OrderRule, fill_gaps
+from .fill_gaps import Filled, OrderRule, fill_gaps
+from .fill_rounds import fill_rounds
+from .fixed_order import FixedOrder
 from .problem import ROUNDING, Problem
 
 __all__ = ["Search"]
@@ -40,7 +42,22 @@ class Search:
         """
         if self.best and (self._num_actions_left <= 0 or self.has_no_bubble):
             return
-        filled = fill_gaps(self._problem, order, patience, self.longest_span)
+        self._keep(fill_gaps(self._problem, order, patience, self.longest_span))
+
+    def consider_rounds(self, order: FixedOrder, is_patient_before_b: bool) -> None:
+        """Complete an order round by round, and keep it if it is shorter than all before.
+
+        Whatever is left of the work, for it is little.
+
+        Args:
+            order: The order, without leave to overtake.
+            is_patient_before_b: As for ``fill_rounds``.
+        """
+        if not self.has_no_bubble:
+            limit = self.longest_span
+            self._keep(fill_rounds(self._problem, order, is_patient_before_b, limit))
+
+    def _keep(self, filled: Filled) -> None:
         self._num_actions_left -= filled.num_actions
         if filled.schedule:
             self.best, self.longest_span = filled.schedule, filled.longest_span
