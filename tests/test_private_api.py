@@ -58,7 +58,10 @@ IMPORTED = {
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
-    "torch.distributed.fsdp._fully_shard._fsdp_api": ["AllGather", "ReduceScatter"],
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": [
+        "DefaultAllGather",
+        "DefaultReduceScatter",
+    ],
     "torch.utils.data._utils.pin_memory": ["pin_memory"],
     "torch.overrides": ["_get_current_function_mode"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],

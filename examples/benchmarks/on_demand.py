@@ -101,7 +101,8 @@ def skewed(balanced: bool = False, turns: int = 3) -> dict[str, float]:
 
     def on_demand() -> None:
         run.open()
-        run_all(module, seconds)
+        with run.on_demand():
+            run_all(module, seconds)
         run.close(None, True)
 
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -48,10 +48,13 @@ class BackwardHooks:
             loss = self._scaler.scale(loss)
         self._precision.backward(loss, self._module, None)
 
-    def _begin(self, loss: Tensor | None) -> None:
-        """Do what Lightning does between a training step and its backward."""
+    def _zero(self) -> None:
+        """Set gradients to zero where Lightning would, with the hook before."""
         if self._zero_grad is not None:
             self._zero_grad()
+
+    def _begin(self, loss: Tensor | None) -> None:
+        """Call the hook before a backward."""
         self._precision.pre_backward(self._shown(loss), self._module)
 
     def _shown(self, loss: Tensor | None) -> Tensor:

@@ -43,6 +43,7 @@ class BatchBackward(BackwardHooks):
         Args:
             results: The results of the microbatches' steps, as far as there are any on this rank.
         """
+        self._zero()
         self._begin(_loss_of(results[-1]) if results else None)
         if self._is_summed:
             self._group.part_shared_gradients()

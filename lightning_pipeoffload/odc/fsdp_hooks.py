@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import (
-    AllGather,  # private, all three: what set_custom_all_gather takes, which torch exports nowhere
-    ReduceScatter,
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,  # private, both: what FSDP2 does by itself, which torch exports nowhere
+    DefaultReduceScatter,
 )
 
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
@@ -18,7 +18,10 @@ from lightning_pipeoffload.odc.transport import OnDemandTransport
 
 
 class OnDemandHooks:
-    """Routes the communication of every group over a transport.
+    """Routes the communication of every group over a transport, while ranks are on their own.
+
+    At other times, as in a hook after the optimizer's step or when all is over, they communicate
+    together, by FSDP2's own collectives: others' shards are then not what was published.
 
     Args:
         groups: What is sharded together.
@@ -31,18 +34,33 @@ class OnDemandHooks:
     def __init__(self, groups: Sequence[ShardedGroup], transport: OnDemandTransport) -> None:
         self.reached: set[tuple[int, int]] = set()
         self._groups = groups
-        self._transport = transport
+        self._transport: OnDemandTransport | None = transport
+        self._is_on_demand = False
         self._waiting: list[set[int]] = [set() for _ in groups]
         self._handles: list[Any] = []
         for index, group in enumerate(groups):
             module = group.module
-            module.set_custom_all_gather(_Gather(index, transport))
+            module.set_custom_all_gather(_Gather(index, self))
             module.set_custom_reduce_scatter(_Push(index, self))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
+    @property
+    def transport(self) -> OnDemandTransport | None:
+        """What gathers and pushes go over right now; None: FSDP2's collectives."""
+        return self._transport if self._is_on_demand else None
+
+    @contextmanager
+    def on_demand(self) -> Iterator[None]:
+        """Let this rank read what is published, and add gradients, without the others."""
+        before, self._is_on_demand = self._is_on_demand, True
+        try:
+            yield
+        finally:
+            self._is_on_demand = before
+
     def watch(self) -> None:
-        """See from now on which parameters get a gradient; shards have to be published."""
+        """See from now on which parameters get a gradient; all ranks call it."""
         for index, group in enumerate(self._groups):
             group.module.unshard()
             for place in group.trained:
@@ -53,45 +71,21 @@ class OnDemandHooks:
                 self._handles.append(hook(lambda _, seen=seen, place=place: seen.add(place)))
             group.module.reshard()
 
-    def push(self, index: int, gradients: Tensor) -> None:
-        """Send the gradients that a backward has made of one group."""
+    def take_reached(self, index: int) -> list[int]:
+        """Return the places of the parameters of a group that a backward has come to."""
         parameters = sorted(self._waiting[index])
         self._waiting[index].clear()
         self.reached.update((index, place) for place in parameters)
-        self._transport.accumulate(index, gradients, parameters)
+        return parameters
 
     def release(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, and leave the memory that others see."""
         while self._handles:
             self._handles.pop().remove()
+        self._transport = None
 
 
-def _empty(
-    _: Any, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(AllGather):
-    allocate = _empty
-
-    def __init__(self, index: int, transport: OnDemandTransport) -> None:
-        self._index = index
-        self._transport = transport
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        self._transport.gather(self._index, output_tensor)
-
-
-class _Push(ReduceScatter):
-    allocate = _empty
-
+class _Gather(DefaultAllGather):
     def __init__(self, index: int, hooks: OnDemandHooks) -> None:
         self._index = index
         self._hooks = hooks
@@ -101,8 +95,31 @@ class _Push(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        transport = self._hooks.transport
+        if transport is None:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        transport.gather(self._index, output_tensor)
+        return None
+
+
+class _Push(DefaultReduceScatter):
+    def __init__(self, index: int, hooks: OnDemandHooks) -> None:
+        self._index = index
+        self._hooks = hooks
+
+    def __call__(  # type: ignore[override] # FSDP2 takes None, as of a gather
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> None:
-        self._hooks.push(self._index, input_tensor)
+    ) -> dist.Work | None:
+        transport, reached = self._hooks.transport, self._hooks.take_reached(self._index)
+        if transport is None:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        transport.accumulate(self._index, input_tensor, reached)
         output_tensor.zero_()  # FSDP2 adds it to .grad, which is the sum's place after finish
+        return None

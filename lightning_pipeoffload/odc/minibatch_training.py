@@ -68,26 +68,31 @@ class MinibatchTraining(BackwardHooks):
             The last microbatch's output, with the loss of all ranks.
         """
         part = self._part_of(batch)
-        if not self.adds_up:
-            self._run.open()
+        self._run.reshard()  # a hook may have run a forward
+        self._zero()  # while the gradients that its hook may look at are there
+        self._run.open(self.adds_up)
+        with self._run.on_demand():
+            output, total = self._run_microbatches(part, arguments)
+        return self._end(part, output, total, is_last)
+
+    def _run_microbatches(self, part: Minibatch, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the last output, and the weighted sum of the losses."""
         output: Any = None
         total: Any = 0.0
-        is_begun = False
         for number, (microbatch, weight) in enumerate(zip(part, part.weights, strict=True)):
             self.microbatch = number
             with self._logs.capturing(keep=True), self._precision.train_step_context():
                 output = self._module.training_step(microbatch, *arguments)
             loss = _loss_of(output)
-            if not is_begun:
+            if number == 0:
                 self._begin(loss)
-                is_begun = True
             if loss is not None:
                 total = total + weight * loss.detach()
                 self.differentiate(loss * (weight / self._num_batches))
         self.microbatch = None
-        if not is_begun:
+        if not part:
             self._begin(None)
-        return self._end(part, output, total, is_last)
+        return output, total
 
     @property
     def _num_batches(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,20 +52,23 @@ class OnDemandRun:
         """What is going on between this rank and another one; empty: nothing."""
         return self._transport.place
 
-    def open(self) -> None:
-        """Begin a minibatch with the weights that there are; all ranks wait for each other."""
-        if self._trained != self._trained_now():
-            self.end()
-            self._connect()
-        self._drop_gradients()
-        self._hooks.reached.clear()
-        self._transport.clear()
-        self._transport.publish()
-        self._world.barrier()
+    def on_demand(self) -> AbstractContextManager[None]:
+        """Let this rank gather and push inside without the others; else they do so together."""
+        return self._hooks.on_demand()
+
+    def open(self, adds_up: bool = False) -> None:
+        """Begin a minibatch with the weights that there are; all ranks wait for each other.
+
+        Args:
+            adds_up: Whether its gradients add up to those of the one before.
+        """
+        if not adds_up:
+            self._start_sums()
+        self.publish()
 
     def publish(self) -> None:
-        """Let all ranks gather the weights that there are, in between; all wait for each other."""
-        self._world.barrier()  # who still gathers what there was
+        """Let all ranks gather the weights that there are; they wait for each other."""
+        self.reshard()
         self._transport.publish()
         self._world.barrier()
 
@@ -78,8 +82,7 @@ class OnDemandRun:
         Returns:
             The notes of all ranks.
         """
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._settle()
         found = self._world.gather((note, self._hooks.reached))
         if self._is_alone:  # FSDP2 communicates nothing, and has left the sums where they belong
             return [note]
@@ -89,29 +92,42 @@ class OnDemandRun:
             self._give_gradients(set().union(*(reached for _, reached in found)))
         return [note for note, _ in found]
 
-    def end(self) -> None:
-        """Let go of what is no memory."""
-        self._hooks.release()
-        self._transport.close()
-
     def reshard(self) -> None:
-        """Drop weights that are whole since a forward without a backward."""
+        """Let the next forward gather anew what one without a backward has left whole."""
         for group in self._groups:
             group.module.reshard()
+
+    def settle(self) -> None:
+        """Let hooks and the optimizer find shards again; wait until no rank gathers any more."""
+        self.reshard()
+        self._settle()
+        self._world.barrier()
+
+    def end(self) -> None:
+        """Leave the module to FSDP2, and let go of what is no memory."""
+        self._hooks.release()
+        self._transport.close()
 
     def _connect(self) -> None:
         self._groups = sharded_groups(self._module)
         self._device = local_part(self._groups[0].parameters[0]).device
-        self._trained = self._trained_now()
         self._is_alone = self._groups[0].num_ranks == 1
         self._transport = self._make_transport(self._groups)
         self._hooks = OnDemandHooks(self._groups, self._transport)
-        self._transport.publish()
-        self._world.barrier()
         self._hooks.watch()
 
-    def _trained_now(self) -> list[tuple[int, ...]]:
-        return [group.trained for group in self._groups]
+    def _start_sums(self) -> None:
+        if not all(group.is_up_to_date for group in self._groups):
+            self.end()
+            self._connect()
+        self._drop_gradients()
+        self._hooks.reached.clear()
+        self._transport.clear()
+
+    def _settle(self) -> None:
+        """Wait until this rank's device has done all that it was asked to."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _drop_gradients(self) -> None:
         for group in self._groups:

@@ -223,28 +223,47 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         return self.backward_of_batch.train(batch, arguments, is_last=not self._steps_later)
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._connected_run.reshard()  # a hook before it may have run a forward
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._connected_run.on_demand():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._connected_run.on_demand():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._connected_run.on_demand():
+            return super().predict_step(*args, **kwargs)
+
+    @override
     def on_validation_end(self) -> None:
-        self._reshard()
+        self._connected_run.settle()
 
     @override
     def on_test_end(self) -> None:
-        self._reshard()
+        self._connected_run.settle()
 
     @override
     def on_predict_end(self) -> None:
-        self._reshard()
+        self._connected_run.settle()
 
     def _start_evaluation(self, loop: Any) -> None:
         """Let evaluations see what the hooks before them have made of the weights."""
         type(loop).on_run_start(loop)
-        assert self._run is not None
-        self._run.publish()
+        self._connected_run.publish()
 
-    def _reshard(self) -> None:
-        """Let hooks find the shards, as the optimizer does; nobody gathers any more."""
+    @property
+    def _connected_run(self) -> OnDemandRun:
         assert self._run is not None
-        self._run.reshard()
-        self.barrier()
+        return self._run
 
     @override
     def teardown(self) -> None:

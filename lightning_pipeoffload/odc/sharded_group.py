@@ -23,6 +23,7 @@ class ShardedGroup:
         members: FSDP2's own record of each parameter, in its order.
         names: Their names.
         sizes: The elements of each one's shard, padded to be the same on every rank.
+        trained: The places of the parameters that are trained.
         published: What a shard is gathered as.
         summed: What gradients are added up in.
     """
@@ -32,6 +33,7 @@ class ShardedGroup:
     members: tuple[Any, ...]
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    trained: tuple[int, ...]
     published: torch.dtype
     summed: torch.dtype
 
@@ -48,9 +50,9 @@ class ShardedGroup:
         return first.device_mesh.size()
 
     @property
-    def trained(self) -> tuple[int, ...]:
-        """The places of the parameters that are trained."""
-        return tuple(i for i, m in enumerate(self.members) if m.sharded_param.requires_grad)
+    def is_up_to_date(self) -> bool:
+        """Whether the same parameters are trained as when this was noted."""
+        return self.trained == _trained(self.members)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -125,9 +127,14 @@ def _group(name: str, module: Any) -> ShardedGroup:
         members,
         names,
         tuple(member.padded_sharded_param_size.numel() for member in members),
+        _trained(members),
         published,
         policy.reduce_dtype or published,
     )
+
+
+def _trained(members: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, m in enumerate(members) if m.sharded_param.requires_grad)
 
 
 def _path(root: nn.Module, module: nn.Module, prefix: str) -> str:

@@ -211,6 +211,68 @@ def test_weights_that_a_hook_changes_are_those_that_are_gathered(ranks):
         assert rank["val"] == pytest.approx(torch.tensor(16.0).log().item())
 
 
+class Watching(Texts):
+    """Runs forwards in hooks, where the weights have just changed, and looks at gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs, self.sizes = [], []
+
+    def show(self):
+        with torch.no_grad():
+            self.outputs.append(self(torch.arange(4)).sum().item())
+
+    def on_before_zero_grad(self, optimizer):
+        gradients = [whole(p.grad) for p in self.parameters()]
+        self.sizes.append(sum(g.norm().item() for g in gradients if g is not None))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.show()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.show()
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.show()
+
+
+def watch():
+    module = made(Watching)
+    found = fits.fit_rank((3, 1), make=lambda: module, accumulate_grad_batches=2)
+    module.show()  # when all is over
+    return {**found, "outputs": module.outputs, "sizes": module.sizes}
+
+
+def plain_watch():
+    module = made(Watching)
+    optimizer = module.configure_optimizers()
+    for number, minibatch in enumerate(fits.minibatches((3, 1)), start=1):
+        module.show()
+        if number % 2:
+            module.on_before_zero_grad(optimizer)
+            optimizer.zero_grad()
+        for part in minibatch:
+            for text, weight in zip(part, part.weights, strict=True):
+                (module.loss(text) * weight / 2).backward()
+        if number % 2 == 0:
+            module.on_before_optimizer_step(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            optimizer.step()
+        module.show()
+    module.show()
+    weights = {n: whole(p) for n, p in module.named_parameters()}
+    return module, {"weights": weights, "gradients": module.gradients}
+
+
+def test_forwards_in_hooks_see_the_weights_of_that_moment(ranks):
+    plain, expected = plain_watch()
+    for rank in ranks(2).run(watch):
+        assert rank["outputs"] == pytest.approx(plain.outputs, rel=1e-12)
+        assert rank["sizes"] == pytest.approx(plain.sizes, rel=1e-12)
+        assert_same(rank, expected)
+
+
 def validate_minibatches():
     try:
         trainer(2, {}).validate(made(Packed), loader())

@@ -29,8 +29,8 @@ def counted():
         around.append(collectives(trace))
         return output
 
-    def counting_open(self):
-        opened(self)
+    def counting_open(self, *args):
+        opened(self, *args)
         watch.start()
 
     def counting_close(self, *args):
