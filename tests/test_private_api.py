@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.schedule import Action
@@ -165,6 +166,11 @@ USED = {
     "sharded_param": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
     "padded_sharded_param_size": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
 }
+
+
+def test_what_torch_shares_says_where_it_is_and_whether_to_wait():
+    names = inspect.signature(rebuild_cuda_tensor).parameters
+    assert {"storage_device", "event_sync_required"} <= names.keys()
 
 
 def is_private(name):

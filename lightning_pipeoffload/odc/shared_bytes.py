@@ -14,8 +14,9 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -43,10 +44,46 @@ def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) ->
     """
     if device.type == "cpu":
         return _share_host_bytes(max(size, 1), group)
+    return _share_device_bytes(max(size, 1), device, rank, group)
+
+
+def _share_device_bytes(
+    size: int, device: torch.device, rank: int, group: HostGroup
+) -> list[Tensor]:
     own = torch.zeros(size, dtype=torch.uint8, device=device)
-    torch.accelerator.synchronize()
-    shared = group.gather(reduce_tensor(own))
-    return [own if n == rank else rebuild(*args) for n, (rebuild, args) in enumerate(shared)]
+    torch.accelerator.synchronize(device)
+    others = [peer for peer in group.gather(rank) if peer != rank]
+    # One for each: torch counts who still uses it, and is told once by whom each was made for.
+    offers = group.gather({peer: reduce_tensor(own) for peer in others})
+    return [
+        own if peer == rank else _opened(offer[rank], device, peer)
+        for peer, offer in enumerate(offers)
+    ]
+
+
+def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
+    """Map another rank's memory into this rank's own device.
+
+    Elsewhere it would be a tensor of the other device, which takes a context there for each rank
+    and adds nothing to tensors of this one. No event is waited for: whoever shares has waited.
+    """
+    rebuild, args = reduction
+    given = signature(rebuild).bind(*args)
+    if "storage_device" not in given.arguments:
+        raise RuntimeError(
+            f"torch shares no memory of {device.type} between processes, which strategy='odc' "
+            f"needs; it does on cpu and cuda"
+        )
+    # Private, both: how torch calls the place and the event of what a process has shared.
+    given.arguments.update(storage_device=device.index, event_sync_required=False)
+    try:
+        return rebuild(*given.args)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{device} cannot read the memory of rank {peer} of this machine, which "
+            f"strategy='odc' needs ({str(error).splitlines()[0]}); give it devices that reach each "
+            f"other, as nvidia-smi topo -p2p r shows, one for each process"
+        ) from error
 
 
 def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:

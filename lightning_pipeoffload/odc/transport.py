@@ -17,6 +17,9 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter,  # private: what FSDP2 does by itself, which torch exports nowhere
+)
 
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.shared_bytes import OwnerLocks, share_bytes
@@ -94,8 +97,9 @@ class OnDemandTransport(ABC):
         ((target, _, length),) = self._spans(index, [parameter])
         return self._own_sums[index][target : target + length]
 
-    def close(self) -> None:  # noqa: B027 - not every transport has something
-        """Let go of what the system gives only so many of."""
+    def close(self) -> None:
+        """Let go of other ranks' memory, and of what the system gives only so many of."""
+        self._published = []
 
     def _check(self, index: int, given: int, expected: int) -> None:
         if given != expected:
@@ -148,6 +152,7 @@ class SharedSums(OnDemandTransport):
         self._check(index, gradients.numel(), size * self._num_ranks)
         spans = self._spans(index, parameters)
         parts = gradients.view(self._num_ranks, -1)
+        self._settle()  # before the locks: others wait for an addition, not for a backward
         for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
             self.place = f"the push of {group.name} to rank {owner}"
             total, part = self._sums[owner][index], parts[owner]
@@ -161,7 +166,9 @@ class SharedSums(OnDemandTransport):
         """Do nothing: the sums are where others have written them."""
 
     def close(self) -> None:
-        """Let go of the file of locks."""
+        """Let go of other ranks' memory, and of the file of locks; its own sums are gradients."""
+        super().close()
+        self._sums = []
         self._locks.close()
 
     @property
@@ -209,10 +216,11 @@ class WholeGradients(OnDemandTransport):
 
     def finish(self) -> None:
         """Reduce the gradients of all ranks."""
+        reduce_scatter = DefaultReduceScatter()
         with blaming_peers("lost a rank while reducing gradients"):
             for whole, total in zip(self._whole, self._sums, strict=True):
                 if total.numel():
-                    dist.reduce_scatter_tensor(total, whole.view(-1), group=self._reduction)
+                    reduce_scatter(total, whole.view(-1), self._reduction, dist.ReduceOp.SUM)
 
     @property
     def _own_sums(self) -> Sequence[Tensor]:

@@ -1,6 +1,7 @@
 """A run with on-demand communication that fails as it is told to.
 
 python tests/support/failing_on_demand.py push kill 1
+python tests/support/failing_on_demand.py push kill 1 gpu
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import lightning as L
 
-from lightning_pipeoffload import OnDemandStrategy
 from lightning_pipeoffload.odc import shared_bytes
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from tests.support import on_demand_fits
-from tests.support.fits import SILENT
 
 
 def fail() -> None:
@@ -101,12 +99,11 @@ PLACES = {"push": in_push, "gather": in_gather, "barrier": at_barrier, "making":
 
 
 def main(*arguments: str) -> None:
-    place, act, rank = arguments or sys.argv[1:]
+    place, act, rank, *accelerator = arguments or sys.argv[1:]
     PLACES[place](act, int(rank))
-    strategy = OnDemandStrategy(timeout=timedelta(seconds=30))
-    trainer = L.Trainer(
-        **SILENT, devices=2, strategy=strategy, max_epochs=20, enable_checkpointing=False
-    )
+    options = {"timeout": timedelta(seconds=30)}
+    kind = accelerator[0] if accelerator else "cpu"
+    trainer = on_demand_fits.ending_trainer(2, options, max_epochs=20, accelerator=kind)
     own = int(os.environ.get("LOCAL_RANK", "0"))
     batches = [minibatch[own] for minibatch in on_demand_fits.minibatches((3, 1))]
     trainer.fit(on_demand_fits.made(), on_demand_fits.Loader(batches))

@@ -16,6 +16,7 @@ from lightning_pipeoffload import Minibatch, OnDemandStrategy
 from tests.support.fits import SILENT, outlive_failures
 
 WIDTH = 6
+CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
@@ -67,11 +68,12 @@ def rank_of() -> int:
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy of what all ranks have of a tensor."""
+    """Return a copy on the host of what all ranks have of a tensor."""
     if tensor is None:
         return None
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.to("cpu", copy=True)
 
 
 def made(kind: type[L.LightningModule] = Texts, **options: Any) -> Any:
@@ -111,11 +113,32 @@ class Loader:
 
 
 def trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
-    usual = {"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False}
-    strategy = OnDemandStrategy(**options)
-    made = L.Trainer(**{**SILENT, **usual, **more}, devices=ranks, strategy=strategy)
+    """Make a trainer for processes of a pool, which a failure does not end."""
+    made = ending_trainer(ranks, options, **more)
     outlive_failures(made)
     return made
+
+
+def ending_trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
+    usual = {"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False}
+    more = {**SILENT, **usual, "devices": ranks, **more}
+    if more["accelerator"] == "cpu":
+        return L.Trainer(**more, strategy=OnDemandStrategy(**options))
+    strategy = OnDemandStrategy(**{"process_group_backend": _backend(), **options})
+    strategy.parallel_devices = devices(ranks)
+    return L.Trainer(**{**more, "devices": "auto"}, strategy=strategy)
+
+
+def devices(ranks: int) -> list[torch.device]:
+    """Return a device of each rank: one of its own, or the only one for all."""
+    kind = torch.accelerator.current_accelerator()
+    count = torch.get_device_module().device_count()  # which starts no driver: others may fork
+    return [torch.device("cpu" if kind is None else kind.type, n % count) for n in range(ranks)]
+
+
+def _backend() -> str | None:
+    """NCCL refuses two ranks on one device."""
+    return "gloo" if torch.get_device_module().device_count() == 1 else None
 
 
 def fit_rank(
@@ -155,9 +178,10 @@ def plain_fit(
     clip: float | None = 0.3,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Train on the same minibatches in one process, the microbatches of all ranks in turn."""
-    module = made() if make is None else make()
+    module = (made() if make is None else make()).to(device)
     optimizer = module.configure_optimizers()
     steps, logged = [], 0.0
     for number, minibatch in enumerate(minibatches(counts), start=1):
@@ -165,8 +189,8 @@ def plain_fit(
         logged = 0.0
         for part in minibatch:
             for text, weight in zip(part, part.weights, strict=True):
-                with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                    loss = module.loss(text)
+                with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                    loss = module.loss(text.to(device))
                 (loss * weight / accumulate).backward()
                 logged += float(loss.detach()) * weight
         if number % accumulate == 0:
