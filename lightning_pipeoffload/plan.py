@@ -28,9 +28,11 @@ from lightning_pipeoffload.cli.comparison import (
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
-from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS, summary
+from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS
+from lightning_pipeoffload.cli.planned_steps import PlannedSteps
+from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import Units
-from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
+from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import (
     Costs,
     OffloadReport,
@@ -42,7 +44,6 @@ from lightning_pipeoffload.schedule import (
     estimated_copy_ratio,
     free_share,
     offload_activations,
-    simulate,
     split_fused_backward,
     with_copy_ratio,
 )
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "plan"]
 
 _COSTS = tuple(field.name for field in fields(Costs))
-_PICTURE = ("path", "microbatches", "time")
+_PICTURE = ("path", "steps", "microbatches", "time")
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 
 
@@ -94,10 +95,10 @@ def plan(config: DictConfig) -> None:
         costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
         schedule, offload = _offloaded(config, given, costs)
     schedule = with_reductions(schedule, costs)
-    timeline = simulate(schedule, costs)
+    planned = PlannedSteps(schedule, costs, StepBorder.of(config))
     if file:
-        file.write([Drawn(timeline, costs, summary(schedule, timeline))])
-    REPORTS[config.format](schedule, timeline, {**_copy_ratio(schedule, costs), **offload}, units)
+        file.write([planned.drawn(units.time)])
+    REPORTS[config.format](planned, {**_copy_ratio(schedule, costs), **offload}, units)
 
 
 def _estimate_model(config: DictConfig) -> None:
@@ -126,7 +127,7 @@ def _picture_file(config: DictConfig, units: Units) -> PictureFile | None:
     wanted = _mapping(config, "picture", _PICTURE)
     path, shown = wanted["path"], {name: wanted[name] for name in ("microbatches", "time")}
     if path is None:
-        for name, value in shown.items():
+        for name, value in {"steps": wanted["steps"], **shown}.items():
             if value is not None:
                 raise ScheduleError(f"picture.{name} ({value}) needs a file to draw: picture=FILE")
         return None
@@ -252,7 +253,9 @@ def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None
     is_list = isinstance(named, Sequence) and not isinstance(named, str)
     names = map(str, named if is_list else [named])
     sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    plans = compare(names, costs, config.memory_limit, config.num_chunks, **sizes)
+    border, units = StepBorder.of(config), Units.of(costs)
+    limits = config.memory_limit, config.num_chunks
+    plans = compare(names, costs, *limits, border, units, **sizes)
     rows = [plan.figures for plan in plans]
     if file:
         file.write([plan.drawn for plan in plans if plan.drawn])
@@ -261,7 +264,7 @@ def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None
         return
     title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
     console = Console()
-    console.print(comparison_table(rows, title, Units.of(costs)))
+    console.print(comparison_table(rows, title, units))
     for row in rows:
         if "refused" in row:
             console.out(f"{row['schedule']}: {row['refused']}", highlight=False)

@@ -54,6 +54,9 @@ def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "bubble_unsynchronized": timeline.bubble_unsynchronized,
+        "has_barrier": False,
+        "period": 27,
+        "period_bubble": pytest.approx(1 / 9),
         "peak_memory": [7, 7, 7, 7],
         "peak_host_memory": [0, 0, 0, 0],
         "messages": [8, 16, 16, 8],
@@ -363,6 +366,56 @@ def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(comm
     assert "1f1b: 4 ranks" in drawn
     assert "zb_h1: 4 ranks" in drawn
     assert "0 units" in drawn
+
+
+@pytest.mark.parametrize(
+    ("way", "period"), [("auto", 24), ("post_validation", 24), ("barrier", 27)]
+)
+def test_the_period_is_told_as_steps_follow_each_other(way, period, capsys):
+    sync = f"strategy.optimizer_sync={way}"
+    plan(plan_config("schedule=zb_h2", sync))
+    printed = capsys.readouterr().out
+    words = "with a barrier" if way == "barrier" else "without a barrier"
+    assert f"period {period} units {words} between steps" in printed
+    plan(plan_config("compare=[zb_h2]", sync, "format=json"))
+    assert json.loads(capsys.readouterr().out)["compare"][0]["period"] == period
+    plan(plan_config("compare=[zb_h1,zb_h2]", sync))
+    assert "period" in capsys.readouterr().out
+
+
+def test_auto_chooses_by_the_period(capsys):
+    chosen = []
+    for way in ("auto", "barrier"):
+        sync = f"strategy.optimizer_sync={way}"
+        plan(plan_config("schedule=auto", "num_chunks=1", sync, "format=json"))
+        chosen.append(json.loads(capsys.readouterr().out))
+    assert [found["period"] for found in chosen] == [24, 27]
+    assert max(chosen[0]["peak_memory"]) > max(chosen[1]["peak_memory"])
+
+
+def test_a_picture_shows_several_steps(command, tmp_path):
+    assert command("schedule=zb_h2", "picture=a.svg", "picture.steps=3")[0] == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "period 24 units without a barrier between steps" in drawn
+    assert "0F23 on rank 0" in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("strategy.optimizer_sync=never",), "must be one of auto, barrier, post_validation"),
+        (("picture=a.svg", "picture.steps=0"), "picture.steps (0) must be a whole number from 1"),
+        (("picture.steps=2",), "picture.steps (2) needs a file to draw"),
+        (
+            ("schedule=auto", "sweep=memory_limit", "picture=a.svg", "picture.steps=2"),
+            "picture.steps (2) has no part in a sweep",
+        ),
+    ],
+)
+def test_what_cannot_stand_between_steps_is_one_line(command, words, said):
+    status, _, error = command(*words)
+    assert (status, len(error.splitlines())) == (2, 1)
+    assert said in error
 
 
 def test_a_part_to_show_needs_a_picture(command):

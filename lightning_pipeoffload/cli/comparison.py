@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from lightning_pipeoffload.cli.plan_report import figures, summary
+from lightning_pipeoffload.cli.planned_steps import PlannedSteps
+from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import UNITS, Units
 from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
@@ -20,7 +21,6 @@ from lightning_pipeoffload.schedule import (
     add_reductions,
     build,
     offload_activations,
-    simulate,
 )
 
 __all__ = [
@@ -49,9 +49,14 @@ class Compared(NamedTuple):
     drawn: Drawn | None = None
 
 
+_NARROW = (0, 0)  # so that the table fits 80 characters
+_NO_BARRIER = StepBorder()
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 
-HEADINGS = ("stages", "makespan", "bubble", "no barrier", "memory", "host", "messages")
+HEADINGS = (
+    *("stages", "makespan", "bubble", "no barrier"),
+    *("period", "memory", "host", "messages"),
+)
 
 
 def compare(
@@ -59,6 +64,8 @@ def compare(
     costs: Costs,
     memory_limit: float | None = None,
     num_chunks: int | None = None,
+    border: StepBorder = _NO_BARRIER,
+    units: Units = UNITS,
     **sizes: int,
 ) -> list[Compared]:
     """Time each schedule, or say why it cannot be.
@@ -69,40 +76,44 @@ def compare(
         costs: The costs of a rank's whole part of the model; see :func:`costs_of_stage`.
         memory_limit: The most memory of a rank, in the unit of ``costs.activation``.
         num_chunks: Stages per rank of the schedules that take any number; None: their own.
+        border: What stands between two steps.
+        units: What the costs are counted in.
         **sizes: ``num_ranks`` and ``num_microbatches``.
 
     Raises:
         ScheduleError: None of the schedules can be.
     """
-    plans = [_compared(name, costs, memory_limit, num_chunks, sizes) for name in names]
+    plans = []
+    for name in names:
+        try:
+            planned = _planned(name, costs, memory_limit, num_chunks, border, sizes)
+        except ScheduleError as error:
+            refused = {"schedule": name, "refused": str(error).partition("\n")[0]}
+            plans.append(Compared(refused))
+        else:
+            plans.append(Compared(planned.figures(), planned.drawn(units.time)))
     if not any(plan.drawn for plan in plans):
         nothing = "compare is empty; name schedules"
         raise ScheduleError(plans[0].figures["refused"] if plans else nothing)
     return plans
 
 
-def _compared(
+def _planned(
     name: str,
     costs: Costs,
     memory_limit: float | None,
     num_chunks: int | None,
+    border: StepBorder,
     sizes: Mapping[str, int],
-) -> Compared:
+) -> PlannedSteps:
     base, amount = parse_name(name)
     chunks = stages_per_rank(base, num_chunks)
     costs = costs_of_stage(costs, chunks)
     limit = memory_limit if amount is None else None
-    try:
-        schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
-        if amount is not None:
-            schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
-    except ScheduleError as error:
-        return Compared({"schedule": name, "refused": str(error).partition("\n")[0]})
-    schedule = with_reductions(schedule, costs)
-    timeline = simulate(schedule, costs)
-    title = summary(replace(schedule, name=name), timeline)
-    row = {**figures(schedule, timeline), "schedule": name}
-    return Compared(row, Drawn(timeline, costs, title))
+    schedule = build(base, num_chunks=chunks, costs=costs, memory_limit=limit, **sizes)
+    if amount is not None:
+        schedule, _ = offload_activations(schedule, costs, amount, memory_limit)
+    return PlannedSteps(replace(with_reductions(schedule, costs), name=name), costs, border)
 
 
 def parse_name(name: str) -> tuple[str, str | float | None]:
@@ -154,12 +165,14 @@ def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
 def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> Table:
     """Return a table with one row per schedule; one that cannot be has a dash for each figure.
 
-    The bubble is with a barrier at the optimizer and without one, memory and host the largest
+    The bubble is with a barrier at the optimizer and without one, the period from one step to the
+    next as ``optimizer_sync`` has it, memory and host the largest
     peaks of a rank, in the unit of ``costs.activation``, and messages are those of all ranks in a
     step.
     """
     title = f"{title}; time in {units.time}, memory in {units.memory}"
-    table = bare_table(Column("schedule", no_wrap=True), *HEADINGS, title=title)
+    columns = (Column("schedule", no_wrap=True), *HEADINGS)
+    table = bare_table(*columns, title=title, padding=_NARROW)
     for row in rows:
         table.add_row(
             row["schedule"], *(_cells(row) if "refused" not in row else ["-"] * len(HEADINGS))
@@ -184,6 +197,7 @@ def _cells(row: Row) -> list[str]:
         f"{row['makespan']:g}",
         f"{row['bubble']:.4f}",
         f"{row['bubble_unsynchronized']:.4f}",
+        f"{row['period']:g}",
         f"{max(row['peak_memory']):g}",
         f"{max(row['peak_host_memory']):g}",
         str(sum(row["messages"])),

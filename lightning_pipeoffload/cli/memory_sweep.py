@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.comparison import bare_table
+from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.axis import round_step
 from lightning_pipeoffload.pictures.drawing import Drawing
@@ -99,7 +100,7 @@ class MemorySweep:
         families = [
             {
                 "schedule": family.name,
-                "makespan": [_time_of(family.within(limit)) for limit in self.limits],
+                "period": [_time_of(family.within(limit)) for limit in self.limits],
                 "plans": [_figures(plan) for plan in family.plans],
                 "reason": "" if family.plans else family.reason,
             }
@@ -171,7 +172,10 @@ def sweep_memory_limit(config: DictConfig, costs_of: CostsOf, units: Units) -> M
     limits = given or _round_limits(search.found.values())
     for limit in limits:
         search.plan_all(limit)
-    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
+    title = (
+        f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, "
+        f"{StepBorder.of(config).words}"
+    )
     sweep = MemorySweep(limits, search.families(), units, title)
     if not sweep.fastest(limits[-1]):
         raise ScheduleError(f"memory_limit ({limits[-1]:g}) is less than any plan needs")
@@ -190,8 +194,8 @@ class _Search:
         self._wanted = options([config.num_microbatches], num_chunks=chunks)
         if not self._wanted:
             raise ScheduleError(f"num_chunks ({chunks}) must be a whole number from 1 on")
-        self._num_ranks, self._offload = config.num_ranks, config.strategy.offload
-        self._costs_of = costs_of
+        self._asked, self._offload = (config.num_ranks, costs_of), config.strategy.offload
+        self._border = StepBorder.of(config)
         names = dict.fromkeys(option.schedule for option in self._wanted)
         self.found: dict[str, list[Candidate]] = {name: [] for name in names}
         self._reasons = dict.fromkeys(names, "")
@@ -206,7 +210,13 @@ class _Search:
         own = [option for option in self._wanted if option.schedule == name]
         limits = Limits(limit, self._offload)
         try:
-            choice = evaluate(own, self._num_ranks, self._costs_of, limits, always_search=True)
+            choice = evaluate(
+                own,
+                *self._asked,
+                limits,
+                has_barrier=lambda option: self._border.has_barrier,
+                always_search=True,
+            )
         except ScheduleError as error:
             self._reasons[name] = self._reasons[name] or str(error).partition("\n")[0]
         else:
@@ -242,6 +252,9 @@ def _refuse_what_is_for_one_plan(config: DictConfig) -> None:
         raise ScheduleError(
             f"sweep draws all families; use schedule=auto, not {config.strategy.schedule}"
         )
+    steps = StepBorder.of(config).num_drawn
+    if steps > 1:
+        raise ScheduleError(f"picture.steps ({steps}) has no part in a sweep; leave it out")
     for name in ("compare", "options"):
         if config[name]:
             raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
@@ -289,16 +302,16 @@ def _memory(plan: Candidate) -> float:
 
 
 def _seconds(plan: Candidate) -> float:
-    assert plan.makespan is not None
-    return plan.makespan
+    assert plan.period is not None
+    return plan.period
 
 
 def _time_of(plan: Candidate | None) -> float | None:
-    return None if plan is None else plan.makespan
+    return None if plan is None else plan.period
 
 
 def _figures(plan: Candidate) -> dict[str, Any]:
-    names = ("offload", "makespan", "bubble", "peak_memory")
+    names = ("offload", "period", "makespan", "bubble", "peak_memory")
     return {**vars(plan.option), **{name: getattr(plan, name) for name in names}}
 
 

@@ -9,29 +9,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_pipeoffload.cli.planned_steps import PlannedSteps
 from lightning_pipeoffload.cli.units import UNITS, Units
-from lightning_pipeoffload.schedule import Schedule, Timeline, draw
-from lightning_pipeoffload.schedule.messages import send_after
+from lightning_pipeoffload.schedule import draw
 
-__all__ = ["COUNTS", "REPORTS", "figures", "messages_sent", "print_json", "print_text", "summary"]
+__all__ = ["COUNTS", "REPORTS", "print_json", "print_text"]
 
 
-def print_json(
-    schedule: Schedule, timeline: Timeline, offload: dict[str, Any], units: Units = UNITS
-) -> None:
+def print_json(planned: PlannedSteps, offload: dict[str, Any], units: Units = UNITS) -> None:
     """Print one JSON object with the figures, and nothing else."""
-    sys.stdout.write(json.dumps({**figures(schedule, timeline), **offload}) + "\n")
+    sys.stdout.write(json.dumps({**planned.figures(), **offload}) + "\n")
 
 
-def print_text(
-    schedule: Schedule, timeline: Timeline, offload: dict[str, Any], units: Units = UNITS
-) -> None:
+def print_text(planned: PlannedSteps, offload: dict[str, Any], units: Units = UNITS) -> None:
     """Print a table of the ranks, the figures of all together and a drawing."""
-    console = Console()
-    console.print(rank_table(schedule, timeline, units))
+    console, timeline = Console(), planned.timeline
+    console.print(rank_table(planned, units))
     console.out(
         f"makespan {timeline.makespan:g} {units.time}   bubble {timeline.bubble:.4f}   "
-        f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n",
+        f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n"
+        f"period {planned.period:g} {units.time} {planned.border.words}   "
+        f"bubble {planned.period_bubble:.4f}\n",
         highlight=False,
     )
     if offload["copy_ratio"] != 0 or "offloaded" in offload:
@@ -76,49 +74,15 @@ REPORTS = {"text": print_text, "json": print_json}
 """How to print, by the name of the format."""
 
 
-def summary(schedule: Schedule, timeline: Timeline) -> str:
-    """Return the line above a picture: what is planned, and its bubble."""
-    return f"{_sizes(schedule)}, bubble {timeline.bubble:.4f}"
-
-
-def _sizes(schedule: Schedule) -> str:
-    stages = "1 stage" if schedule.num_chunks == 1 else f"{schedule.num_chunks} stages"
-    return (
-        f"{schedule.name}: {schedule.num_ranks} ranks of {stages}, "
-        f"{schedule.num_microbatches} microbatches"
-    )
-
-
-def rank_table(schedule: Schedule, timeline: Timeline, units: Units = UNITS) -> Table:
+def rank_table(planned: PlannedSteps, units: Units = UNITS) -> Table:
     """Return a table with one row per rank: time at work and idle, and the peak memory."""
     headings = (
         units.name(heading) for heading in ("rank", "stages", "busy", "idle", "peak memory")
     )
-    table = Table(*headings, title=_sizes(schedule))
+    schedule, timeline = planned.schedule, planned.timeline
+    table = Table(*headings, title=planned.sizes)
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         idle = timeline.makespan - busy
         table.add_row(str(rank), stages, f"{busy:g}", f"{idle:g}", f"{peak:g}")
     return table
-
-
-def figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of a plan by their names in ``Schedule`` and ``Timeline``.
-
-    ``messages`` is how many activations and gradients each rank sends in a step.
-    """
-    sizes = ("num_ranks", "num_chunks", "num_microbatches")
-    totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory", "peak_host_memory")
-    return {
-        "schedule": schedule.name,
-        **{name: getattr(schedule, name) for name in sizes},
-        **{name: getattr(timeline, name) for name in totals},
-        "messages": messages_sent(schedule),
-    }
-
-
-def messages_sent(schedule: Schedule) -> tuple[int, ...]:
-    """Return how many messages each rank sends in a step, from a schedule of compute actions."""
-    return tuple(
-        sum(send_after(schedule, action) is not None for action in rank) for rank in schedule
-    )

@@ -21,6 +21,7 @@ from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
@@ -85,6 +86,7 @@ class AutoChoice:
         pipeline: This rank's part of the module, in the first cut.
         group: The pipeline's processes, in the places of the first cut.
         measurements: What tells how fast copies are, and what the machines have.
+        has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class AutoChoice:
         pipeline: Pipeline,
         group: PipelineGroup,
         measurements: Measurements,
+        has_step_barrier: bool,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._group = group
         self._measurements = measurements
+        self._has_step_barrier = has_step_barrier
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
         """Measure the blocks, and choose the fastest plan that fits.
@@ -119,7 +123,10 @@ class AutoChoice:
             return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
 
         first = cut_batch(num_microbatches)[0]
-        cache = ChoiceCache(self._settings, self._pipeline, num_microbatches)
+        self._shared = self._pipeline.shared_segments()
+        cache = ChoiceCache(
+            self._settings, self._pipeline, num_microbatches, self._has_step_barrier
+        )
         if torch.are_deterministic_algorithms_enabled():
             found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
             if found is None:
@@ -228,7 +235,8 @@ class AutoChoice:
         answer: Any = None
         if self._group.reports:
             try:
-                choice = evaluate(wanted, self._group.num_ranks, known.costs_of, self._kept(limits))
+                asked = wanted, self._group.num_ranks, known.costs_of, self._kept(limits)
+                choice = evaluate(*asked, has_barrier=partial(self._has_barrier, known))
                 answer = choice.best.option, [c.figures() for c in choice.candidates]
             except MemoryLimitError as error:
                 answer = error.told(mebibytes)
@@ -248,6 +256,20 @@ class AutoChoice:
         )
         costs = known.costs_of(option)
         return Chosen(settings, costs, limits, known.is_measured, figures, choice)
+
+    def _has_barrier(self, known: _KnownCosts, option: Option) -> bool:
+        """Whether its ranks wait for each other, be it because several own weights that are tied.
+
+        These are on the first and the last stage: where one waits for the other, all follow.
+        """
+        if self._has_step_barrier or not self._shared:
+            return self._has_step_barrier
+        placement, stages = option.placement(self._group.num_ranks), known.stages(option)
+        owners = (
+            {placement[stage.index] for stage in stages if stage.segments & shared}
+            for shared in self._shared
+        )
+        return any(len(ranks) > 1 for ranks in owners)
 
     @property
     def _num_chunks(self) -> int | None:
@@ -280,15 +302,15 @@ class _OfBlocks:
     def _blocks(self, option: Option) -> Costs:
         return self.blocks[option.recompute, option.num_microbatches]
 
-    def _stages(self, option: Option) -> Any:
+    def stages(self, option: Option) -> Sequence[Stage]:
         placement = option.placement(self._num_ranks)
         return cut_by_costs(self._pipeline, self._blocks(option), placement, self._split)
 
     def split(self, option: Option) -> list[int]:
-        return [len(stage.blocks) for stage in self._stages(option)]
+        return [len(stage.blocks) for stage in self.stages(option)]
 
     def costs_of(self, option: Option) -> Costs:
-        return costs_of_stages(self._blocks(option), self._stages(option))
+        return costs_of_stages(self._blocks(option), self.stages(option))
 
 
 class _OfFirstCut:
@@ -297,15 +319,18 @@ class _OfFirstCut:
     is_measured = False
 
     def __init__(self, pipeline: Pipeline, blocks: Blocks) -> None:
-        self._counts = [len(stage.blocks) for stage in pipeline.partition]
+        self._partition = list(pipeline.partition)
         self._placement = pipeline.settings.stage_ranks
         self.blocks = blocks
 
     def takes(self, option: Option, group: PipelineGroup) -> bool:
         return option.placement(group.num_ranks) == tuple(self._placement)
 
+    def stages(self, option: Option) -> Sequence[Stage]:
+        return self._partition
+
     def split(self, option: Option) -> list[int]:
-        return self._counts
+        return [len(stage.blocks) for stage in self._partition]
 
     def costs_of(self, option: Option) -> Costs:
         return self.blocks[option.recompute, option.num_microbatches]

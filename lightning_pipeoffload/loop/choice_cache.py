@@ -21,10 +21,15 @@ class ChoiceCache:
         settings: The strategy's settings.
         pipeline: A rank's part of the module, in the first cut.
         num_microbatches: Slices of the batch, as they are where nothing is chosen.
+        has_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
     def __init__(
-        self, settings: PipelineSettings, pipeline: Pipeline, num_microbatches: int
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        num_microbatches: int,
+        has_barrier: bool,
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
         names = ("offload", "recompute", "num_chunks", "split")
@@ -34,7 +39,7 @@ class ChoiceCache:
         )
         stages = pipeline.settings.stage_ranks
         self._question = PlanQuestion(
-            f"auto {kind} {asked}",
+            f"auto {kind} {asked} barrier={has_barrier}",
             max(stages) + 1,
             num_microbatches,
             0,

@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
 from lightning_pipeoffload.loop.cut_failure import blame_cutting
-from lightning_pipeoffload.loop.plan_updates import PlanUpdates
-from lightning_pipeoffload.loop.run_report import RunReport
+from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -59,6 +56,7 @@ class PipelineRun:
         pipeline: This rank's part of the module.
         executor: What runs this rank's actions.
         measurements: What those actions cost.
+        plans: What makes the plans that it runs by.
         report: What the run says of itself.
         reduction: What gives the replicas one gradient; None where there is one replica.
     """
@@ -87,18 +85,12 @@ class PipelineRun:
         self.executor.under_way = group.replicas.under_way
         self.pipeline.before_look = group.replicas.under_way.settle
         self.measurements = Measurements(self.executor, self.pipeline, group)
-        self._on_accelerator = is_accelerator = device.type != "cpu"
-        self._training = TrainingPlan(
-            settings, group.num_ranks, self.executor, is_accelerator, group.num_replicas > 1
-        )
-        self.report = RunReport(settings, self.pipeline, self._training, self.measurements, group)
-        self._updates = PlanUpdates(settings, group, self._training, self.measurements)
+        self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
+        self._training, self.report = self.plans.training, self.plans.report
+        self._on_accelerator = device.type != "cpu"
         self._checksums = BatchChecksums(self._on_accelerator)
         self._check_weights: Callable[[], None] = lambda: None
         self._group = group
-        self._settings = settings
-        self._chosen: Chosen | None = None
-        self._has_measured_steps = False
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
         self.reduction: GradientReduction | None = None
@@ -126,10 +118,7 @@ class PipelineRun:
         """
         total = batch_size(inputs.batch)
         if not self.report.size:
-            self._choose_plan(inputs, total)
-            count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
-            self._training.make(count)
-            self.report.size = total // count
+            self.report.size = total // self.plans.choose(inputs, total)
         size = max(self.report.size, self._smallest_size(total))
         try:
             return self._cut(inputs, size)
@@ -137,29 +126,6 @@ class PipelineRun:
             if size < total:
                 blame_cutting(error, inputs.kind, total, size, lambda: self._cut(inputs, total))
             raise
-
-    def _choose_plan(self, inputs: StepInputs, total: int) -> None:
-        """Put what is chosen for this run in the place of ``schedule="auto"``."""
-        if self._settings.schedule != "auto":
-            return
-        count = self._settings.choose_num_microbatches(self._group.num_ranks, total)
-        choice = AutoChoice(self._settings, self.pipeline, self._group, self.measurements)
-        self._chosen = self.report.chosen = choice.choose(inputs, count, total)
-        self._settings = self._chosen.settings
-        self._training.use(self._settings)
-        if not self.pipeline.is_split:
-            self._group.place(self._training.schedule)
-            self.pipeline.cut_anew(self._group.rank, self._settings.cut_settings(self._group))
-            self.executor.join(self._group.rank, self._group.transport)
-
-    def _plan_as_chosen(self) -> None:
-        """Make the plan of the first step with the costs that it was chosen by."""
-        if self._chosen is None:
-            return
-        costs = self._chosen.costs_with(self.report.needs)
-        if costs is not None and self._chosen.is_measured:
-            self._training.make_by(costs, self._chosen.limits)
-            self.measurements.start_anew(costs.copy_lanes)
 
     def train(
         self,
@@ -181,10 +147,7 @@ class PipelineRun:
         """
         self.executor.reduction = None  # not of what is left of batches before
         if not self._training.goes_on(accumulation):
-            if not self._has_measured_steps and self.measurements.suffice:
-                self._plan_by_measurement()
-            elif accumulation.is_first:
-                self._updates.before_step()
+            self.plans.before_plan(accumulation.is_first)
             self._training.choose(accumulation, self.pipeline.costs)
             self._training.begin(accumulation)
 
@@ -211,23 +174,6 @@ class PipelineRun:
         """Run the backwards that are left of batches that accumulate."""
         self.executor.reduction = None
         self._training.finish()
-
-    def _plan_by_measurement(self) -> None:
-        """Make the plan anew with what the first steps cost, and measure that one from now on.
-
-        The ranks wait for each other here, once.
-        """
-        self._has_measured_steps = True
-        if not (self._training.may_copy or self._settings.is_solved):
-            return
-        costs = self.measurements.gather_costs(self._training.schedule)
-        heeds_devices = self._settings.keeps_device_limit(self._on_accelerator)
-        limits = self.measurements.gather_limits(heeds_devices)
-        self._training.make_by(costs, limits)
-        self.measurements.start_anew(costs.copy_lanes)
-        if self._settings.is_solved:
-            self._updates.start(costs, limits)
-        self.report.print_plan(limits)
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -283,7 +229,7 @@ class PipelineRun:
 
     def _weigh(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
         """Return each microbatch's share of the batch's loss."""
-        weigh = self._settings.microbatch_weight
+        weigh = self.plans.settings.microbatch_weight
         if not callable(weigh):
             return [size / sum(sizes) for size in sizes]
         self._check_weights()  # of the batch before
@@ -320,7 +266,7 @@ class PipelineRun:
         self._group.share(self.pipeline)
         self.reduction = self._make_reduction()
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
-        self._plan_as_chosen()
+        self.plans.begin()
         self._training.choose(accumulation, self.pipeline.costs)
         self.report.print_start(accumulation)
 
@@ -332,8 +278,7 @@ class PipelineRun:
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""
-        self._updates.close()
-        self._training.abandon()
+        self.plans.leave()
         if self.reduction is not None:
             self.reduction.abandon()
         self._group.replicas.under_way.forget()

@@ -17,7 +17,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import World
-from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, accept, simulate
+from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, accept
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 
 _WORTH_CHANGING = 0.99  # of the time of the plan in use
@@ -117,8 +117,8 @@ class PlanUpdates:
             accept(plan, costs, self._problem.memory_limit)
         except ScheduleError:
             return False  # by what was measured last it needs more than there is
-        before = simulate(self._training.schedule, costs).makespan
-        after = simulate(plan, costs).makespan
+        before = self._training.period(self._training.schedule, costs)
+        after = self._training.period(plan, costs)
         if after > before * _WORTH_CHANGING or self._limits.shortage(plan, costs):
             return False
         if self._group.reports:

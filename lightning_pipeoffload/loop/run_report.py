@@ -26,7 +26,7 @@ from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.schedule import simulate
+from lightning_pipeoffload.schedule import period_bubble, simulate
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class RunReport:
         if not self._pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
         plan, needs = self._training.plan, self.needs
-        report = predict(plan, self._pipeline, self._training.costs)
+        report = predict(plan, self._pipeline, self._training.costs, self._training.period)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = None if needs is None else describe_needs(needs.of_ranks(plan))
         if self.chosen is not None:
@@ -127,4 +127,7 @@ class RunReport:
         if self._measurements.end_training(self._training.may_copy) and self._group.reports:
             costs = self._measurements.costs_at_end
             assert costs is not None
-            print_measurement(self.make(), simulate(self._training.plan, costs))
+            plan = self._training.plan
+            timeline = simulate(plan, costs)
+            bubble = period_bubble(timeline, self._training.period(plan, costs))
+            print_measurement(self.make(), timeline.peak_memory, bubble)

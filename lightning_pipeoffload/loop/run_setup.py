@@ -32,6 +32,7 @@ from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_s
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
+from lightning_pipeoffload.loop.step_barrier import has_step_barrier
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -134,6 +135,7 @@ class RunSetup(ModelInParts):
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
+        self.run.plans.has_step_barrier = lambda: has_step_barrier(trainer, self._gradient_hooks)
         if self._meeting is not None:
             self._hook_forwards = HookForwards(
                 self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
@@ -195,11 +197,9 @@ class RunSetup(ModelInParts):
             )
             if self._copies is not None:
                 self._copies.follow()
+            sharing = self.settings.num_sharing(self.group.num_replicas)
             self._parameters = OptimizedParameters(
-                self._run.pipeline,
-                self.group,
-                lambda: self.optimizers,
-                self.settings.num_sharing(self.group.num_replicas),
+                self._run.pipeline, self.group, lambda: self.optimizers, sharing
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = StepCalls(self._module, self._replica_seed)

@@ -47,11 +47,11 @@ def choice_table(choice: Choice, seconds: Write, memory: Write, most: int | None
 
 
 def _figures(candidate: Candidate, seconds: Write, memory: Write) -> list[str]:
-    assert candidate.makespan is not None
+    assert candidate.period is not None
     assert candidate.peak_memory is not None
     return [
         candidate.offload,
-        seconds(candidate.makespan),
+        seconds(candidate.period),
         f"{candidate.bubble:.4f}",
         memory(candidate.peak_memory),
         candidate.reason or "taken",

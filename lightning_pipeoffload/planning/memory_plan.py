@@ -20,7 +20,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     offload_activations,
     one_at_a_time,
-    simulate,
+    steady_period,
 )
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
@@ -66,6 +66,7 @@ def plan_by_costs(
     num_microbatches: int,
     costs: Costs,
     limits: MachineLimits = _NO_LIMITS,
+    has_barrier: bool = False,
 ) -> MemoryPlan:
     """Build the schedule that fits measured costs, the memory limit and the hosts.
 
@@ -78,13 +79,14 @@ def plan_by_costs(
         num_microbatches: The number of microbatches of a batch.
         costs: Costs in seconds and bytes.
         limits: The limits of the machines.
+        has_barrier: Whether no rank begins a step before all have ended the one before.
 
     Raises:
         ScheduleError: No plan keeps within the limit that was given; the message has the smallest
             that one does. Or a rank would take more of its host than it may.
     """
     try:
-        planned = _plan(settings, (num_ranks, num_microbatches), costs, limits)
+        planned = _plan(settings, (num_ranks, num_microbatches), costs, limits, has_barrier)
     except MemoryLimitError as error:
         raise ScheduleError(error.told(mebibytes)) from None
     shortage = limits.shortage(planned[0], costs)
@@ -97,7 +99,11 @@ def plan_by_costs(
 
 
 def _plan(
-    settings: PipelineSettings, sizes: tuple[int, int], costs: Costs, limits: MachineLimits
+    settings: PipelineSettings,
+    sizes: tuple[int, int],
+    costs: Costs,
+    limits: MachineLimits,
+    has_barrier: bool,
 ) -> MemoryPlan:
     given = settings.limit_bytes
     if settings.offload == "none":
@@ -108,7 +114,7 @@ def _plan(
     free = settings.make_schedule(*sizes, costs)
     found = list(_within(settings, free, costs, limits))
     if found:
-        return min(found, key=lambda plan: _seconds(plan, costs))
+        return min(found, key=lambda plan: _seconds(plan, costs, has_barrier))
     if free.has_copies:
         return settings.make_schedule(*sizes, costs, given), None
     amount = "full" if given is None else "auto"
@@ -146,6 +152,7 @@ def _offload(
     return offload_activations(schedule, costs, amount, limit, has_room)
 
 
-def _seconds(plan: MemoryPlan, costs: Costs) -> float:
+def _seconds(plan: MemoryPlan, costs: Costs, has_barrier: bool) -> float:
     schedule, report = plan
-    return simulate(schedule, costs).makespan * (1.0 if report is None else 1 + _WORTH_COPYING)
+    more = 1.0 if report is None else 1 + _WORTH_COPYING
+    return more * steady_period(schedule, costs, has_barrier)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share, simulate
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Schedule,
+    copy_ratios,
+    free_share,
+    period_bubble,
+    simulate,
+)
+
+PeriodOf = Callable[[Schedule, Costs], float]
 
 
-def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[str, Any]:
+def predict(
+    plan: Schedule, pipeline: Pipeline, measured: Costs | None, period_of: PeriodOf
+) -> dict[str, Any]:
     """Say what the plan promises.
 
     Args:
@@ -18,9 +29,11 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
         pipeline: What runs the plan.
         measured: Costs in seconds and bytes; None: the pipeline's estimate, in units of an average
             block's work and activation.
+        period_of: Returns the time from one step to the next.
     """
     costs = measured or pipeline.costs
     timeline = simulate(plan, costs)
+    period = period_of(plan, costs)
     return {
         "schedule": plan.name,
         "num_ranks": plan.num_ranks,
@@ -39,6 +52,8 @@ def predict(plan: Schedule, pipeline: Pipeline, measured: Costs | None) -> dict[
         "has_copies": plan.has_copies,
         "bubble": timeline.bubble,
         "makespan": timeline.makespan,
+        "period": period,
+        "period_bubble": period_bubble(timeline, period),
         "peak_memory": list(timeline.peak_memory),
         "peak_host_memory": list(timeline.peak_host_memory),
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,

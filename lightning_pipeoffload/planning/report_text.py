@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
-from lightning_pipeoffload.schedule import Schedule, Timeline
+from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.schedule.candidates import Choice
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
@@ -109,12 +109,12 @@ def print_prediction(report: dict[str, Any]) -> None:
 def _prediction(report: dict[str, Any], is_measured: bool) -> str:
     if is_measured:
         return (
-            f"Predicted from measured blocks: a bubble of {report['bubble']:.1%}, a step of "
-            f"{1e3 * report['makespan']:.1f} ms. Memory is of the rank, for activations."
+            f"Predicted from measured blocks: a bubble of {report['period_bubble']:.1%}, a step "
+            f"every {1e3 * report['period']:.1f} ms. Memory is of the rank, for activations."
         )
     return (
-        f"Predicted from FLOPs: a bubble of {report['bubble']:.1%}. Memory is of the rank, in "
-        f"activations of an average block until they are measured in MiB."
+        f"Predicted from FLOPs: a bubble of {report['period_bubble']:.1%}. Memory is of the rank, "
+        f"in activations of an average block until they are measured in MiB."
     )
 
 
@@ -202,7 +202,7 @@ def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
     peak = max(report["peak_memory"])
     _tell(
         f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
-        f"{report['bubble']:.1%} and a peak of {mebibytes(peak)} of activations.",
+        f"{report['period_bubble']:.1%} and a peak of {mebibytes(peak)} of activations.",
         *_about_limit(peak, limit),
         *_about_copies(report, limit),
     )
@@ -239,12 +239,13 @@ def _reason(report: dict[str, Any]) -> list[str]:
     return [f"{reason}."] if reason else []
 
 
-def print_measurement(report: dict[str, Any], planned: Timeline) -> None:
+def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: float) -> None:
     """Print the table of what was measured on each rank, and why that is not what was predicted.
 
     Args:
         report: The report of the plan.
-        planned: The plan with the costs that were measured.
+        peaks: The memory of each rank by the plan with the costs that were measured.
+        planned: The idle share of a step's period by the same.
     """
     measured = report["measured"]
     table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
@@ -258,21 +259,21 @@ def print_measurement(report: dict[str, Any], planned: Timeline) -> None:
             f"{seconds * 1e3:.1f} ms",
             f"{measured['bubble'][rank]:.1%}",
             mebibytes(measured["peak_activation_bytes"][rank]),
-            mebibytes(planned.peak_memory[rank]),
+            mebibytes(peaks[rank]),
             f"{measured['deferred_flops'][rank] / flops:.1%}" if flops else "-",
         )
     _tell("", table, f"{report['samples_per_second']:.1f} samples/s. {_why(report, planned)}")
 
 
-def _why(report: dict[str, Any], planned: Timeline) -> str:
+def _why(report: dict[str, Any], planned: float) -> str:
     """Say what the measured bubble is made of, in shares of the time that a step takes."""
     bubble, between = (mean(report["measured"][name]) for name in ("bubble", "between_steps"))
-    by_plan = (1 - bubble) * planned.bubble / (1 - planned.bubble) if planned.bubble < 1 else 0.0
+    by_plan = (1 - bubble) * planned / (1 - planned) if planned < 1 else 0.0
     rest = max(0.0, bubble - between - by_plan)
     return (
-        f"The bubble was predicted as {report['bubble']:.1%}, and is {bubble:.1%}: {by_plan:.1%} "
-        f"by the plan with the measured times, {between:.1%} between steps (data, optimizer, "
-        f"hooks, validation), {rest:.1%} waiting for messages and the host."
+        f"The bubble was predicted as {report['period_bubble']:.1%}, and is {bubble:.1%}: "
+        f"{by_plan:.1%} by the plan with the measured times, {between:.1%} between steps (data, "
+        f"optimizer, hooks, validation), {rest:.1%} waiting for messages and the host."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_pipeoffload.schedule import (
     forward_only,
     keep_microbatches,
     lower,
+    steady_period,
 )
 
 
@@ -36,6 +38,8 @@ class TrainingPlan:
         executor: The executor of this rank.
         on_accelerator: Whether the ranks' devices have a memory of their own.
         reduces: Whether gradients are those of several replicas.
+        has_barrier: Whether no rank begins a step before all have ended the one before; known once
+            the module is cut.
 
     Attributes:
         schedule: The schedule of a full training batch; until there is one, with a provisional
@@ -51,12 +55,14 @@ class TrainingPlan:
         executor: Executor,
         on_accelerator: bool,
         reduces: bool = False,
+        has_barrier: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._num_ranks = num_ranks
         self._executor = executor
         self._on_accelerator = on_accelerator
         self._reduces = reduces
+        self._has_barrier = has_barrier
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
@@ -75,6 +81,15 @@ class TrainingPlan:
     def of_batch(self) -> Schedule:
         """The lowered plan of a full training batch."""
         return self._of_training(self.schedule.num_microbatches, steps=True)
+
+    def period(self, schedule: Schedule, costs: Costs) -> float:
+        """Return the seconds from one step to the next, as this run's steps follow each other.
+
+        Args:
+            schedule: The plan of a step, or of several batches that accumulate.
+            costs: Seconds of its stages.
+        """
+        return steady_period(schedule, costs, self._has_barrier())
 
     @property
     def may_copy(self) -> bool:
@@ -128,7 +143,7 @@ class TrainingPlan:
         sizes = self._num_ranks, num_microbatches
         if self.costs is None:
             return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
-        return plan_by_costs(self._settings, *sizes, self.costs, self._limits)
+        return plan_by_costs(self._settings, *sizes, self.costs, self._limits, self._has_barrier())
 
     def goes_on(self, accumulation: Accumulation) -> bool:
         """Whether the plan under way has the next batch too; finishes it if not."""

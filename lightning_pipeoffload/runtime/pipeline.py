@@ -347,6 +347,15 @@ class Pipeline:
             self.module, self.chain, owners, self.local_stages, self.device
         )
 
+    def shared_segments(self) -> list[frozenset[int]]:
+        """List the segments of the step that use a parameter which others use too."""
+        found: dict[int, frozenset[int]] = {}
+        for name, segments in self._uses.segments.items():
+            if name in self.tensors.trainable:
+                key = self.tensors.identity[name]  # of tied weights it is the same
+                found[key] = found.get(key, frozenset()) | segments
+        return [segments for segments in found.values() if len(segments) > 1]
+
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
         return [self.chain.block_name(index) for index in self.partition[stage].blocks]

@@ -33,6 +33,7 @@ from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share
 from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .simulation.message_memory import peak_message_memory
 from .simulation.simulate import simulate
+from .simulation.steady_step import period_bubble, simulate_steps, steady_period
 from .tails import Tail, tails
 from .timeline import Event, Timeline
 from .validate import validate
@@ -80,9 +81,12 @@ __all__ = [
     "peak_host_memory",
     "peak_memory",
     "peak_message_memory",
+    "period_bubble",
     "repeat_batch",
     "simulate",
+    "simulate_steps",
     "split_fused_backward",
+    "steady_period",
     "tails",
     "validate",
     "with_copy_ratio",

@@ -51,9 +51,10 @@ class Candidate:
         option: What it is made of.
         offload: How it was decided what is offloaded: "none", "auto", a share, or "its own".
         reason: Why it was not taken; empty if it was.
-        makespan: Seconds of a step; None where there is no plan, as the rest.
-        bubble: The idle share.
+        period: Seconds from one step to the next; None where there is no plan, as the rest.
+        bubble: The idle share of the period.
         peak_memory: The largest memory of a rank; where that is too much, the least that would do.
+        makespan: Seconds of a step alone.
         schedule: The plan.
         report: What it offloads, where that was planned.
     """
@@ -61,9 +62,10 @@ class Candidate:
     option: Option
     offload: str
     reason: str = ""
-    makespan: float | None = None
+    period: float | None = None
     bubble: float | None = None
     peak_memory: float | None = None
+    makespan: float | None = None
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
     report: OffloadReport | None = field(default=None, repr=False, compare=False)
 
@@ -74,21 +76,21 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Its time, a little longer if it copies; infinite where there is no plan."""
-        if self.makespan is None:
+        """Its period, a little longer if it copies; infinite where there is no plan."""
+        if self.period is None:
             return inf
-        return self.makespan * (1 + _WORTH_COPYING * (self.offload != "none"))
+        return self.period * (1 + _WORTH_COPYING * (self.offload != "none"))
 
     def figures(self) -> dict[str, Any]:
         """Return what a report says of it."""
-        names = ("offload", "fits", "makespan", "bubble", "peak_memory", "reason")
+        names = ("offload", "fits", "period", "makespan", "bubble", "peak_memory", "reason")
         return {**vars(self.option), **{name: getattr(self, name) for name in names}}
 
     def judged(self, best: Candidate) -> Candidate:
         """Return this one with the reason why another was taken."""
-        if self is best or self.makespan is None or best.makespan is None:
+        if self is best or self.period is None or best.period is None:
             return self
-        longer = self.makespan / best.makespan - 1 if best.makespan else 0.0
+        longer = self.period / best.period - 1 if best.period else 0.0
         if longer > _ABOUT_EQUAL:
             return replace(self, reason=f"{longer:.1%} longer")
         if self.score > best.score * (1 + _ABOUT_EQUAL):

@@ -1,4 +1,4 @@
-"""Chooses among all families, cuts and offloads by what each would take.
+"""Chooses among all families, cuts and offloads by the time from one step to the next.
 
 What cannot become the fastest is not worked out: copies make no order faster, so where it takes as
 long without them as the best plan that fits, none are planned; a builder that searches for seconds
@@ -16,12 +16,13 @@ from .actions import MemoryLimitError, ScheduleError
 from .build import SCHEDULES, build
 from .candidates import Candidate, Choice, Option, best_of
 from .costs import Costs
-from .lower_bound import earliest_end
+from .lower_bound import earliest_end, most_work
 from .passes.offload import OffloadReport, offload_activations
 from .passes.reduce import add_reductions
 from .passes.transfer import split_fused_backward
 from .schedule import Schedule
 from .simulation.simulate import simulate
+from .simulation.steady_step import period_bubble, steady_period
 
 __all__ = ["Limits", "evaluate"]
 
@@ -33,6 +34,10 @@ _WORTH_SEARCHING = 0.02
 
 def _anything(schedule: Schedule, costs: Costs) -> bool:
     return True
+
+
+def _never(option: Option) -> bool:
+    return False
 
 
 class Limits(NamedTuple):
@@ -59,6 +64,7 @@ def evaluate(
     costs_of: CostsOf,
     limits: Limits = _NO_LIMITS,
     *,
+    has_barrier: Callable[[Option], bool] = _never,
     always_search: bool = False,
 ) -> Choice:
     """Plan every option, and choose the fastest plan that keeps the limits.
@@ -68,13 +74,15 @@ def evaluate(
         num_ranks: Ranks of the pipeline.
         costs_of: Returns what the stages of an option cost; it may raise ScheduleError.
         limits: What the plans have to keep.
+        has_barrier: Returns whether no rank begins a step of an option before all have ended the
+            one before.
         always_search: Search for seconds also where that promises nothing.
 
     Raises:
         MemoryLimitError: None does; the message has the least that would do.
         ScheduleError: No plan can be made at all.
     """
-    trials = _Trials(num_ranks, costs_of, limits)
+    trials = _Trials(num_ranks, costs_of, limits, has_barrier)
     slow = [option for option in wanted if SCHEDULES[option.schedule].takes_seconds]
     quick = [option for option in wanted if option not in slow]
     for option in quick:
@@ -98,10 +106,17 @@ class _Trials:
         found: Those so far.
     """
 
-    def __init__(self, num_ranks: int, costs_of: CostsOf, limits: Limits) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        costs_of: CostsOf,
+        limits: Limits,
+        has_barrier: Callable[[Option], bool],
+    ) -> None:
         self._num_ranks = num_ranks
         self._costs_of = costs_of
         self._limits = limits
+        self._has_barrier = has_barrier
         self._known: dict[Any, Costs] = {}
         self._least = inf
         self.found: list[Candidate] = []
@@ -156,7 +171,7 @@ class _Trials:
         is_there = any(c.option == option and c.schedule == schedule for c in self.found)
         if is_there or schedule.has_copies:
             return None
-        return self._figures(schedule, self._costs(option))[0], option, schedule
+        return self._figures(option, schedule)[0], option, schedule
 
     def _try_to_copy(self, option: Option, schedule: Schedule, seconds: float) -> None:
         best = best_of(self.found)
@@ -179,16 +194,18 @@ class _Trials:
         costs = self._costs(option)
         if schedule.has_copies and not self._limits.has_room(schedule, costs):
             raise ScheduleError("the hosts have no room for what it offloads")
-        figures = self._figures(schedule, costs)
+        figures = self._figures(option, schedule)
         self.found.append(Candidate(option, offload, "", *figures, schedule, report))
 
-    def _figures(self, schedule: Schedule, costs: Costs) -> tuple[float, float, float]:
-        """Return time, bubble and memory of a schedule, as it runs."""
-        plan = split_fused_backward(schedule)
+    def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
+        """Return period, bubble, memory and makespan of a schedule, as it runs."""
+        costs, plan = self._costs(option), split_fused_backward(schedule)
         if any(costs.per_stage("reduce", plan.num_stages)):
             plan = add_reductions(plan)
         timeline = simulate(plan, costs)
-        return timeline.makespan, timeline.bubble, max(timeline.peak_memory)
+        period = steady_period(plan, costs, self._has_barrier(option))
+        bubble = period_bubble(timeline, period)
+        return period, bubble, max(timeline.peak_memory), timeline.makespan
 
     def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
         if isinstance(error, MemoryLimitError):
@@ -218,14 +235,16 @@ class _Trials:
         return f"nothing can be more than {max(0.0, promised):.1%} faster than what there is"
 
     def _bound(self, option: Option) -> float:
-        """Return seconds that no order of an option's stages takes less than; 0 of no stages."""
+        """Return seconds that no order of an option's stages gets below; 0 of no stages."""
         try:
             costs = self._costs(option)
         except ScheduleError:
             return 0.0
         placement = option.placement(self._num_ranks)
         seconds, hops = costs.compute(len(placement)), costs.hops(placement)
-        return earliest_end(seconds, hops, placement, option.num_microbatches)
+        if self._has_barrier(option):
+            return earliest_end(seconds, hops, placement, option.num_microbatches)
+        return most_work(seconds, placement, option.num_microbatches)
 
     def no_plan(self) -> ScheduleError:
         """Return what says why there is no plan."""

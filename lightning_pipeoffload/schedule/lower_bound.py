@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .actions import Kind
 from .placement import stages_on
 
-__all__ = ["earliest_end", "earliest_starts"]
+__all__ = ["earliest_end", "earliest_starts", "most_work"]
 
 _Seconds = Mapping[Kind, Sequence[float]]
 
@@ -45,8 +45,24 @@ def earliest_end(
     first = earliest_starts(seconds, hops)[Kind.F]
 
     def end(rank: int) -> float:
-        stages = stages_on(placement, rank)
-        work = sum(of_kind[stage] for of_kind in seconds.values() for stage in stages)
-        return min(first[stage] for stage in stages) + num_microbatches * work
+        start = min(first[stage] for stage in stages_on(placement, rank))
+        return start + num_microbatches * _work(seconds, placement, rank)
 
     return max(map(end, range(max(placement) + 1)))
+
+
+def most_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: int) -> float:
+    """Return what a step's work takes on the rank that has most of it.
+
+    Args:
+        seconds: What F, B and W of every stage take.
+        placement: The rank of every stage.
+        num_microbatches: Microbatches of one step.
+    """
+    ranks = range(max(placement) + 1)
+    return num_microbatches * max(_work(seconds, placement, rank) for rank in ranks)
+
+
+def _work(seconds: _Seconds, placement: tuple[int, ...], rank: int) -> float:
+    stages = stages_on(placement, rank)
+    return sum(of_kind[stage] for of_kind in seconds.values() for stage in stages)

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipeoffload.cli.plan_report import messages_sent
+from lightning_pipeoffload.cli.planned_steps import messages_sent
 from lightning_pipeoffload.schedule import build, lower
 from lightning_pipeoffload.schedule.messages import SENDS
 

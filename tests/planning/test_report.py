@@ -36,6 +36,8 @@ REPORT = {
     "num_microbatches": 4,
     "bubble": 0.2,
     "makespan": 0.5,
+    "period": 0.5,
+    "period_bubble": 0.2,
     "k": [0.5, 0.5],
     "free_share": 1.0,
     "peak_memory": [3 << 20, 2 << 20],
@@ -84,7 +86,8 @@ def test_the_table_of_stages_fits_80_columns(capsys, monkeypatch):
     assert all("…transformer.h.0 .. 99" in row and "1234.5" in row for row in rows)
 
 
-PLANNED = simulate(build("1f1b", 2, 4), Costs(0.1, 0.1, 0.1, activation=1 << 20))
+_TIMELINE = simulate(build("1f1b", 2, 4), Costs(0.1, 0.1, 0.1, activation=1 << 20))
+PLANNED = _TIMELINE.peak_memory, _TIMELINE.bubble
 MEASURED = {
     "step_seconds": [0.5],
     "bubble": [0.5],
@@ -98,12 +101,12 @@ MEASURED = {
 @pytest.mark.parametrize("name", ["lightning_pipeoffload", "lightning_pipeoffload.report"])
 def test_a_loggers_level_silences_the_tables(capsys, name):
     report = {**REPORT, "measured": MEASURED}
-    print_measurement(report, PLANNED)
+    print_measurement(report, *PLANNED)
     assert "500.0 ms" in capsys.readouterr().out
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(logging.WARNING)
-    print_measurement(report, PLANNED)
+    print_measurement(report, *PLANNED)
     log.setLevel(before)
     assert capsys.readouterr() == ("", "")
 
@@ -114,7 +117,7 @@ def test_a_handler_gets_a_table_as_text():
     handler.emit = records.append
     log = logging.getLogger("lightning_pipeoffload.report")
     log.addHandler(handler)
-    print_measurement({**REPORT, "measured": MEASURED}, PLANNED)
+    print_measurement({**REPORT, "measured": MEASURED}, *PLANNED)
     log.removeHandler(handler)
     (record,) = records
     assert record.levelno == logging.INFO
@@ -122,7 +125,7 @@ def test_a_handler_gets_a_table_as_text():
 
 
 def test_the_bubble_is_explained(capsys):
-    print_measurement({**REPORT, "measured": MEASURED}, PLANNED)
+    print_measurement({**REPORT, "measured": MEASURED}, *PLANNED)
     printed = " ".join(capsys.readouterr().out.split())
     assert "16.0 samples/s" in printed
     # 1F1B idles for 0.3 of 1.5 seconds: a quarter of the time it works, which is half here.
@@ -135,7 +138,7 @@ def test_the_bubble_is_explained(capsys):
 def test_the_table_of_measurements_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     large = {"step_seconds": [123.4], "peak_activation_bytes": [123_456 << 20]}
-    print_measurement({**REPORT, "measured": {**MEASURED, **large}}, PLANNED)
+    print_measurement({**REPORT, "measured": {**MEASURED, **large}}, *PLANNED)
     rows = [line for line in capsys.readouterr().out.splitlines() if "123,456.00 MiB" in line]
     assert "123400.0 ms" in rows[0]
     assert "50.0%" in rows[0]

@@ -55,7 +55,8 @@ def by_hand(costs_of, limit):
 )
 def test_no_hand_finds_a_plan_that_is_a_percent_faster(share, links):
     limit, costs_of = share * SIZES[0] * 17, costs_by_chunk(**links)
-    best = evaluate(options([SIZES[1]]), SIZES[0], costs_of, Limits(limit)).best
+    asked = options([SIZES[1]]), SIZES[0], costs_of, Limits(limit)
+    best = evaluate(*asked, has_barrier=lambda option: True).best
     assert best.makespan <= 1.01 * min(by_hand(costs_of, limit))
     validate(best.schedule)
     assert max(peak_memory(best.schedule, costs_of(best.option))) <= limit * (1 + 1e-9)
@@ -72,8 +73,8 @@ def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
 def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken():
     candidates = evaluate(options([8]), 2, lambda option: Costs.unit()).candidates
     assert best_of(candidates).offload == "none"
-    fastest = min(c.makespan for c in candidates if c.fits)
-    least = min(c.peak_memory for c in candidates if c.fits and c.makespan == fastest)
+    fastest = min(c.period for c in candidates if c.fits)
+    least = min(c.peak_memory for c in candidates if c.fits and c.period == fastest)
     assert best_of(candidates).peak_memory == least
 
 
@@ -110,3 +111,30 @@ def test_a_share_is_offloaded_by_every_candidate():
     choice = evaluate(wanted, 2, costs_of, Limits(offload="half"))
     assert choice.best.schedule.has_copies
     assert "says itself what it offloads" in choice.candidates[1].reason
+
+
+@pytest.mark.parametrize(("has_barrier", "name"), [(False, "zb_h2"), (True, "zb_h1")])
+def test_what_is_faster_from_step_to_step_wins_where_no_rank_waits_between_steps(has_barrier, name):
+    wanted = [Option("zb_h1", 1, 8), Option("zb_h2", 1, 8)]
+
+    def costs_of(option):
+        return Costs.unit()
+
+    choice = evaluate(wanted, 4, costs_of, has_barrier=lambda option: has_barrier)
+    assert choice.best.option.schedule == name
+    assert [c.makespan for c in choice.candidates] == [27, 27]
+    assert [c.period for c in choice.candidates] == [27, 27 if has_barrier else 24]
+
+
+@pytest.mark.parametrize(
+    ("has_barrier", "name", "times"), [(False, "zb_v", (24, 25)), (True, "gis", (24.5, 24.5))]
+)
+def test_a_plan_that_takes_longer_alone_wins_by_its_period(has_barrier, name, times):
+    wanted = [Option("gis", 4, 8), Option("zb_v", 2, 8)]
+
+    def costs_of(option):
+        return Costs(*[1 / option.num_chunks] * 3)
+
+    best = evaluate(wanted, 3, costs_of, has_barrier=lambda option: has_barrier).best
+    assert best.option.schedule == name
+    assert (best.period, best.makespan) == pytest.approx(times)

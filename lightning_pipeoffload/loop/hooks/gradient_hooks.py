@@ -57,6 +57,11 @@ class GradientHooks:
             if hook not in _IN_THE_PLAN
         ]
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is such a hook."""
+        return self._before_plan or bool(self._wrapped)
+
     def start_batch(self) -> None:
         """Let hooks in the middle of the plan that comes next know of the gradients."""
         if self._before_plan:

@@ -6,7 +6,7 @@ actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind
 from ..costs import Costs
@@ -17,7 +17,7 @@ from .copy_lanes import SimulatedCopies
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 from .reductions import SimulatedReductions
 
-__all__ = ["simulate"]
+__all__ = ["StepSimulation", "simulate", "timeline_of"]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -36,30 +36,59 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: The ranks wait for each other, or a cost does not fit the number of stages.
     """
-    seconds = _durations(schedule, costs)
-    hop_seconds = _hops(schedule, costs)
-    lanes = SimulatedCopies(schedule.num_ranks, costs, _copy_durations(schedule, costs))
-    reductions = SimulatedReductions(schedule, costs)
-    clocks = [0.0] * schedule.num_ranks
-    ended: dict[Action, float] = {}
-    events: list[Event] = []
-    for rank, action, awaited in replay(schedule):
-        # In the replay's order what an action waits for has always ended.
-        start = clocks[rank]
-        if awaited is not None:
-            start = max(start, ended[awaited] + hop_seconds(awaited, rank))
-        if lanes.in_use:
-            start = lanes.wait(action, start)
-            events += lanes.start(rank, action, start)
-        end = start
-        if action.kind in COMPUTE:
-            end += seconds[action.kind][action.stage]
-            events.append(Event(rank, COMPUTE_LANE, action, start, end))
-        elif action.kind is Kind.REDUCE:
-            events.append(reductions.run(rank, action, start, ended))
-        clocks[rank] = ended[outcome(action)] = end
+    events = StepSimulation(schedule, costs).run([0.0] * schedule.num_ranks)
+    return timeline_of(events, schedule, costs)
+
+
+def timeline_of(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Timeline:
+    """Return the timeline of a schedule that was timed."""
     peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
     return Timeline(tuple(events), *peaks)
+
+
+class StepSimulation:
+    """Times a schedule, for ranks that begin when they are told to.
+
+    Args:
+        schedule: What to time.
+        costs: Seconds and memory of its stages.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule, self._costs = schedule, costs
+        self._seconds = _durations(schedule, costs)
+        self._hop_seconds = _hops(schedule, costs)
+        self._copy_seconds = _copy_durations(schedule, costs)
+        self._steps = list(replay(schedule))
+
+    def run(self, starts: Sequence[float]) -> list[Event]:
+        """Return the events of a step.
+
+        Args:
+            starts: When each rank begins.
+        """
+        costs, num_ranks = self._costs, self._schedule.num_ranks
+        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds)
+        reductions = SimulatedReductions(self._schedule, costs)
+        clocks = [*starts]
+        ended: dict[Action, float] = {}
+        events: list[Event] = []
+        for rank, action, awaited in self._steps:
+            # In the replay's order what an action waits for has always ended.
+            start = clocks[rank]
+            if awaited is not None:
+                start = max(start, ended[awaited] + self._hop_seconds(awaited, rank))
+            if lanes.in_use:
+                start = lanes.wait(action, start)
+                events += lanes.start(rank, action, start)
+            end = start
+            if action.kind in COMPUTE:
+                end += self._seconds[action.kind][action.stage]
+                events.append(Event(rank, COMPUTE_LANE, action, start, end))
+            elif action.kind is Kind.REDUCE:
+                events.append(reductions.run(rank, action, start, ended))
+            clocks[rank] = ended[outcome(action)] = end
+        return events
 
 
 def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:

@@ -1,0 +1,138 @@
+"""How a run comes to its plan: chosen before the first step, made anew by what steps measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
+from lightning_pipeoffload.loop.plan_updates import PlanUpdates
+from lightning_pipeoffload.loop.run_report import RunReport
+from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+
+
+class RunPlans:
+    """One rank's part in it; all ranks do the same in the same order.
+
+    Args:
+        settings: The strategy's settings.
+        pipeline: This rank's part of the module.
+        executor: What runs this rank's actions.
+        group: The run's processes.
+        measurements: What those actions cost.
+
+    Attributes:
+        settings: The settings, once ``schedule="auto"`` is chosen with its name.
+        training: The plan of training.
+        report: What the run says of itself.
+        has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        executor: Executor,
+        group: PipelineGroup,
+        measurements: Measurements,
+    ) -> None:
+        self.settings = settings
+        self._pipeline, self._executor = pipeline, executor
+        self._group, self._measurements = group, measurements
+        self._on_accelerator = pipeline.device.type != "cpu"
+        self.has_step_barrier: Callable[[], bool] = lambda: False
+        self.training = TrainingPlan(
+            settings,
+            group.num_ranks,
+            executor,
+            self._on_accelerator,
+            group.num_replicas > 1,
+            self._has_barrier,
+        )
+        self.report = RunReport(settings, pipeline, self.training, measurements, group)
+        self._updates = PlanUpdates(settings, group, self.training, measurements)
+        self._chosen: Chosen | None = None
+        self._has_measured_steps = False
+
+    def _has_barrier(self) -> bool:
+        """Whether the ranks wait for each other at a step's end, be it for weights that are tied.
+
+        These are on the first and the last stage: where one waits for the other, all follow.
+        """
+        return self.has_step_barrier() or bool(self._pipeline.tensors.ranks_sharing())
+
+    def choose(self, inputs: StepInputs, total: int) -> int:
+        """Make the plan that the first steps run by.
+
+        Args:
+            inputs: The first batch.
+            total: Its samples.
+
+        Returns:
+            The number of microbatches that the batch is cut into.
+        """
+        if self.settings.schedule == "auto":
+            self._choose_automatically(inputs, total)
+        count = self.settings.choose_num_microbatches(self._group.num_ranks, total)
+        self.training.make(count)
+        return count
+
+    def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
+        """Put what is chosen for this run in the place of ``schedule="auto"``."""
+        count = self.settings.choose_num_microbatches(self._group.num_ranks, total)
+        known = self.settings, self._pipeline, self._group, self._measurements
+        choice = AutoChoice(*known, self.has_step_barrier())
+        self._chosen = self.report.chosen = choice.choose(inputs, count, total)
+        self.settings = self._chosen.settings
+        self.training.use(self.settings)
+        if not self._pipeline.is_split:
+            self._group.place(self.training.schedule)
+            self._pipeline.cut_anew(self._group.rank, self.settings.cut_settings(self._group))
+            self._executor.join(self._group.rank, self._group.transport)
+
+    def begin(self) -> None:
+        """Make the plan of the first step with the costs that it was chosen by."""
+        if self._chosen is None:
+            return
+        costs = self._chosen.costs_with(self.report.needs)
+        if costs is not None and self._chosen.is_measured:
+            self.training.make_by(costs, self._chosen.limits)
+            self._measurements.start_anew(costs.copy_lanes)
+
+    def before_plan(self, is_first: bool) -> None:
+        """Have the plan for what comes next; called where no plan is under way.
+
+        Args:
+            is_first: Whether gradients start to add up anew.
+        """
+        if not self._has_measured_steps and self._measurements.suffice:
+            self._plan_by_measurement()
+        elif is_first:
+            self._updates.before_step()
+
+    def _plan_by_measurement(self) -> None:
+        """Make the plan anew with what the first steps cost, and measure that one from now on.
+
+        The ranks wait for each other here, once.
+        """
+        self._has_measured_steps = True
+        if not (self.training.may_copy or self.settings.is_solved):
+            return
+        costs = self._measurements.gather_costs(self.training.schedule)
+        heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
+        limits = self._measurements.gather_limits(heeds_devices)
+        self.training.make_by(costs, limits)
+        self._measurements.start_anew(costs.copy_lanes)
+        if self.settings.is_solved:
+            self._updates.start(costs, limits)
+        self.report.print_plan(limits)
+
+    def leave(self) -> None:
+        """Leave the plan under way, after an error in the middle of a step too."""
+        self._updates.close()
+        self.training.abandon()

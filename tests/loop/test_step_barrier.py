@@ -1,0 +1,93 @@
+"""What makes all ranks wait for each other between two optimizer steps."""
+
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_pipeoffload.loop import auto_choice
+from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
+from lightning_pipeoffload.loop.step_barrier import has_step_barrier
+from lightning_pipeoffload.schedule.evaluation import evaluate
+from tests.support import fits
+
+
+class Clips(fits.Net):
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+
+
+class Looks(fits.Net):
+    def on_before_optimizer_step(self, optimizer):
+        self.seen = [p.grad for p in self.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (fits.Net, {}, False),
+        (fits.Net, {"gradient_clip_val": 0.5}, True),
+        (fits.Net, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, False),
+        (fits.Net, {"gradient_clip_val": 0, "gradient_clip_algorithm": "norm"}, False),
+        (fits.Net, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, False),
+        (Clips, {}, True),
+        (Looks, {}, True),
+    ],
+)
+def test_clipping_by_norm_and_hooks_that_look_at_gradients(module, options, expected):
+    trainer = L.Trainer(**{**fits.SILENT, **options, "devices": 1})
+    trainer.strategy._lightning_module = trainer.strategy._module = module()
+    trainer.strategy.world_size = 1
+    hooks = GradientHooks(trainer, lambda: None)
+    assert has_step_barrier(trainer, hooks) == expected
+    hooks.remove()
+
+
+def test_a_loss_scale():
+    trainer = L.Trainer(**fits.SILENT, devices=1)
+    trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu")
+    trainer.strategy._lightning_module = fits.Net()
+    assert has_step_barrier(trainer, None)
+
+
+def fit(size, options):
+    asked = {}
+
+    def note(wanted, *arguments, has_barrier):
+        asked.update({option: has_barrier(option) for option in wanted})
+        return evaluate(wanted, *arguments, has_barrier=has_barrier)
+
+    tie = options.pop("tie", False)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=size,
+        strategy=fits.strategy(size, schedule="auto"),
+        max_steps=1,
+        enable_checkpointing=False,
+        **options,
+    )
+    with mock.patch.object(auto_choice, "evaluate", note):
+        trainer.fit(fits.Net(tie=tie), fits.loader())
+    return trainer.strategy.report(), {(o.schedule, o.num_chunks): asked[o] for o in asked}
+
+
+@pytest.mark.parametrize(
+    ("options", "loop", "v"),
+    [
+        ({}, False, False),
+        ({"gradient_clip_val": 0.5}, True, True),
+        ({"tie": True}, True, False),
+    ],
+    ids=["free", "clipped", "tied weights on the first and the last rank"],
+)
+def test_a_run_is_planned_as_its_steps_follow_each_other(ranks, options, loop, v):
+    report, waits = ranks(3).run(fit, 3, options)[0]
+    assert (waits["zb_h1", 1], waits["zb_v", 2]) == (loop, v)
+    candidates = [c for c in report["candidates"] if c["fits"]]
+    taken = next(c for c in candidates if not c["reason"])
+    assert taken["period"] == pytest.approx(report["period"])
+    assert taken["period"] <= 1.011 * min(c["period"] for c in candidates)
+    for candidate in candidates:
+        if waits[candidate["schedule"], candidate["num_chunks"]]:
+            assert candidate["period"] == pytest.approx(candidate["makespan"])
