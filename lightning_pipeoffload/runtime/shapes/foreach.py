@@ -13,14 +13,14 @@ _NORM = aten._foreach_norm  # private: by it torch clips, and of a gradient its 
 
 
 @cache
-def _is_foreach(func: torch._ops.OpOverload) -> bool:
+def is_foreach(func: torch._ops.OpOverload) -> bool:
     """Whether an operation takes lists, and does the same to each member."""
     return func.overloadpacket.__name__.startswith("_foreach_")
 
 
 def goes_member_by_member(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an operation is left to :func:`run_members`, which calls it with one member again."""
-    return _is_foreach(func) and (_num_members(args) > 1 or func.overloadpacket is _NORM)
+    return is_foreach(func) and (_num_members(args) > 1 or func.overloadpacket is _NORM)
 
 
 def _num_members(args: tuple[Any, ...]) -> int:

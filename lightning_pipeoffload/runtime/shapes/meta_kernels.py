@@ -46,6 +46,17 @@ def run_on_meta(
     return map_operands(_in_new_memory, known) if in_new_memory else known
 
 
+def find_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what :func:`run_on_meta` gave for arguments of these shapes; None: nothing is known.
+
+    Args:
+        func: The operation.
+        args: The arguments of the operation, on whatever device.
+        kwargs: The keyword arguments of the operation.
+    """
+    return _results.get(_key_of(func, args, kwargs))
+
+
 def _run(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> Any:
@@ -73,7 +84,7 @@ def _key_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Return what the result depends on; None if it is a view, or that is too much to ask."""
-    if not _gives_new_tensors(func):
+    if not gives_new_tensors(func):
         return None
     found: list[Any] = [func, torch.get_default_dtype()]
     for value in (*args, *chain.from_iterable(kwargs.items())):
@@ -89,7 +100,8 @@ def _key_of(
 
 
 @cache
-def _gives_new_tensors(func: torch._ops.OpOverload) -> bool:
+def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation is no view and writes nothing in place, by its schema."""
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
     types = {str(part.type) for part in schema.returns}

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -21,10 +22,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
+from lightning_pipeoffload.runtime.shapes.foreach import (
+    goes_member_by_member,
+    is_foreach,
+    run_members,
+)
 from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
-from lightning_pipeoffload.runtime.shapes.meta_kernels import run_on_meta
+from lightning_pipeoffload.runtime.shapes.meta_kernels import (
+    find_result,
+    gives_new_tensors,
+    run_on_meta,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     imagine,
@@ -187,8 +196,11 @@ class ShapeOnly(Tensor):
     ) -> Any:
         """Run ``func`` on meta tensors and unite the origins of its arguments."""
         kwargs = kwargs or {}
+        known = _known_result(func, args, kwargs)
+        if known is not None:
+            return known
         if goes_member_by_member(func, args):
-            return run_members(func, args, kwargs, _has_shapes)
+            return run_members(func, args, kwargs, has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in _FACTORIES:
@@ -220,6 +232,36 @@ class ShapeOnly(Tensor):
         return result
 
 
+def _known_result(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what an operation gave for the same shapes before; None where there is more to do."""
+    if not _is_ordinary(func) or are_observed():
+        return None
+    metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
+    known = find_result(func, metas, _on_meta(kwargs))
+    if known is None:
+        return None
+    operands = list(shape_only_leaves((args, kwargs)))
+    origins = frozenset[str]().union(*(leaf.origins for leaf in operands))
+    result = _wrap_new(known, kwargs.get("device") or operands[0].device, origins)
+    _refuse_reduction(func, operands, result)
+    return result
+
+
+@cache
+def _is_ordinary(func: torch._ops.OpOverload) -> bool:
+    """Whether all that an operation does is to make new tensors, of shapes that shapes decide."""
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+    special = {*_FACTORIES, aten._local_scalar_dense, aten.index}
+    return (
+        gives_new_tensors(func)
+        and tags.isdisjoint(func.tags)
+        and func.overloadpacket not in special
+        and not is_foreach(func)
+    )
+
+
 def _tell_of_write(tensor: ShapeOnly) -> None:
     """Let observers know of a write that is in no operation's arguments."""
     tell_observers(aten.set_.source_Tensor, (tensor, tensor), None)
@@ -249,7 +291,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
-def _has_shapes(tree: Any) -> bool:
+def has_shapes(tree: Any) -> bool:
+    """Whether there are shape-only tensors in a pytree."""
     return next(shape_only_leaves(tree), None) is not None
 
 
@@ -347,6 +390,10 @@ def _wrap(
         args[0].written_from(origins)
         return args[0]
 
+    return _wrap_new(out, device, origins)
+
+
+def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
     def wrap(leaf: Any) -> Any:
         return ShapeOnly(_as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 

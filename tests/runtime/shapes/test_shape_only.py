@@ -51,6 +51,30 @@ def test_origins_are_united():
     assert found.origins == {"a", "b"}
 
 
+def test_what_is_remembered_of_an_operation_is_its_shape_alone():
+    for origin in ("a", "b"):
+        found = functional.embedding(torch.zeros(4, dtype=torch.long), shapes(3, 2, origin=origin))
+        assert (found.shape, found.origins) == ((4, 2), {origin})
+    assert (shapes(2) + 1.5).dtype == (shapes(2) + 1).dtype == torch.float32
+    assert (shapes(2, dtype=torch.int64) + 1.5).dtype == torch.float32
+    assert (shapes(2, dtype=torch.int64) + 1).dtype == torch.int64
+    found = [torch.mm(shapes(2, 3), torch.ones(*size)) for size in [(3, 4), (3, 5), (3, 4)]]
+    assert [tensor.shape[1] for tensor in found] == [4, 5, 4]
+    found[0].unsqueeze_(0)
+    assert found[2].meta.shape == torch.mm(shapes(2, 3), torch.ones(3, 4)).meta.shape == (2, 4)
+
+
+def test_what_is_remembered_is_refused_in_a_hook_and_told_to_observers():
+    seen = []
+    with IN_FORCE.during(StepRules()):
+        assert shapes(2).sum().dim() == 0
+    with IN_FORCE.during(StepRules(observe=lambda func, args, result: seen.append(func))):
+        shapes(2).sum()
+    assert seen == [torch.ops.aten.sum.default]
+    with pytest.raises(ValueNeededError, match="sum"):
+        shapes(2).sum()
+
+
 VALUES = {
     "item": lambda x: x.sum().item(),
     "branch": lambda x: 1 if x.sum() > 0 else 0,
