@@ -17,6 +17,7 @@ LAYERS = (
     "runtime/accelerator",
     "runtime/randomness",
     "runtime/leaves",
+    "runtime/direct_function",
     "runtime/payload",
     "runtime/in_force",
     "runtime/stored_tensor",

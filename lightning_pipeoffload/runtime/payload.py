@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,8 @@ from torch.utils._pytree import (  # private: see runtime/leaves
     tree_flatten,
     tree_unflatten,
 )
+
+from lightning_pipeoffload.runtime.direct_function import DirectFunction
 
 # Numbers and strings are none of them: they may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)
@@ -92,11 +94,16 @@ class BlockOutput:
         )
         return replace(self, leaves=leaves)
 
-    def fill(self, tensors: Iterator[Tensor]) -> Any:
+    @cached_property
+    def _is_tensor(self) -> bool:
+        return self.treespec.is_leaf() and bool(self.payload)
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
         """Build the output from one tensor for each spec."""
-        if self.treespec.is_leaf():
-            return next(tensors, self.leaves[0])
-        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in self.leaves]
+        if self._is_tensor:
+            return tensors[0]
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(x, TensorSpec) else x for x in self.leaves]
         return tree_unflatten(leaves, self.treespec)
 
 
@@ -112,7 +119,11 @@ class Received:
     gradients: tuple[Tensor | None, ...] = ()
 
 
-class _Enter(torch.autograd.Function):
+# Of all that enters: nothing comes to its gradient, but autograd wants something that asks for one.
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+
+
+class _Enter(DirectFunction):
     """Brings what was received into the stage's graph and keeps its gradients.
 
     The tensors come in beside autograd, which so makes them fresh ones that may be written in
@@ -138,8 +149,7 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
     """Make what was received the start of this stage's graph; its gradients go to ``received``."""
-    anchor = torch.empty(0, requires_grad=True)
-    return _Enter.apply(anchor, tensors, received)
+    return _Enter.apply(_ANCHOR, tensors, received)
 
 
 def gradients_to_send(received: Received, sender: str) -> list[Tensor]:

@@ -39,6 +39,7 @@ class BlockChain:
         self.name = name
         self.blocks = list(blocks.values())
         self._names = list(blocks)
+        self._origins = [frozenset((f"the output of {block}",)) for block in blocks]
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place = {id(block): index for index, block in enumerate(self.blocks)}
         self._pass: Pass | None = None
@@ -50,6 +51,10 @@ class BlockChain:
     def block_name(self, index: int) -> str:
         """Return the name of a block in the user's module."""
         return self._names[index]
+
+    def output_origins(self, index: int) -> frozenset[str]:
+        """Return what the output of a block comes from, for where it is not."""
+        return self._origins[index]
 
     def index_of(self, name: str) -> int | None:
         """Return the block that holds a parameter or buffer of this name; None: no block does."""

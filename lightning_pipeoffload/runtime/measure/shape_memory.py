@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.step.stage import backward_on
+from lightning_pipeoffload.runtime.step.stage import BackwardOn
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -161,7 +161,7 @@ class _MeasuringPass(RepeatedPass):
         for found, store in zip(self.found, self._stores.stores, strict=True):
             found.measure_forward(store)
         self._is_backward = True
-        with backward_on(self._part.device), deferring(self._queue):
+        with BackwardOn(self._part.device), deferring(self._queue):
             torch.autograd.backward(loss)
         self._come_back_to(-1)
 

@@ -24,25 +24,68 @@ from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.call_counter import CallCounter, mark_as_the_models
-from lightning_pipeoffload.runtime.cut.crossings import Flow, Port
+from lightning_pipeoffload.runtime.cut.crossings import Crossing, Flow, Port
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
-class CarriedValues(CallCounter):
-    """The carried values of one F of a stage: received, used and handed on beside the payload.
+class NothingCarried:
+    """The carried values of most steps: there are none, so nothing is counted."""
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return _NOTHING
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return _NOTHING
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return _NOTHING
+
+    def leave_block(self, index: int, output: Any) -> Any:
+        """Return the output as it is."""
+        return output
+
+    def deliver(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: no tensors come beside the payload."""
+
+    def to_hand_on(self) -> list[Tensor]:
+        """Return nothing."""
+        return []
+
+
+_NOTHING = nullcontext()
+_NOTHING_CARRIED = NothingCarried()
+
+
+def carried_values(
+    flow: Flow, incoming: int, outgoing: int | None
+) -> CarriedValues | NothingCarried:
+    """Make what one F receives, uses and hands on.
 
     Args:
         flow: What goes from block to block in the step.
         incoming: Index of the block behind the cut before the stage; 0 for the first stage.
         outgoing: Index of the block behind the cut after the stage; None for the last stage.
     """
+    coming = flow.carried_over(incoming) if incoming else []
+    going = flow.carried_over(outgoing) if outgoing is not None else []
+    return CarriedValues(coming, going) if coming or going else _NOTHING_CARRIED
 
-    def __init__(self, flow: Flow, incoming: int, outgoing: int | None) -> None:
+
+class CarriedValues(CallCounter):
+    """The carried values of one F of a stage: received, used and handed on beside the payload.
+
+    Args:
+        coming: What is received beside the payload.
+        going: What is handed on beside it.
+    """
+
+    def __init__(self, coming: Sequence[Crossing], going: Sequence[Crossing]) -> None:
         super().__init__()
-        coming = flow.carried_over(incoming) if incoming else []
-        going = flow.carried_over(outgoing) if outgoing is not None else []
         self._incoming = [crossing.port for crossing in coming if crossing.port]
         self._outgoing = [crossing.port for crossing in going if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})

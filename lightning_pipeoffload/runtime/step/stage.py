@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class StageRunner:
         """Return the parameters and buffers of the rank."""
         return self._context.ownership.local_tensors().values()
 
-    @property
+    @cached_property
     def _sender(self) -> str:
         start = self._context.stage.blocks.start
         return "" if self.is_first else self._context.chain.block_name(start - 1)
@@ -160,7 +161,7 @@ class StageRunner:
         if alive.store:
             alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
         with (
-            backward_on(microbatch.device),
+            BackwardOn(microbatch.device),
             deferring(alive.queue),
             alive.seeing_again(),
             self._watch.backward(microbatch.index, alive.left, self.num_alive),
@@ -184,7 +185,7 @@ class StageRunner:
             alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
             with (
-                backward_on(microbatch.device),
+                BackwardOn(microbatch.device),
                 alive.seeing_again(),
                 self._watch.weight(microbatch.index, alive.left),
             ):
@@ -212,7 +213,7 @@ class StageRunner:
                 alive.store.arrive(WAITING)
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        with backward_on(microbatches[0].device):
+        with BackwardOn(microbatches[0].device):
             gradients.run(told.finish)
 
     def _must_be_apart(self, microbatch: Microbatch, alive: _Alive) -> bool:
@@ -260,15 +261,26 @@ class StageRunner:
             )
 
 
-@contextmanager
-def backward_on(device: torch.device) -> Iterator[None]:
-    """Run B or W: outside of autocast, and in this thread.
+class BackwardOn:
+    """Runs B or W inside: outside of autocast, and in this thread.
 
     autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this
     one's autocast: a checkpoint in it would drop the casts that microbatches share.
+
+    Args:
+        device: The device that the stage computes on.
     """
-    with outside_autocast(device), torch.autograd.set_multithreading_enabled(False):
-        yield
+
+    def __init__(self, device: torch.device) -> None:
+        self._outside = outside_autocast(device)
+
+    def __enter__(self) -> None:
+        self._outside.__enter__()
+        self._here = torch.autograd.set_multithreading_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        self._here.__exit__(*error)
+        self._outside.__exit__(*error)
 
 
 def _check_differentiable(loss: Tensor) -> None:

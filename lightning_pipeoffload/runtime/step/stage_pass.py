@@ -30,12 +30,17 @@ from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
 from lightning_pipeoffload.runtime.shapes.awaited import give_values
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves, uncompiled
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    has_shapes,
+    shape_only_leaves,
+    uncompiled,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
-from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
+from lightning_pipeoffload.runtime.step.carried_values import carried_values
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -119,7 +124,7 @@ class StagePass:
         self._called = ""
         self._is_in_block = False
         blocks = context.stage.blocks
-        self._carried = CarriedValues(
+        self._carried = carried_values(
             microbatch.flow, blocks.start, None if context.is_last else blocks.stop
         )
 
@@ -170,10 +175,12 @@ class StagePass:
             return self._hand_over(index, output)
 
     def _run_owned(self, index: int, arguments: Any) -> Any:
-        arguments = give_values(arguments)
-        for leaf in shape_only_leaves(arguments):
-            raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
-        self._called, self._is_in_block = self._context.chain.block_name(index), True
+        name = self._context.chain.block_name(index)
+        if has_shapes(arguments):
+            arguments = give_values(arguments)
+            for leaf in shape_only_leaves(arguments):
+                raise ValueNeededError(name, leaf.origins)
+        self._called, self._is_in_block = name, True
         with nullcontext() if self._is_open(index) else self._carried.paused():
             output = self._call_owned(index, arguments)
         self._is_in_block = False
@@ -210,9 +217,8 @@ class StagePass:
         return self._carried.resumed() if self._is_open(index) else nullcontext()
 
     def _shapes_of(self, index: int, output: BlockOutput) -> Any:
-        origins = frozenset((f"the output of {self._context.chain.block_name(index)}",))
-        device = self._microbatch.device
-        shapes = (ShapeOnly(meta, device, origins) for meta in output.metas)
+        origins, device = self._context.chain.output_origins(index), self._microbatch.device
+        shapes = [ShapeOnly(meta, device, origins) for meta in output.metas]
         return self._carried.leave_block(index, output.fill(shapes))
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
@@ -222,7 +228,7 @@ class StagePass:
         count = len(output.payload)
         self._carried.deliver(entered[count:])
         self._context.ownership.show(self._context.stage.index)
-        return self._carried.leave_block(index, output.fill(iter(entered[:count])))
+        return self._carried.leave_block(index, output.fill(entered[:count]))
 
     def _check_result(self, result: Any) -> Any:
         if self._left:

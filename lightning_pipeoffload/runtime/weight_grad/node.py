@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
@@ -169,7 +170,7 @@ def asking_for_gradients() -> Tensor:
     return _ANCHOR
 
 
-class _Deferred(torch.autograd.Function):
+class _Deferred(DirectFunction):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
     ``saver`` is the node that has saved x; None: this one does. ``saved`` is None where what only W
@@ -194,19 +195,27 @@ class _Deferred(torch.autograd.Function):
             return call.forward(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:  # as where a function of the user's returns no gradient
-            return _NO_GRADIENTS
-        call: DeferredCall = ctx.call
-        call.check_unchanged()
-        x, fetch = _read_input(ctx.saver or ctx, ctx.saved)
-        if is_for_weights():
-            queue_or_run(call, x, fetch, grad)
-        if not ctx.needs_input_grad[0]:
-            return _NO_GRADIENTS
-        with _below_autograd():
-            return call.input_gradient(x, grad), None, None, None, None
+        # Where nobody differentiates the backward there is nothing to refuse.
+        run = _run_once_differentiable if torch.is_grad_enabled() else _run_backward
+        return run(ctx, grad)
+
+
+def _run_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # as where a function of the user's returns no gradient
+        return _NO_GRADIENTS
+    call: DeferredCall = ctx.call
+    call.check_unchanged()
+    x, fetch = _read_input(ctx.saver or ctx, ctx.saved)
+    if is_for_weights():
+        queue_or_run(call, x, fetch, grad)
+    if not ctx.needs_input_grad[0]:
+        return _NO_GRADIENTS
+    with _below_autograd():
+        return call.input_gradient(x, grad), None, None, None, None
+
+
+_run_once_differentiable = once_differentiable(_run_backward)
 
 
 def is_for_weights() -> bool:
