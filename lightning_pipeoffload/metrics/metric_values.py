@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -53,18 +53,20 @@ class WholeBatchValues:
         self._calls: Counter[int] = Counter()
         self._returned: dict[int, tuple[Metric, int, Tensor, Tensor]] = {}
 
-    @contextmanager
-    def watching(self, enabled: bool) -> Iterator[None]:
-        """See the metrics' calls in one microbatch."""
-        metrics = self._metrics if enabled else []
+    def watching(self, enabled: bool) -> AbstractContextManager[None]:
+        """See the metrics' calls in the microbatch that begins now."""
         self._calls.clear()
         self._returned.clear()
-        for metric in metrics:
+        return self._watching() if enabled and self._metrics else nullcontext()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        for metric in self._metrics:
             metric.__dict__["forward"] = self._forward_of(metric)
         try:
             yield
         finally:
-            for metric in metrics:
+            for metric in self._metrics:
                 del metric.__dict__["forward"]
 
     def give_to(self, metric: Metric) -> None:

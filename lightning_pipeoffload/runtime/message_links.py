@@ -96,6 +96,20 @@ class Link:
         return self.group.recv([data], self.place, tag)
 
 
+class HostLink(Link):
+    """Over gloo, between the memories of two hosts: it knows no dtypes, so none is one of bytes."""
+
+    def send(self, tensor: Tensor, tag: int) -> Wait:
+        """Start sending; return what waits until it has gone."""
+        data = _plain(tensor)
+        return partial(_wait, self._send_bytes(data, tag), data)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Wait:
+        """Start receiving; return what waits for the tensor, and returns it."""
+        tensor = _empty(spec, self.device)
+        return partial(_wait, self._receive_bytes(tensor, tag), tensor)
+
+
 class BufferRing:
     """Buffers that messages use one after the other; as many as were ever in use at once.
 
@@ -212,7 +226,9 @@ def _wait(work: Any, kept: Tensor) -> Tensor:
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory holds its elements, one after the other."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous()
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.message_links import (
     DEFAULTS,
     BufferedLink,
     BufferRing,
+    HostLink,
     Link,
     MessageSettings,
     StagedLink,
@@ -52,8 +53,12 @@ def blaming_peers(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not says_peer_lost(error):
-            raise
+        _blame_peer(error, what)
+        raise
+
+
+def _blame_peer(error: RuntimeError, what: str) -> None:
+    if says_peer_lost(error):
         raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
@@ -171,7 +176,7 @@ class ProcessGroupTransport:
 
     def _link_maker(self) -> Callable[..., Link]:
         if self._backend == "gloo":
-            return StagedLink if _is_staged(self._device) else Link
+            return StagedLink if _is_staged(self._device) else HostLink
         if self._settings.keeps_buffers:
             return partial(BufferedLink, ring=BufferRing(self._device))
         return Link
@@ -239,8 +244,12 @@ class _Message(NamedTuple):
     peer: int
 
     def wait(self, action: Action) -> list[Any]:
-        with blaming_peers(f"global rank {self.peer}, lost in {action}"):
+        # Not blaming_peers(): a message takes no words as long as nothing is wrong.
+        try:
             return [wait() for wait in self.waits]
+        except RuntimeError as error:
+            _blame_peer(error, f"global rank {self.peer}, lost in {action}")
+            raise
 
 
 def _is_staged(device: torch.device) -> bool:

@@ -98,6 +98,8 @@ class Kind(str, Enum):
     OFFLOAD_W = "OFFLOAD_W"
     FREE_W = "FREE_W"
 
+    __hash__ = str.__hash__  # of actions in dicts: an Enum's own is written in Python
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})

@@ -55,13 +55,16 @@ class WrittenAttributes:
     def look(self) -> dict[str, Look]:
         """Look at all attributes that may be written for the first time."""
         attributes = vars(self._owner)
-        of_classes = {name: vars(cls).get(name) for name, cls in self._of_classes.items()}
-        return {
-            name: _look(value)
-            for space in (of_classes, attributes, attributes.get("_buffers", {}))
-            for name, value in space.items()
+        found = {
+            name: _look(vars(cls).get(name))
+            for name, cls in self._of_classes.items()
             if name not in self._ignored and name not in self.names
         }
+        for space in (attributes, attributes.get("_buffers", {})):
+            # A difference of sets, not one question for each of Lightning's forty attributes.
+            for name in space.keys() - self._ignored - self.names:
+                found[name] = _look(space[name])
+        return found
 
 
 def _values_of_classes(owner: object) -> dict[str, type[Any]]:
