@@ -25,6 +25,7 @@ class _RankNote:
     loss: float
     weight: float
     logged: list[LoggedName]
+    num_minibatches: float
 
 
 class MinibatchTraining(BackwardHooks):
@@ -105,13 +106,26 @@ class MinibatchTraining(BackwardHooks):
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
         sizes = [max(1, round(weight * part.total)) for weight in part.weights]
-        note = _RankNote(float(total), sum(part.weights), self._logs.take(sizes))
+        num_minibatches = self._module.trainer.num_training_batches
+        logged = self._logs.take(sizes)
+        note = _RankNote(float(total), sum(part.weights), logged, num_minibatches)
         notes = self._run.close(note, is_last)
+        _refuse_unlike([note.num_minibatches for note in notes])
         self._logs.log([note.logged for note in notes], self._device)
-        weight = sum(note.weight for note in notes)
+        weight = sum(note.weight for note in notes) or 1.0  # nobody has a microbatch
         loss = torch.tensor(sum(note.loss for note in notes) / weight, device=self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+def _refuse_unlike(counts: Sequence[float]) -> None:
+    """Refuse ranks of which some would wait for others that have no more minibatches."""
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"global ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} minibatches "
+            f"in an epoch, and each minibatch needs all ranks; give all as many, if need be some "
+            f"without microbatches: Minibatch()"
+        )
 
 
 def _loss_of(output: Any) -> Tensor | None:

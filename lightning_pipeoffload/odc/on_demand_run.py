@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
+from lightning_pipeoffload.odc.run_checks import refuse_gradient_hooks
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup, local_part, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from lightning_pipeoffload.runtime.host_group import HostGroup
@@ -120,6 +121,8 @@ class OnDemandRun:
         if not all(group.is_up_to_date for group in self._groups):
             self.end()
             self._connect()
+        for group in self._groups:
+            refuse_gradient_hooks(zip(group.names, group.parameters, strict=True))
         self._drop_gradients()
         self._hooks.reached.clear()
         self._transport.clear()

@@ -29,11 +29,10 @@ from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from lightning_pipeoffload.odc.run_checks import check_run
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.sharding import (
     is_sharded,
-    refuse_collective_layers,
-    refuse_hooked_parameters,
     shard,
     share_initial_values,
 )
@@ -111,7 +110,7 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        self._refuse(module, trainer)
+        check_run(module, trainer)
         if not is_sharded(module):
             self.precision_plugin.convert_module(module)
             assert self._world is not None
@@ -134,20 +133,6 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    def _refuse(self, module: LightningModule, trainer: Trainer) -> None:
-        refuse_hooked_parameters(module)
-        refuse_collective_layers(module)
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True waits for all ranks in every microbatch; leave it out"
-            )
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            raise ValueError(
-                "manual optimization does not go with strategy='odc': training_step runs once for "
-                "every microbatch, and ranks have different numbers of them; use automatic "
-                "optimization"
-            )
 
     def _connect(self, module: LightningModule) -> None:
         assert self._world is not None

@@ -66,36 +66,6 @@ def share_initial_values(module: nn.Module, host: HostGroup) -> None:
                 dist.broadcast(tensor, 0, group=group)
 
 
-def refuse_hooked_parameters(module: nn.Module) -> None:
-    """Refuse hooks that FSDP2 would drop, or that would see a gradient before it is summed.
-
-    Raises:
-        ValueError: A parameter has a hook; the message names it.
-    """
-    for name, parameter in module.named_parameters():
-        # Private, both: where register_hook and register_post_accumulate_grad_hook keep hooks.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"{name} has a hook on its gradient, which strategy='odc' sums up over the ranks "
-                f"after the last backward, without calling hooks; change gradients in "
-                f"on_before_optimizer_step, where they are whole"
-            )
-
-
-def refuse_collective_layers(module: nn.Module) -> None:
-    """Refuse layers that wait for other ranks in their forward.
-
-    Raises:
-        ValueError: There is one; the message names it.
-    """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{name} is a SyncBatchNorm, which waits for all ranks in every microbatch, and "
-                f"ranks have different numbers of them; use a BatchNorm, or another norm"
-            )
-
-
 def _blocks_of(module: nn.Module, blocks: str | Sequence[str] | None) -> list[nn.Module]:
     """Return the blocks that have parameters, and share none with what is outside of them."""
     if blocks is None and not _has_containers(module):

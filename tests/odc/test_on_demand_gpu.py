@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from tests.support import failing_on_demand, on_demand_fits
 from tests.support.on_demand_fits import assert_same, devices, fit_rank, made, plain_fit
@@ -18,6 +19,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
 FLOAT = partial(made, dtype=torch.float32)
+
+
+def as_float16():
+    return {"plugins": [MixedPrecision("16-mixed", devices(1)[0].type)]}
+
+
 # Of the fit, of the plain loop, and how far they may be apart.
 WAYS = {
     "gathers and pushes": ({}, {}, 1e-9),
@@ -29,7 +36,7 @@ WAYS = {
         2e-2,
     ),
     "16-mixed": (
-        {"make": FLOAT, "precision": "16-mixed"},
+        {"make": FLOAT, "call": as_float16},
         {"make": FLOAT, "autocast": torch.float16},
         2e-2,
     ),

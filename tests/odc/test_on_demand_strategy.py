@@ -4,14 +4,16 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pipeoffload import Minibatch
 from tests.support import on_demand_fits as fits
-from tests.support.on_demand_fits import Texts, assert_same, fit_rank, made, plain_fit
+from tests.support.on_demand_fits import Texts, assert_same, fit_rank, made, plain_fit, whole
 
 FLOAT = partial(made, dtype=torch.float32)
 
@@ -282,7 +284,50 @@ def mixed():
     return module
 
 
+class LateHook(Texts):
+    def on_fit_start(self):
+        self.blocks[0].scale.register_hook(lambda gradient: gradient * 2)
+
+
+def of_rank(*counts):
+    """Give each rank another number of minibatches."""
+    batches = [minibatch[fits.rank_of()] for minibatch in fits.minibatches((1, 1))]
+    trainer = fits.trainer(2, {})
+    try:
+        trainer.fit(made(), fits.Loader(batches[: counts[fits.rank_of()]]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_numbers_of_minibatches_are_refused(ranks):
+    for told in ranks(2).run(of_rank, 4, 3):
+        assert "global ranks 0 to 1 have 4, 3 minibatches in an epoch" in told
+
+
+def averaged(kind):
+    return {"callbacks": [kind(1e-2) if kind is StochasticWeightAveraging else kind()]}
+
+
+@pytest.mark.parametrize("kind", [StochasticWeightAveraging, EMAWeightAveraging])
+def test_averages_of_whole_weights_are_refused(ranks, kind):
+    for told in ranks(2).run(partial(message_of, made, call=partial(averaged, kind))):
+        assert f"{kind.__name__} averages a copy of the module" in told
+
+
+def fit_nothing():
+    module = made()
+    before = module.blocks[0].scale.detach().clone()
+    fits.trainer(2, {}).fit(module, fits.Loader([Minibatch(), Minibatch()]))
+    return bool((whole(module.blocks[0].scale) == before).all())
+
+
+def test_a_minibatch_without_any_microbatch_changes_nothing(ranks):
+    assert ranks(2).run(fit_nothing) == [True, True]
+
+
 REFUSED = {
+    "hook of a hook": (partial(made, LateHook), "blocks.0.scale has a hook on its gradient"),
     "part": (partial(made, PartSharded), "embed.weight is not sharded"),
     "collective": (partial(made, Gathering), r"all_gather\(\) inside training_step would wait"),
     "hook": (hooked, "blocks.0.scale has a hook on its gradient"),

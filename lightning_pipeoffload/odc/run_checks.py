@@ -1,0 +1,67 @@
+"""What cannot be trained on demand: refused by name, before it would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+
+def check_run(module: LightningModule, trainer: Trainer) -> None:
+    """Refuse what would be wrong, or wait for ever.
+
+    Raises:
+        ValueError: There is something; the message says what, why, and what would do.
+    """
+    refuse_gradient_hooks(module.named_parameters())
+    _refuse_collective_layers(module)
+    # Private: nothing else says so.
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise ValueError(
+            "sync_batchnorm=True waits for all ranks in every microbatch; leave it out"
+        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        _check_fit(module, trainer)
+
+
+def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks that FSDP2 would drop, or that would see a gradient before it is summed.
+
+    Raises:
+        ValueError: A parameter has a hook; the message names it.
+    """
+    for name, parameter in parameters:
+        # Private, both: where register_hook and register_post_accumulate_grad_hook keep hooks.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which strategy='odc' sums up over the ranks "
+                f"after the last backward, without calling hooks; change gradients in "
+                f"on_before_optimizer_step, where they are whole"
+            )
+
+
+def _refuse_collective_layers(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is a SyncBatchNorm, which waits for all ranks in every microbatch, and "
+                f"ranks have different numbers of them; use a BatchNorm, or another norm"
+            )
+
+
+def _check_fit(module: LightningModule, trainer: Trainer) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            "manual optimization does not go with strategy='odc': training_step runs once for "
+            "every microbatch, and ranks have different numbers of them; use automatic optimization"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages a copy of the module that was made before it "
+                f"was sharded, and does not go with shards; keep averages of module.parameters(), "
+                f"as they are in hooks, in a callback of your own: each rank averages its shards"
+            )
