@@ -85,18 +85,23 @@ class MinibatchSampler(Sampler[list[int]]):
         """How many ranks share a minibatch."""
         return data_parallel_size() if self._num_ranks is None else self._num_ranks
 
+    @property
+    def minibatch_size(self) -> int:
+        """Samples of a minibatch, those of all ranks."""
+        return self._samples_per_rank * self.num_ranks
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order that comes next."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self._lengths) // self._size)
+        return -(-len(self._lengths) // self.minibatch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(len(self._lengths)))
         if self._shuffle:
             random.Random(f"{self._seed} {self.epoch}").shuffle(order)
-        rank, size = self.rank, self._size
+        rank, size = self.rank, self.minibatch_size
         for start in range(0, len(order), size):
             yield self._part(order[start : start + size], rank)
 
@@ -112,10 +117,6 @@ class MinibatchSampler(Sampler[list[int]]):
         lengths = [self._lengths[sample] for sample in samples]
         shares = pack(lengths, self.num_ranks, self._max_tokens, self._cost, self._mode)
         return [[[samples[i] for i in part] for part in share if part] for share in shares]
-
-    @property
-    def _size(self) -> int:
-        return self._samples_per_rank * self.num_ranks
 
     def _part(self, samples: Sequence[int], rank: int) -> PackedIndices:
         microbatches = self.parts(samples)[rank]

@@ -38,6 +38,8 @@ from lightning_pipeoffload.odc.sharding import (
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
 
+_SIZE_KEY = "on_demand_minibatch_size"
+
 
 class OnDemandStrategy(LaterSteps, OnDemandProcesses):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
@@ -85,6 +87,8 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         self._run: OnDemandRun | None = None
         self._training: MinibatchTraining | None = None
+        self._minibatch_size: int | None = None
+        self._saved_size: int | None = None
 
     @property
     def backward_of_batch(self) -> MinibatchTraining:
@@ -183,10 +187,42 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
                 "a loader with a MinibatchSampler needs collate_fn=MinibatchCollate(...), which "
                 "groups what it reads into microbatches"
             )
-        fit_loop = self._module.trainer.fit_loop
-        if self._module.trainer.training and fit_loop.restarting:
-            leave_out_seen(dataloader, lambda: fit_loop.epoch_loop.batch_progress.current.ready)
+        trainer = self._module.trainer
+        if trainer.training:
+            sampler = getattr(dataloader, "batch_sampler", None)
+            size = sampler.minibatch_size if isinstance(sampler, MinibatchSampler) else None
+            self._minibatch_size = size
+            if trainer.fit_loop.restarting:
+                progress = trainer.fit_loop.epoch_loop.batch_progress
+                self._refuse_other_minibatches(progress)
+                leave_out_seen(dataloader, lambda: progress.current.ready)
         return dataloader
+
+    def _refuse_other_minibatches(self, progress: Any) -> None:
+        is_within = progress.current.ready and not progress.is_last_batch
+        if is_within and self._saved_size not in (None, self._minibatch_size):
+            raise ValueError(
+                f"the checkpoint was written after {progress.current.ready} minibatches of "
+                f"{self._saved_size} samples of an epoch, and those of this sampler have "
+                f"{self._minibatch_size}, so they begin elsewhere: choose samples_per_rank such "
+                f"that {self._saved_size} samples are shared out to {self.world_size} ranks, or "
+                f"resume from the end of an epoch"
+            )
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        checkpoint[_SIZE_KEY] = self._minibatch_size
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_size = checkpoint.get(_SIZE_KEY)
+        return checkpoint
 
     @override
     def batch_to_device(
