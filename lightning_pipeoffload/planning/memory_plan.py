@@ -20,6 +20,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     offload_activations,
     one_at_a_time,
+    split_every_backward,
     steady_period,
 )
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
@@ -149,7 +150,7 @@ def _offload(
     def has_room(offloaded: Schedule) -> bool:
         return not limits.shortage(offloaded, costs)
 
-    return offload_activations(schedule, costs, amount, limit, has_room)
+    return offload_activations(split_every_backward(schedule), costs, amount, limit, has_room)
 
 
 def _seconds(plan: MemoryPlan, costs: Costs, has_barrier: bool) -> float:

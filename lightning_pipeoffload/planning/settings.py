@@ -41,9 +41,9 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.solver.cp_sat import check_solver
-from lightning_pipeoffload.schedule.solver.families import best_of_families
 from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds, optpipe_placement
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 

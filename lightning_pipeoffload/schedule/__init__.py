@@ -13,7 +13,7 @@ from .actions import (
     Part,
     ScheduleError,
 )
-from .build import SCHEDULES, Recipe, accept, build, check_name
+from .build import SCHEDULES, build, check_name
 from .builders.pipe_offload import UNMEASURED
 from .costs import Costs
 from .draw import draw
@@ -26,8 +26,10 @@ from .passes.transfer import (
     keep_microbatches,
     lower,
     one_at_a_time,
+    split_every_backward,
     split_fused_backward,
 )
+from .recipe import Recipe, accept
 from .schedule import Schedule
 from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
 from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
@@ -85,6 +87,7 @@ __all__ = [
     "repeat_batch",
     "simulate",
     "simulate_steps",
+    "split_every_backward",
     "split_fused_backward",
     "steady_period",
     "tails",

@@ -2,90 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import isnan
 from typing import Any
 
-from .actions import MemoryLimitError, ScheduleError
-from .builders.classic import gpipe, interleaved_1f1b, one_f_one_b
-from .builders.grouped import gis, gis_h, grouped, uniform
-from .builders.pipe_offload import po_f, po_h
-from .builders.v_adaptive import v
-from .builders.v_shape import one_f_one_b_v, v_half, v_min
-from .builders.zb import zb, zb_1p, zb_2p
-from .builders.zb_v import zb_v
-from .builders.zero_bubble import zb_h1, zb_h2
+from .actions import ScheduleError
 from .costs import Costs
-from .placement import loop
-from .placement import v as down_and_up
+from .families import FAMILIES
+from .recipe import Recipe, build_by
 from .schedule import Schedule
-from .search.problem import ROUNDING
-from .simulation.memory import peak_memory
 from .solver.optpipe import optpipe, optpipe_placement
-from .validate import validate
 
-__all__ = ["SCHEDULES", "Recipe", "accept", "build"]
-
-log = logging.getLogger(__name__)
+__all__ = ["SCHEDULES", "build", "check_name"]
 
 DEFAULT_SCHEDULE = "zb_h1"
 """What ``schedule="auto"`` stands for: as much memory as 1F1B, and a third of its bubble."""
 
-_MANY_PASSES = 100_000
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a name becomes a schedule.
-
-    Attributes:
-        builder: ``(num_ranks, num_microbatches, num_chunks) -> Schedule``. Options beyond these,
-            ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
-        num_chunks: Stages per rank by default, and the fewest that it takes.
-        max_chunks: The most stages per rank that it takes; None for no limit.
-        placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
-        takes_seconds: Whether the builder searches for longer than all others together.
-        is_solved: Whether a solver improves what the other builders give.
-    """
-
-    builder: Callable[..., Schedule]
-    num_chunks: int = 1
-    max_chunks: int | None = 1
-    placement: Callable[[int, int], tuple[int, ...]] = loop
-    takes_seconds: bool = False
-    is_solved: bool = False
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Names of the options that the builder takes."""
-        parameters = inspect.signature(self.builder).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-
-
 SCHEDULES = {
-    "gpipe": Recipe(gpipe),
-    "1f1b": Recipe(one_f_one_b),
-    "interleaved_1f1b": Recipe(interleaved_1f1b, num_chunks=2, max_chunks=None),
-    "zb_h1": Recipe(zb_h1),
-    "zb_h2": Recipe(zb_h2),
-    "zb_1p": Recipe(zb_1p),
-    "zb_2p": Recipe(zb_2p),
-    "zb": Recipe(zb),
-    "zb_v": Recipe(zb_v, 2, 2, down_and_up),
-    "1f1b_v": Recipe(one_f_one_b_v, 2, 2, down_and_up),
-    "v_min": Recipe(v_min, 2, 2, down_and_up, takes_seconds=True),
-    "v_half": Recipe(v_half, 2, 2, down_and_up, takes_seconds=True),
-    "v": Recipe(v, 2, 2, down_and_up, takes_seconds=True),
-    "gis": Recipe(gis, num_chunks=2, max_chunks=None),
-    "gis_h": Recipe(gis_h, num_chunks=2, max_chunks=None),
-    "grouped": Recipe(grouped, num_chunks=2, max_chunks=None),
-    "uniform": Recipe(uniform, num_chunks=2, max_chunks=None),
-    "po_h": Recipe(po_h, num_chunks=2, max_chunks=None),
-    "po_f": Recipe(po_f, num_chunks=2, max_chunks=None),
+    **FAMILIES,
     "optpipe": Recipe(optpipe, 1, None, optpipe_placement, is_solved=True),
 }
 
@@ -117,63 +49,8 @@ def build(
         MemoryLimitError: It needs more memory than it may.
     """
     check_name(name)
-    recipe = SCHEDULES[name]
-    _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    num_chunks = _checked_chunks(name, recipe, num_chunks)
-    _check_options(name, recipe, options)
-    _check_limit(memory_limit)
-    offered = {"costs": costs, "memory_limit": memory_limit, **options}
-    taken = {option: offered[option] for option in recipe.options if option in offered}
     sizes = num_ranks, num_microbatches, num_chunks
-    _say_long(*sizes)
-    schedule = replace(_built(recipe.builder, *sizes, **taken), name=name)
-    _check_memory(schedule, costs or Costs.unit(), memory_limit)
-    return schedule
-
-
-def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
-    num_passes = num_ranks * num_microbatches * num_chunks
-    if num_passes > _MANY_PASSES:
-        log.warning(
-            "building a schedule of %s microbatches over %s stages, %s passes of each kind: that "
-            "takes a minute or more for every million",
-            f"{num_microbatches:,}",
-            num_ranks * num_chunks,
-            f"{num_passes:,}",
-        )
-
-
-def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    # What cannot be hashed is bad input, of which the builder tells more than the cache would.
-    is_askable = all(isinstance(value, Hashable) for value in taken.values())
-    make = _build_once if is_askable else _build_once.__wrapped__
-    return make(builder, *sizes, **taken)
-
-
-@lru_cache(maxsize=32)  # A run asks for the same one at several places, and some take seconds.
-def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    schedule = builder(*sizes, **taken)
-    validate(schedule)
-    return schedule
-
-
-def accept(
-    schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
-) -> None:
-    """Check a schedule, wherever it comes from, and that it keeps within a memory limit.
-
-    Args:
-        schedule: What to check.
-        costs: The memory of its stages; None: an activation is 1.
-        memory_limit: The most memory of a rank; None: any.
-
-    Raises:
-        ScheduleError: A rule is broken.
-        MemoryLimitError: A rank needs more memory than it may.
-    """
-    _check_limit(memory_limit)
-    validate(schedule)
-    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+    return build_by(SCHEDULES[name], name, sizes, costs, memory_limit, **options)
 
 
 def check_name(name: str, *others: str) -> None:
@@ -189,51 +66,3 @@ def check_name(name: str, *others: str) -> None:
     if name not in SCHEDULES:
         known = ", ".join((*SCHEDULES, *others))
         raise ScheduleError(f"schedule {name!r} does not exist; use one of {known}")
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ScheduleError(f"{name} ({size!r}) must be a whole number from 1 on; use {name}=4")
-
-
-def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
-    if num_chunks is None:
-        return recipe.num_chunks
-    _check_sizes(num_chunks=num_chunks)
-    at_most = recipe.max_chunks or num_chunks
-    if recipe.num_chunks <= num_chunks <= at_most:
-        return num_chunks
-    allowed = f"{recipe.num_chunks}" if recipe.max_chunks else f"{recipe.num_chunks} or more"
-    other = "interleaved_1f1b" if num_chunks > 1 else "1f1b"
-    raise ScheduleError(
-        f"num_chunks ({num_chunks}) must be {allowed} for {name}; use that, or schedule={other}"
-    )
-
-
-def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
-    for option in options:
-        if option not in recipe.options:
-            takes = ", ".join(recipe.options) or "no options"
-            raise ScheduleError(
-                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
-            )
-
-
-def _check_limit(memory_limit: float | None) -> None:
-    is_number = isinstance(memory_limit, (int, float)) and not isnan(memory_limit)
-    if memory_limit is not None and not is_number:
-        raise ScheduleError(
-            f"memory_limit ({memory_limit!r}) must be a number, in the unit of costs.activation"
-        )
-
-
-def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
-    peaks = peak_memory(schedule, costs)
-    if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
-        rank = peaks.index(max(peaks))
-        sentence = (
-            f"{{limit}} is less than the {{needed}} that {schedule.name} needs on rank {rank}; "
-            f"raise the limit, or use a schedule that needs less"
-        )
-        raise MemoryLimitError(sentence, memory_limit, max(peaks))

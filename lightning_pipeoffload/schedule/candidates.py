@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from .build import SCHEDULES
+from .families import FAMILIES
 from .passes.offload import OffloadReport
 from .schedule import Schedule
 
@@ -40,7 +40,7 @@ class Option:
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of every stage."""
-        return SCHEDULES[self.schedule].placement(num_ranks, self.num_chunks)
+        return FAMILIES[self.schedule].placement(num_ranks, self.num_chunks)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Candidate:
 
     Attributes:
         option: What it is made of.
-        offload: How it was decided what is offloaded: "none", "auto", a share, or "its own".
+        offload: How it was decided what is offloaded: "none", "auto", "paged", which is auto where
+            ranks wait for copies, a share, or "its own".
         reason: Why it was not taken; empty if it was.
         period: Seconds from one step to the next; None where there is no plan, as the rest.
         bubble: The idle share of the period.
@@ -140,14 +141,13 @@ def options(
         Option(name, chunks, count, way)
         for way in recompute
         for count in counts
-        for name, recipe in SCHEDULES.items()
-        if not recipe.is_solved  # its plans start from those of all others
+        for name in FAMILIES
         for chunks in _chunk_counts(name, most_chunks, num_chunks)
     ]
 
 
 def _chunk_counts(name: str, most: int | None, wanted: int | None) -> list[int]:
-    recipe = SCHEDULES[name]
+    recipe = FAMILIES[name]
     ends = [end for end in (recipe.max_chunks, most) if end is not None]
     counts = {recipe.num_chunks, *_CHUNK_COUNTS} if wanted is None else {wanted}
     return sorted(n for n in counts if recipe.num_chunks <= n <= min(ends, default=n))

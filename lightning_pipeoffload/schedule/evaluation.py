@@ -13,14 +13,16 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
-from .build import SCHEDULES, build
 from .candidates import Candidate, Choice, Option, best_of
 from .costs import Costs
+from .families import FAMILIES
 from .lower_bound import earliest_end, most_work
 from .passes.offload import OffloadReport, offload_activations
 from .passes.reduce import add_reductions
-from .passes.transfer import split_fused_backward
+from .passes.transfer import split_every_backward, split_fused_backward
+from .recipe import build_by
 from .schedule import Schedule
+from .search.problem import ROUNDING
 from .simulation.simulate import simulate
 from .simulation.steady_step import period_bubble, steady_period
 
@@ -83,7 +85,7 @@ def evaluate(
         ScheduleError: No plan can be made at all.
     """
     trials = _Trials(num_ranks, costs_of, limits, has_barrier)
-    slow = [option for option in wanted if SCHEDULES[option.schedule].takes_seconds]
+    slow = [option for option in wanted if FAMILIES[option.schedule].takes_seconds]
     quick = [option for option in wanted if option not in slow]
     for option in quick:
         trials.try_order(option)
@@ -130,7 +132,8 @@ class _Trials:
 
     def _build(self, option: Option, limit: float | None) -> Schedule:
         sizes = self._num_ranks, option.num_microbatches, option.num_chunks
-        return build(option.schedule, *sizes, costs=self._costs(option), memory_limit=limit)
+        name, costs = option.schedule, self._costs(option)
+        return build_by(FAMILIES[name], name, sizes, costs, limit)
 
     def try_order(self, option: Option) -> None:
         """Plan an option by its order alone, or with the share of offload that is asked for."""
@@ -183,8 +186,9 @@ class _Trials:
             def is_there_room(offloaded: Schedule) -> bool:
                 return has_room(offloaded, costs)
 
-            planned = offload_activations(schedule, costs, "auto", limit, is_there_room)
-            self._add(option, "auto", *planned)
+            runs = split_every_backward(schedule)
+            planned = offload_activations(runs, costs, "auto", limit, is_there_room)
+            self._add(option, "paged" if planned[1].is_paged else "auto", *planned)
         except ScheduleError as error:
             self._refuse(option, "auto", error)
 
@@ -195,7 +199,15 @@ class _Trials:
         if schedule.has_copies and not self._limits.has_room(schedule, costs):
             raise ScheduleError("the hosts have no room for what it offloads")
         figures = self._figures(option, schedule)
+        self._check_memory(option, figures[2])
         self.found.append(Candidate(option, offload, "", *figures, schedule, report))
+
+    def _check_memory(self, option: Option, needed: float) -> None:
+        """Refuse what fits as it is built, but not as it runs: B may leave more than F did."""
+        limit = self._limits.memory
+        if limit is not None and needed > limit * (1 + ROUNDING):
+            sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
+            raise MemoryLimitError(sentence, limit, needed)
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
@@ -226,7 +238,7 @@ class _Trials:
     def _no_gain(self, option: Option) -> str:
         if self._limits.memory is None:
             return "it is for tight limits, and there is none"
-        if "memory_limit" not in SCHEDULES[option.schedule].options:
+        if "memory_limit" not in FAMILIES[option.schedule].options:
             return "v is the same search, in all of the memory that there is"
         best = best_of(self.found)
         promised = inf if best is None else best.score / (self._bound(option) or inf) - 1

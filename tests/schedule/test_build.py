@@ -7,6 +7,7 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     build,
+    recipe,
     validate,
 )
 from tests.support.pairs import pairs
@@ -109,6 +110,6 @@ def test_the_same_arguments_build_once(monkeypatch):
 
 
 def test_a_schedule_that_takes_minutes_says_so(caplog, monkeypatch):
-    monkeypatch.setitem(build.__globals__, "_MANY_PASSES", 7)
+    monkeypatch.setattr(recipe, "_MANY_PASSES", 7)
     build("1f1b", num_ranks=2, num_microbatches=4)
     assert "building a schedule of 4 microbatches over 2 stages, 8 passes" in caplog.text

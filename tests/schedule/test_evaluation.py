@@ -16,6 +16,8 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.candidates import Option, best_of, options
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
 SIZES = (2, 6)
 
@@ -68,6 +70,30 @@ def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
     assert {c.option.schedule for c in choice.candidates} == families
     assert [c for c in choice.candidates if not c.reason] == [choice.best]
     assert choice.best == best_of(choice.candidates)
+
+
+@pytest.mark.parametrize(("p", "m", "most"), [(2, 6, 714), (4, 8, 1074)])
+def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
+    """And what a solver starts from is what ``auto`` takes: there is one list of plans."""
+    costs = costs_by_chunk()(Option("1f1b", 1, m))
+    wanted = options([m], num_chunks=1)
+    barrier = {"has_barrier": lambda option: True}
+    choice = evaluate(wanted, p, lambda option: costs, Limits(17), **barrier)
+    assert choice.best.offload == "paged"
+    assert choice.best.makespan <= most
+    assert max(peak_memory(choice.best.schedule, costs)) <= 17
+    start = best_of_families(PlanProblem(m, tuple(range(p)), costs, 17))
+    assert simulate(start, costs).makespan == choice.best.makespan
+
+
+def test_what_b_adds_counts_against_the_limit_of_every_plan():
+    costs = Costs(30, 29, 20, 1, 17, 25, 20, 20, copy_lanes=2)
+    wanted = options([8], num_chunks=1)
+    choice = evaluate(wanted, 4, lambda option: costs, Limits(34))
+    for candidate in choice.candidates:
+        if candidate.fits:
+            plan = split_fused_backward(candidate.schedule)
+            assert max(peak_memory(plan, costs)) <= 34 * (1 + 1e-9)
 
 
 def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken():

@@ -9,16 +9,19 @@ too, if that leaves a smaller peak.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..actions import MemoryLimitError, ScheduleError
+from ..actions import COPIES, Kind, MemoryLimitError, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
+from ..simulation.memory import peak_memory
 from ..simulation.simulate import simulate
 from .copy_slots import Turns
+from .paging import least_memory, paged
 from .postpone import postponed
 from .rank_offload import RankOffload, RankPlan
 
@@ -43,6 +46,7 @@ class OffloadReport:
         slowdown: Makespan with offload over that without.
         peak_memory: Largest memory of each rank's device.
         reason: Why less is offloaded than was asked for; empty if it is not.
+        is_paged: Whether ranks wait for copies, for no plan that hides them keeps the limit.
     """
 
     wanted: tuple[int, ...]
@@ -52,6 +56,7 @@ class OffloadReport:
     slowdown: float
     peak_memory: tuple[float, ...]
     reason: str = ""
+    is_paged: bool = False
 
 
 Offloaded = tuple[Schedule, OffloadReport]
@@ -78,7 +83,8 @@ def offload_activations(
 
     Where copies would take longer than there is (a copy there and back takes more than the compute
     of its stage, say), or the host has no room for them, less is offloaded: what gives each rank
-    the smallest peak.
+    the smallest peak. But a limit comes before time: ranks wait for copies where none that are
+    hidden keep it.
 
     Args:
         schedule: What to offload from; lower it afterwards.
@@ -115,6 +121,7 @@ def offload_activations(
     planned = planner.within(limit) if is_auto else planner.with_amount(amount)
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
+        needed = least_memory(costs, schedule.num_stages) if is_auto else needed
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
             f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
@@ -188,18 +195,41 @@ class _Planner:
     def within(self, memory_limit: float) -> Offloaded:
         """Offload as little as a limit asks for; where that slows down the step, what does least.
 
-        Where nothing keeps the limit, what needs least memory.
+        Where not even waiting for copies keeps the limit, what needs least memory.
         """
         limit = memory_limit * (1 + ROUNDING)
         planned = self._plan([rank.least(limit) for rank in self._ranks])
-        if self._is_free(planned):
+        fits = _largest_peak(planned) <= limit
+        if fits and self._is_free(planned):
             return planned
-        others = (
-            self._offload_share((part + 1) / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
-        )
-        fitting = [plan for plan in (planned, *others) if max(plan[1].peak_memory) <= limit]
+        parts = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
+        others = (self._offload_share((part + 1) / _NUM_FRACTIONS) for part in parts)
+        fitting = [plan for plan in (planned, *others) if _largest_peak(plan) <= limit]
+        fitting += self._paged(memory_limit)
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
+
+    def _paged(self, memory_limit: float) -> list[Offloaded]:
+        try:
+            schedule = paged(self._schedule, self._costs, memory_limit)
+        except MemoryLimitError:
+            return []
+        ranks = [Counter(action.kind for action in rank) for rank in schedule]
+        away = tuple(len({a[1:] for a in rank if a.kind in COPIES}) for rank in schedule)
+        report = OffloadReport(
+            wanted=away,
+            offloaded=tuple(kinds[Kind.OFFLOAD] for kinds in ranks),
+            kept=(0,) * len(ranks),
+            queued=tuple(kinds[Kind.OFFLOAD_W] for kinds in ranks),
+            slowdown=self._slowdown(schedule),
+            peak_memory=peak_memory(schedule, self._costs),
+            is_paged=True,
+        )
+        return [(schedule, report)]
+
+    def _slowdown(self, schedule: Schedule) -> float:
+        makespan = simulate(schedule, self._costs).makespan
+        return makespan / self._makespan if self._makespan else 1.0
 
     def _is_free(self, planned: Offloaded) -> bool:
         return planned[1].slowdown <= SLOWDOWN_ALLOWED and self._has_room(planned[0])
@@ -214,14 +244,12 @@ class _Planner:
 
     def _plan(self, plans: list[RankPlan]) -> Offloaded:
         schedule = Schedule.of((plan.actions for plan in plans), self._schedule.name)
-        makespan = simulate(schedule, self._costs).makespan
-        slowdown = makespan / self._makespan if self._makespan else 1.0
         report = OffloadReport(
             wanted=tuple(plan.wanted for plan in plans),
             offloaded=tuple(plan.offloaded for plan in plans),
             kept=tuple(plan.wanted - plan.num_moved for plan in plans),
             queued=tuple(plan.queued for plan in plans),
-            slowdown=slowdown,
+            slowdown=self._slowdown(schedule),
             peak_memory=tuple(plan.peak for plan in plans),
             reason=_reason(plans),
         )

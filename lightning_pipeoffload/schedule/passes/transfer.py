@@ -17,6 +17,7 @@ __all__ = [
     "keep_microbatches",
     "lower",
     "one_at_a_time",
+    "split_every_backward",
     "split_fused_backward",
 ]
 
@@ -31,13 +32,21 @@ def split_fused_backward(schedule: Schedule) -> Schedule:
 
     The transfer pass then gives B, SEND_B, W: the neighbour never waits for a weight gradient.
     """
+    return _split(schedule, lambda action: schedule.crosses_ranks(action.stage - 1))
 
-    def split(action: Action) -> tuple[Action, ...]:
-        if action.kind is Kind.BW and schedule.crosses_ranks(action.stage - 1):
+
+def split_every_backward(schedule: Schedule) -> Schedule:
+    """Split every BW, so that what B and what W needs can be copied at times of their own."""
+    return _split(schedule, lambda action: True)
+
+
+def _split(schedule: Schedule, is_wanted: Callable[[Action], bool]) -> Schedule:
+    def parts(action: Action) -> tuple[Action, ...]:
+        if action.kind is Kind.BW and is_wanted(action):
             return action._replace(kind=Kind.B), action._replace(kind=Kind.W)
         return (action,)
 
-    ranks = ([part for action in rank for part in split(action)] for rank in schedule)
+    ranks = ([part for action in rank for part in parts(action)] for rank in schedule)
     return Schedule.of(ranks, schedule.name)
 
 

@@ -8,9 +8,9 @@ from time import monotonic
 from ..actions import ScheduleError
 from ..schedule import Schedule
 from ..validate import validate
-from .families import best_start
 from .plan_model import PlanModel, SolverLimits
 from .plan_problem import PlanProblem
+from .starts import best_start
 from .whole_costs import WholeCosts
 
 __all__ = ["Improvement"]

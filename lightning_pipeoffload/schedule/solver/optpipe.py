@@ -16,9 +16,9 @@ from ..placement import loop, v
 from ..plan_cache import PlanCache, PlanQuestion
 from ..schedule import Schedule
 from .cp_sat import check_solver
-from .families import best_of_families
 from .improve import Improvement
 from .plan_problem import PlanProblem
+from .starts import best_of_families
 
 __all__ = ["SolvedPlans", "check_solver_seconds", "optpipe", "optpipe_placement"]
 

@@ -62,6 +62,21 @@ def test_every_model(name, way):
     assert_offload_changes_nothing(module, build("zb_h1", 2, 2), batch, WAYS[way], size=2)
 
 
+@pytest.mark.parametrize(("name", "size"), [("1f1b", 2), ("zb_h1", 3), ("zb_v", 2), ("zb_v", 3)])
+def test_ranks_that_wait_for_copies_have_the_gradients_of_those_that_do_not(name, size):
+    """A plan for one activation at a time; copies end at the last moment."""
+    module, batch = MODELS["mlp"].make().double(), MODELS["mlp"].batch(4)
+    schedule, lanes = build(name, size, 4), CopyLanes(LastMomentLane(), LastMomentLane())
+    plan, report = offload_activations(schedule, Costs(1, 1, 1, offload=2, reload=2), "auto", 1)
+    assert report.is_paged
+    expected = run_pipeline(module, schedule, batch, 1)
+    found = run_pipeline(
+        module, plan, batch, 1, memory=functools.partial(memory_of_all, lanes=lanes)
+    )
+    assert_bit_equal(found, expected)
+    assert lanes.d2h.num_late > 0
+
+
 @pytest.mark.parametrize(("ways", "one_lane"), pairs([*WAYS.values()], [True, False]))
 def test_copies_that_end_at_the_last_moment_are_waited_for(ways, one_lane):
     module, batch = MODELS["mlp"].make().double(), MODELS["mlp"].batch(2)

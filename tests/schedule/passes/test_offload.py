@@ -151,8 +151,29 @@ def test_a_rank_that_keeps_the_limit_offloads_nothing():
 
 def test_a_limit_that_cannot_be_met_is_refused_with_the_smallest_that_can():
     schedule = build("uniform", 8, 32, 4)
-    with pytest.raises(ScheduleError, match=r"memory_limit \(1\) .* use at least 4"):
-        offload_activations(schedule, costs(0.7), "auto", 1)
+    with pytest.raises(ScheduleError, match=r"memory_limit \(0\.5\) .* use at least 1;? ?"):
+        offload_activations(schedule, costs(0.7), "auto", 0.5)
+
+
+@pytest.mark.parametrize(("name", "v"), [("uniform", 4), ("1f1b", 1), ("zb_v", 2), ("gpipe", 1)])
+@pytest.mark.parametrize("sizes", [{}, {"weight_input": 0.3, "weight_residue": 0.8}])
+def test_where_hidden_copies_do_not_keep_a_limit_ranks_wait_for_them(name, v, sizes):
+    schedule, times = build(name, 4, 8, v), costs(0.7, **sizes)
+    plan, report = offload_activations(schedule, times, "auto", 1)
+    validate(lower(plan))
+    timeline = simulate(plan, times)
+    assert report.is_paged
+    assert max(timeline.peak_memory) <= 1 + 1e-9
+    assert report.peak_memory == timeline.peak_memory
+    assert report.slowdown == makespan(plan, times) / makespan(schedule, times) > 1.03
+    kinds = [{action.kind for action in rank} for rank in plan]
+    assert [Kind.OFFLOAD in k for k in kinds] == [n > 0 for n in report.offloaded]
+
+
+def test_a_limit_that_hidden_copies_keep_is_not_paged():
+    _, report = offload_activations(build("uniform", 4, 16, 4), costs(0.7), "auto", 5)
+    assert not report.is_paged
+    assert report.slowdown <= 1.03
 
 
 @pytest.mark.parametrize("amount", ["some", 1.5, -0.1])

@@ -1,8 +1,8 @@
-"""Copies for an order of F, B and W that a memory limit is too small for, at the cost of time.
+"""Copies for an order that a memory limit is too small for, at the cost of time.
 
 As a machine pages memory: where there is no room, what is needed last goes to the host; it comes
-back before what needs it, earlier if there is room. The rank may wait for these copies; but it is
-a plan, from which a solver can start.
+back before what needs it, earlier if there is room. The rank may wait for these copies; but where
+no plan hides them, it is one, and a solver can start from it.
 """
 
 from __future__ import annotations
@@ -10,38 +10,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ..actions import ACTIVATION, MEMORY_EFFECTS, WAITING, Action, Kind, MemoryLimitError, Part
+from ..actions import (
+    ACTIVATION,
+    MEMORY_EFFECTS,
+    RELOADS,
+    WAITING,
+    Action,
+    Kind,
+    MemoryLimitError,
+    Part,
+)
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import PartSizes, memory_changes, part_sizes
+from .transfer import split_every_backward
 
-__all__ = ["paged"]
+__all__ = ["least_memory", "paged"]
 
 _Place = tuple[int, int]
 
-_FEW_ACTIONS = 3  # so many before what needs it a copy back begins, if there is room
+_FEW_PLACES = 5  # by so many actions and copies a copy back begins earlier, if there is room
 
 
 def paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule:
-    """Return the same order with the copies that a limit asks for.
+    """Return the same order with every BW as B and W, and with the copies that a limit asks for.
 
     Args:
-        schedule: Compute actions, with B and W apart.
+        schedule: Compute actions.
         costs: The memory of its stages.
         memory_limit: The most memory of a rank.
 
     Raises:
         MemoryLimitError: One stage and microbatch needs more than the limit.
     """
+    apart = split_every_backward(schedule)
     sizes = part_sizes(costs, schedule.num_stages)
     limit = memory_limit * (1 + ROUNDING)
-    needed = max(max(of_stage[ACTIVATION], of_stage[WAITING]) for of_stage in sizes)
+    needed = least_memory(costs, schedule.num_stages)
     if needed > limit:
         sentence = "{limit} is less than the {needed} that one microbatch needs; use at least that"
         raise MemoryLimitError(sentence, memory_limit, needed)
-    ranks = (_early(list(_Paging(rank, sizes, limit).run()), sizes, limit) for rank in schedule)
+    ranks = (_early(list(_Paging(rank, sizes, limit).run()), sizes, limit) for rank in apart)
     return Schedule.of(ranks, schedule.name)
+
+
+def least_memory(costs: Costs, num_stages: int) -> float:
+    """Return what a rank needs that copies all but what it works on: one stage and microbatch.
+
+    Args:
+        costs: The memory of the stages.
+        num_stages: The number of stages of all ranks.
+    """
+    sizes = part_sizes(costs, num_stages)
+    return max(max(of_stage[ACTIVATION], of_stage[WAITING]) for of_stage in sizes)
 
 
 class _Paging:
@@ -84,7 +106,7 @@ class _Paging:
         """Make room for an action, and for what it needs."""
         place, size = action[1:], self._sizes[action.stage]
         puts, drops = MEMORY_EFFECTS[action.kind]
-        needed = {Kind.F: Part(0), Kind.B: ACTIVATION, Kind.W: WAITING}[action.kind]
+        needed = _NEEDED[action.kind]
         after = (needed & ~drops) | puts
         self._there[place] = int(needed)
         most = max(size[needed], size[after])
@@ -109,8 +131,8 @@ class _Paging:
         return now <= self._index[Action(Kind.B, *place)]
 
     def _next_use(self, place: _Place) -> int:
-        backward, weight = (self._index[Action(kind, *place)] for kind in (Kind.B, Kind.W))
-        return weight if self._has_gradient(place) else backward
+        kind = Kind.W if self._has_gradient(place) else Kind.B
+        return self._index[Action(kind, *place)]
 
     def _has_gradient(self, place: _Place) -> bool:
         return bool(self._there[place] & Part.GRADIENT)
@@ -118,19 +140,23 @@ class _Paging:
 
 def _early(actions: list[Action], sizes: list[PartSizes], limit: float) -> list[Action]:
     """Let copies back begin a few actions earlier, where there is room."""
-    for action in [a for a in actions if a.kind in _BACK]:
-        end = actions.index(action)
-        moved = actions
-        for start in range(end - 1, max(-1, end - 2 * _FEW_ACTIONS), -1):
-            if actions[start][1:] == action[1:]:
+    changes = list(memory_changes(actions, sizes, MEMORY_EFFECTS))
+    # What there is before each action, and after the last.
+    levels = list(accumulate(changes, initial=0.0))
+    for end, action in enumerate([*actions]):
+        start = end
+        while action.kind in RELOADS and start > max(0, end - _FEW_PLACES):
+            before = actions[start - 1]
+            if (
+                before[1:] == action[1:]
+                or max(levels[start - 1 : start + 1]) + changes[end] > limit
+            ):
                 break
-            tried = [*actions[:start], action, *actions[start:end], *actions[end + 1 :]]
-            changes = memory_changes(tried, sizes, MEMORY_EFFECTS)
-            if max(accumulate(changes, initial=0.0)) > limit:
-                break
-            moved = tried
-        actions = moved
+            start -= 1
+        actions[start : end + 1] = [action, *actions[start:end]]
+        changes[start : end + 1] = [changes[end], *changes[start:end]]
+        levels[start : end + 2] = accumulate(changes[start : end + 1], initial=levels[start])
     return actions
 
 
-_BACK = frozenset({Kind.RELOAD, Kind.RELOAD_B, Kind.RELOAD_W})
+_NEEDED = {Kind.F: Part(0), Kind.B: ACTIVATION, Kind.W: WAITING}

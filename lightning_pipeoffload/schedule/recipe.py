@@ -1,0 +1,184 @@
+"""How the name of a schedule becomes one: sizes and options are checked, what is made is too."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isnan
+from typing import Any
+
+from .actions import MemoryLimitError, ScheduleError
+from .costs import Costs
+from .placement import loop
+from .schedule import Schedule
+from .search.problem import ROUNDING
+from .simulation.memory import peak_memory
+from .validate import validate
+
+__all__ = ["Recipe", "accept", "build_by"]
+
+log = logging.getLogger(__name__)
+
+_MANY_PASSES = 100_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a name becomes a schedule.
+
+    Attributes:
+        builder: ``(num_ranks, num_microbatches, num_chunks) -> Schedule``. Options beyond these,
+            ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
+        num_chunks: Stages per rank by default, and the fewest that it takes.
+        max_chunks: The most stages per rank that it takes; None for no limit.
+        placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
+        takes_seconds: Whether the builder searches for longer than all others together.
+        is_solved: Whether a solver improves what the other builders give.
+    """
+
+    builder: Callable[..., Schedule]
+    num_chunks: int = 1
+    max_chunks: int | None = 1
+    placement: Callable[[int, int], tuple[int, ...]] = loop
+    takes_seconds: bool = False
+    is_solved: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that the builder takes."""
+        parameters = inspect.signature(self.builder).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def build_by(
+    recipe: Recipe,
+    name: str,
+    sizes: tuple[int, int, int | None],
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Build a schedule by its recipe, and check it.
+
+    Args:
+        recipe: The recipe.
+        name: What the schedule is called.
+        sizes: Ranks of the pipeline, microbatches of one step, and stages per rank; None: the
+            schedule's own.
+        costs: What the stages cost; builders that do not search ignore the times.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
+            activation of a stage and microbatch is 1.
+        **options: What the builder takes besides, such as ``group_size``.
+
+    Raises:
+        ScheduleError: A size or an option is not one that it takes, or the order is not valid.
+        MemoryLimitError: It needs more memory than it may.
+    """
+    num_ranks, num_microbatches, num_chunks = sizes
+    _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    num_chunks = _checked_chunks(name, recipe, num_chunks)
+    _check_options(name, recipe, options)
+    _check_limit(memory_limit)
+    offered = {"costs": costs, "memory_limit": memory_limit, **options}
+    taken = {option: offered[option] for option in recipe.options if option in offered}
+    known = num_ranks, num_microbatches, num_chunks
+    _say_long(*known)
+    schedule = replace(_built(recipe.builder, *known, **taken), name=name)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+    return schedule
+
+
+def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    num_passes = num_ranks * num_microbatches * num_chunks
+    if num_passes > _MANY_PASSES:
+        log.warning(
+            "building a schedule of %s microbatches over %s stages, %s passes of each kind: that "
+            "takes a minute or more for every million",
+            f"{num_microbatches:,}",
+            num_ranks * num_chunks,
+            f"{num_passes:,}",
+        )
+
+
+def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    # What cannot be hashed is bad input, of which the builder tells more than the cache would.
+    is_askable = all(isinstance(value, Hashable) for value in taken.values())
+    make = _build_once if is_askable else _build_once.__wrapped__
+    return make(builder, *sizes, **taken)
+
+
+@lru_cache(maxsize=32)  # A run asks for the same one at several places, and some take seconds.
+def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    schedule = builder(*sizes, **taken)
+    validate(schedule)
+    return schedule
+
+
+def accept(
+    schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
+) -> None:
+    """Check a schedule, wherever it comes from, and that it keeps within a memory limit.
+
+    Args:
+        schedule: What to check.
+        costs: The memory of its stages; None: an activation is 1.
+        memory_limit: The most memory of a rank; None: any.
+
+    Raises:
+        ScheduleError: A rule is broken.
+        MemoryLimitError: A rank needs more memory than it may.
+    """
+    _check_limit(memory_limit)
+    validate(schedule)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name} ({size!r}) must be a whole number from 1 on; use {name}=4")
+
+
+def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
+    if num_chunks is None:
+        return recipe.num_chunks
+    _check_sizes(num_chunks=num_chunks)
+    at_most = recipe.max_chunks or num_chunks
+    if recipe.num_chunks <= num_chunks <= at_most:
+        return num_chunks
+    allowed = f"{recipe.num_chunks}" if recipe.max_chunks else f"{recipe.num_chunks} or more"
+    other = "interleaved_1f1b" if num_chunks > 1 else "1f1b"
+    raise ScheduleError(
+        f"num_chunks ({num_chunks}) must be {allowed} for {name}; use that, or schedule={other}"
+    )
+
+
+def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
+    for option in options:
+        if option not in recipe.options:
+            takes = ", ".join(recipe.options) or "no options"
+            raise ScheduleError(
+                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
+            )
+
+
+def _check_limit(memory_limit: float | None) -> None:
+    is_number = isinstance(memory_limit, (int, float)) and not isnan(memory_limit)
+    if memory_limit is not None and not is_number:
+        raise ScheduleError(
+            f"memory_limit ({memory_limit!r}) must be a number, in the unit of costs.activation"
+        )
+
+
+def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
+    peaks = peak_memory(schedule, costs)
+    if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
+        rank = peaks.index(max(peaks))
+        sentence = (
+            f"{{limit}} is less than the {{needed}} that {schedule.name} needs on rank {rank}; "
+            f"raise the limit, or use a schedule that needs less"
+        )
+        raise MemoryLimitError(sentence, memory_limit, max(peaks))
