@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.on_demand_fits import assert_same, plain_fit
+from tests.support.on_demand_job import COUNTS
 from tests.support.slurm_cluster import MISSING, await_end, slurm_cluster
 
 pytestmark = [
@@ -50,6 +53,18 @@ def test_jobs_end_as_their_ranks_do(cluster, tmp_path):
     assert "ended as FAILED" in said.splitlines()[-1]
     logs = [path.read_text() for path in tmp_path.rglob(".submitit/*/*_log.err")]
     assert any("global rank 0 stops because of global rank 1" in log for log in logs)
+
+
+def test_nodes_repeat_parameters_that_are_sharded_within_them(cluster, tmp_path):
+    sizes = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=10"]
+    command = ["srun", *sizes, sys.executable, "-m", "tests.support.on_demand_job", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    expected = plain_fit(COUNTS)
+    for rank in range(4):
+        assert_same(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
 def the_example_trains(cluster, folder):

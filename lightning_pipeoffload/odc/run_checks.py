@@ -17,7 +17,8 @@ def check_run(module: LightningModule, trainer: Trainer) -> None:
         ValueError: There is something; the message says what, why, and what would do.
     """
     refuse_gradient_hooks(module.named_parameters())
-    _refuse_collective_layers(module)
+    for name, part in module.named_modules():
+        _check_layer(name, part)
     # Private: nothing else says so.
     if trainer._accelerator_connector._layer_sync is not None:
         raise ValueError(
@@ -43,13 +44,16 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
             )
 
 
-def _refuse_collective_layers(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{name} is a SyncBatchNorm, which waits for all ranks in every microbatch, and "
-                f"ranks have different numbers of them; use a BatchNorm, or another norm"
-            )
+def _check_layer(name: str, part: nn.Module) -> None:
+    if isinstance(part, nn.SyncBatchNorm):
+        raise ValueError(
+            f"{name} is a SyncBatchNorm, which waits for all ranks in every microbatch, and "
+            f"ranks have different numbers of them; use a BatchNorm, or another norm"
+        )
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+        raise ValueError(
+            f"{name} makes sparse gradients, which FSDP2 does not shard; make it with sparse=False"
+        )
 
 
 def _check_fit(module: LightningModule, trainer: Trainer) -> None:

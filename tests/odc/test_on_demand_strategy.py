@@ -278,6 +278,12 @@ def synchronized():
     return module
 
 
+def sparse():
+    module = made(tie=False)
+    module.embed.sparse = True
+    return module
+
+
 def mixed():
     module = made()
     module.blocks[0].linear.float()
@@ -334,6 +340,7 @@ REFUSED = {
     "late hook": (stepping_in_backward, "blocks.0.scale has a hook on its gradient"),
     "manual": (manual, "manual optimization does not go with strategy='odc'"),
     "layer": (synchronized, "norm is a SyncBatchNorm"),
+    "sparse": (sparse, "embed makes sparse gradients"),
     "dtypes": (mixed, "blocks.0 has parameters of float32 and float64"),
 }
 
