@@ -31,6 +31,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -299,29 +300,53 @@ class TakingTurns(Callback):
             self.spans[name].append((began, Moment.now()))
 
 
+class PlainSteps(Callback):
+    """Times each step of a Trainer on one device.
+
+    Attributes:
+        spans: When steps began and ended.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Moment, Moment]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Begin a step."""
+        self._began = Moment.now()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """End it."""
+        self.spans.append((self._began, Moment.now()))
+
+
 def measure(setup: Setup, num_steps: int) -> dict[str, Moment]:
     """Train on this rank; return what a step of each takes, over all ranks."""
     strategy = PipeOffloadStrategy(
         schedule=setup.schedule, num_microbatches=setup.num_microbatches, split="even"
     )
-    turns = TakingTurns(setup)
+    turns, plain = TakingTurns(setup), PlainSteps()
+    num_stages = setup.build().num_stages
+    fit(setup, num_steps, num_stages, turns, devices=setup.num_ranks, strategy=strategy)
+    fit(setup, num_steps, 1, plain, devices=1)  # as much of Lightning, and one block
+    spans = {**turns.spans, "plain": plain.spans}
+    return {name: _median_step(of_name) for name, of_name in spans.items()}
+
+
+def fit(setup: Setup, num_steps: int, num_blocks: int, times: Callback, **options: Any) -> None:
+    """Train so many blocks for so many steps and the first ones, which do not count."""
     trainer = Trainer(
         accelerator="cpu",
-        devices=setup.num_ranks,
-        strategy=strategy,
         max_epochs=1,
-        callbacks=[turns],
+        callbacks=[times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     samples: Any = torch.zeros((num_steps + NUM_WARM_UP_STEPS) * setup.num_microbatches, FEATURES)
-    trainer.fit(
-        EmulatedModel(setup.build().num_stages, setup.seconds),
-        DataLoader(samples, batch_size=setup.num_microbatches),
-    )
-    return {name: _median_step(spans) for name, spans in turns.spans.items()}
+    model = EmulatedModel(num_blocks, setup.seconds)
+    trainer.fit(model, DataLoader(samples, batch_size=setup.num_microbatches))
 
 
 def _median_step(spans: list[tuple[Moment, Moment]]) -> Moment:
@@ -384,7 +409,8 @@ def add_row(table: Table, setup: Setup, took: dict[str, Moment]) -> None:
         *(f"{took[name].wall * 1e3:.0f}" for name in ("ours", "torch")),
         *(f"{over[name]:.3f}" for name in promised),
         f"{(over['ours'] - 1) / (over['torch'] - 1):.2f}",
-        *(f"{took[name].busy * 1e3:.1f}" for name in promised),
+        *(f"{took[name].busy * 1e3:.1f}" for name in (*promised, "plain")),
+        f"{(took['ours'].busy - took['plain'].busy) / took['torch'].busy:.2f}",
     )
 
 
@@ -404,6 +430,8 @@ def make_table() -> Table:
         "busy: ours, ms",
         "torch, ms",
         "bare, ms",
+        "plain Trainer, ms",
+        "(ours - plain) / torch",
     )
     for name in names:
         table.add_column(name, justify="right")
@@ -424,6 +452,11 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    if "--period" in sys.argv:
+        import_module("examples.benchmarks.period").main(
+            [argument for argument in sys.argv[1:] if argument != "--period"]
+        )
+        return
     arguments = parse()
     if arguments.setups:
         rank_main(arguments.setups, arguments.steps, arguments.results)

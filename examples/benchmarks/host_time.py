@@ -84,16 +84,21 @@ class ActionCosts(Callback):
 
     def _measured(self, kind: Kind, handler: Callable[[Action], None]) -> Callable[[Action], None]:
         def measured(action: Action) -> None:
-            if kind.name == self._profiled:
-                self.profile.enable()
+            self._go_on_profiling(kind.name == self._profiled)
             began = time.thread_time()
             handler(action)
             seconds = time.thread_time() - began
-            self.profile.disable()
+            self._go_on_profiling(self._profiled == BESIDE)
             self.seconds[kind.name].append(seconds)
             self._in_actions += seconds
 
         return measured
+
+    def _go_on_profiling(self, is_meant: bool) -> None:
+        if is_meant:
+            self.profile.enable()
+        else:
+            self.profile.disable()
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         """Begin a step; the first ones, which look at the model, count for nothing."""
@@ -101,9 +106,11 @@ class ActionCosts(Callback):
             self.seconds.clear()
             self.profile.clear()
         self._in_actions, self._began = 0.0, Busy.now()
+        self._go_on_profiling(self._profiled == BESIDE)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Keep what the step took beside its actions."""
+        self.profile.disable()
         spent = Busy(*(now - then for now, then in zip(Busy.now(), self._began, strict=True)))
         self.seconds[BESIDE].append(spent.thread - self._in_actions)
         self.seconds[OTHERS].append(spent.process - spent.thread)
@@ -171,7 +178,7 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=1, help="of each stage")
     parser.add_argument("--milliseconds", type=float, default=10, help="of a block's F, B and W")
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
-    parser.add_argument("--profile", default="", help="kind of action: F, B, W, SEND_F ...")
+    parser.add_argument("--profile", default="", help="F, B, W, SEND_F ... or 'beside actions'")
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--profiled-to", help=argparse.SUPPRESS)
     return parser.parse_args(line)
