@@ -55,6 +55,7 @@ def test_jobs_end_as_their_ranks_do(cluster, tmp_path):
     assert any("global rank 0 stops because of global rank 1" in log for log in logs)
 
 
+@pytest.mark.slow
 def test_nodes_repeat_parameters_that_are_sharded_within_them(cluster, tmp_path):
     sizes = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=10"]
     command = ["srun", *sizes, sys.executable, "-m", "tests.support.on_demand_job", str(tmp_path)]
