@@ -234,7 +234,7 @@ def test_methods_to_replace_exist(name):
 
 def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_on():
     source = inspect.getsource(torch.utils.checkpoint)
-    assert "            ret = function(*args, **kwargs)" in source
+    assert " ret = function(*args, **kwargs)" in source
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged
@@ -70,7 +71,7 @@ class MinibatchLogs(LogCapture):
             LoggedName(
                 name,
                 repeat,
-                [self._portable(entry.value) for entry in entries],
+                [self._portable(name, entry.value) for entry in entries],
                 [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries],
                 entries[-1].args,
                 {k: v for k, v in entries[-1].kwargs.items() if k not in _OF_RANKS},
@@ -104,7 +105,13 @@ class MinibatchLogs(LogCapture):
             kwargs["batch_size"] = sum(weights)
         self._log(self._module, name, value, *first.args, **kwargs)
 
-    def _portable(self, value: Any) -> Any:
+    def _portable(self, name: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            raise ValueError(
+                f"self.log({name!r}, ...) in training_step was given what comes of a shard: a "
+                f"block's parameters are whole in its forward only; log it in a hook such as "
+                f"on_train_batch_end, of parameter.full_tensor()"
+            )
         if id(value) in self._paths:
             return _MetricPlace(self._paths[id(value)])
         return value.cpu() if isinstance(value, Tensor) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_pipeoffload.odc.minibatch import Minibatch
 from lightning_pipeoffload.odc.minibatch_logs import LoggedName, MinibatchLogs
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.microbatch import batch_size
+
+_ROUNDING = 1e-4  # of a sum of many weights
 
 
 @dataclass
@@ -82,18 +85,22 @@ class MinibatchTraining(BackwardHooks):
         total: Any = 0.0
         for number, (microbatch, weight) in enumerate(zip(part, part.weights, strict=True)):
             self.microbatch = number
-            with self._logs.capturing(keep=True), self._precision.train_step_context():
-                output = self._module.training_step(microbatch, *arguments)
-            loss = _loss_of(output)
-            if number == 0:
-                self._begin(loss)
-            if loss is not None:
-                total = total + weight * loss.detach()
-                self.differentiate(loss * (weight / self._num_batches))
+            with _naming_shards():
+                output = self._call_step(microbatch, arguments)
+                loss = _loss_of(output)
+                if number == 0:
+                    self._begin(loss)
+                if loss is not None:
+                    total = total + weight * loss.detach()
+                    self.differentiate(loss * (weight / self._num_batches))
         self.microbatch = None
         if not part:
             self._begin(None)
         return output, total
+
+    def _call_step(self, microbatch: Any, arguments: Sequence[Any]) -> Any:
+        with self._logs.capturing(keep=True), self._precision.train_step_context():
+            return self._module.training_step(microbatch, *arguments)
 
     @property
     def _num_batches(self) -> int:
@@ -102,6 +109,7 @@ class MinibatchTraining(BackwardHooks):
     def _part_of(self, batch: Any) -> Minibatch:
         if isinstance(batch, Minibatch):
             return batch
+        _refuse_several(batch)
         return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
@@ -113,6 +121,7 @@ class MinibatchTraining(BackwardHooks):
         _refuse_unlike([note.num_minibatches for note in notes])
         self._logs.log([note.logged for note in notes], self._device)
         weight = sum(note.weight for note in notes) or 1.0  # nobody has a microbatch
+        _refuse_weights(weight)
         loss = torch.tensor(sum(note.loss for note in notes) / weight, device=self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
@@ -128,9 +137,46 @@ def _refuse_unlike(counts: Sequence[float]) -> None:
         )
 
 
+def _refuse_weights(total: float) -> None:
+    if abs(total - 1) > _ROUNDING:
+        raise ValueError(
+            f"the weights of a minibatch's microbatches add up to {total:g} over the ranks, so the "
+            f"loss is no mean; divide each by that, Minibatch(microbatches, weights)"
+        )
+
+
+def _refuse_several(batch: Any) -> None:
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping | list | tuple) and any(isinstance(p, Minibatch) for p in parts):
+        raise ValueError(
+            "a batch of several loaders has a minibatch in it; give fit one loader of minibatches, "
+            "of a dataset that has what the others would yield"
+        )
+
+
+@contextmanager
+def _naming_shards() -> Iterator[None]:
+    """Say where a step may use a block's parameters, where it has met a shard of one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "training_step uses a parameter of a block outside of that block's forward, where it "
+            "is a shard; use weight decay for a penalty on weights, or OnDemandStrategy(blocks=[]) "
+            "to gather all around the whole step"
+        ) from error
+
+
 def _loss_of(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
-        output = output.get("loss")
+        if "loss" not in output:
+            raise ValueError(
+                f"training_step returned a dict with {', '.join(map(repr, output))}; it needs "
+                f"'loss', by which gradients are made"
+            )
+        output = output["loss"]
     if output is None or isinstance(output, Tensor):
         return output
     raise ValueError(

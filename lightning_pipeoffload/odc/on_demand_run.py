@@ -66,6 +66,7 @@ class OnDemandRun:
         if not adds_up:
             self._start_sums()
         self.publish()
+        self._versions = self._versions_now()
 
     def publish(self) -> None:
         """Let all ranks gather the weights that there are; they wait for each other."""
@@ -83,6 +84,7 @@ class OnDemandRun:
         Returns:
             The notes of all ranks.
         """
+        self._refuse_written()
         self._settle()
         found = self._world.gather((note, self._hooks.reached))
         if self._is_alone:  # FSDP2 communicates nothing, and has left the sums where they belong
@@ -131,6 +133,18 @@ class OnDemandRun:
         """Wait until this rank's device has done all that it was asked to."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+    def _versions_now(self) -> dict[str, int]:
+        pairs = (zip(group.names, group.parameters, strict=True) for group in self._groups)
+        return {name: parameter._version for named in pairs for name, parameter in named}
+
+    def _refuse_written(self) -> None:
+        for name, version in self._versions_now().items():
+            if version != self._versions[name]:
+                raise ValueError(
+                    f"training_step has changed {name}, of which other ranks go on reading what it "
+                    f"was before the minibatch; change it in a hook such as on_train_batch_end"
+                )
 
     def _drop_gradients(self) -> None:
         for group in self._groups:

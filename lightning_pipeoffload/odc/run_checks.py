@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 
@@ -61,6 +62,11 @@ def _check_fit(module: LightningModule, trainer: Trainer) -> None:
         raise ValueError(
             "manual optimization does not go with strategy='odc': training_step runs once for "
             "every microbatch, and ranks have different numbers of them; use automatic optimization"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "training_step(self, dataloader_iter) does not go with strategy='odc', which calls it "
+            "for every microbatch of a batch; use training_step(self, batch, batch_idx)"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):

@@ -311,6 +311,35 @@ def test_ranks_with_different_numbers_of_minibatches_are_refused(ranks):
         assert "global ranks 0 to 1 have 4, 3 minibatches in an epoch" in told
 
 
+def fit_batches(batches):
+    try:
+        fits.trainer(2, {}).fit(made(), fits.Loader(batches))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"one": Minibatch(), "other": Minibatch()}, "a batch of several loaders has a minibatch"),
+        (Minibatch([torch.arange(4)], [1.0]), "add up to 2 over the ranks"),
+    ],
+)
+def test_batches_that_have_no_mean_are_refused(ranks, batch, message):
+    for told in ranks(2).run(fit_batches, [batch]):
+        assert message in told
+
+
+def test_a_penalty_on_blocks_is_right_where_all_is_gathered_at_once(ranks):
+    expected = plain_fit((3, 1), partial(made, Penalized))
+    options = {"blocks": []}
+    for rank in ranks(2).run(
+        partial(fit_rank, (3, 1), make=partial(made, Penalized), options=options)
+    ):
+        assert_same(rank, expected)
+
+
 def averaged(kind):
     return {"callbacks": [kind(1e-2) if kind is StochasticWeightAveraging else kind()]}
 
@@ -332,7 +361,40 @@ def test_a_minibatch_without_any_microbatch_changes_nothing(ranks):
     assert ranks(2).run(fit_nothing) == [True, True]
 
 
+class Penalized(Texts):
+    def loss(self, tokens):
+        return super().loss(tokens) + (self.blocks[0].linear.weight ** 2).sum()
+
+
+class LoggingShards(Texts):
+    def training_step(self, batch, batch_idx):
+        self.log("norm", self.blocks[0].linear.weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class Writing(Texts):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.blocks[1].scale.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class Iterating(Texts):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class WithoutLoss(Texts):
+    def training_step(self, batch, batch_idx):
+        return {"other": self.loss(batch)}
+
+
 REFUSED = {
+    "penalty": (partial(made, Penalized), "uses a parameter of a block outside"),
+    "norm": (partial(made, LoggingShards), r"self.log\('norm', ...\) in training_step was given"),
+    "writing": (partial(made, Writing), "training_step has changed blocks.1.scale"),
+    "iterator": (partial(made, Iterating), "dataloader_iter.*does not go with strategy='odc'"),
+    "dict": (partial(made, WithoutLoss), "returned a dict with 'other'; it needs 'loss'"),
     "hook of a hook": (partial(made, LateHook), "blocks.0.scale has a hook on its gradient"),
     "part": (partial(made, PartSharded), "embed.weight is not sharded"),
     "collective": (partial(made, Gathering), r"all_gather\(\) inside training_step would wait"),
