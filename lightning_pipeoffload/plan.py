@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lightning_pipeoffload.cli.auto_plan import choose, describe, print_choice
+from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import (
     compare,
     comparison_table,
@@ -30,7 +31,6 @@ from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
 from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
-from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import (
@@ -95,7 +95,7 @@ def plan(config: DictConfig) -> None:
         costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
         schedule, offload = _offloaded(config, given, costs)
     schedule = with_reductions(schedule, costs)
-    planned = PlannedSteps(schedule, costs, StepBorder.of(config))
+    planned = PlannedSteps(schedule, costs, BorderOptions.of(config))
     if file:
         file.write([planned.drawn(units.time)])
     REPORTS[config.format](planned, {**_copy_ratio(schedule, costs), **offload}, units)
@@ -253,7 +253,7 @@ def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None
     is_list = isinstance(named, Sequence) and not isinstance(named, str)
     names = map(str, named if is_list else [named])
     sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    border, units = StepBorder.of(config), Units.of(costs)
+    border, units = BorderOptions.of(config), Units.of(costs)
     limits = config.memory_limit, config.num_chunks
     plans = compare(names, costs, *limits, border, units, **sizes)
     rows = [plan.figures for plan in plans]

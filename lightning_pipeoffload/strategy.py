@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_pipeoffload.loop.step_hooks import StepHooks
 from lightning_pipeoffload.metrics.rank_figures import RankFigures
 from lightning_pipeoffload.planning.argument_checks import check_backend, check_flag, check_timeout
-from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike, refuse_unbuilt
+from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
 from lightning_pipeoffload.schedule import Schedule
 
@@ -75,7 +75,12 @@ class PipeOffloadStrategy(StepHooks):
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
         microbatch_weight: Weight of a microbatch's loss in the batch's: "samples", or a callable of
             the microbatch that returns, say, the number of tokens that count.
-        optimizer_sync: When ranks agree on the gradient's norm. Not built yet.
+        optimizer_sync: What a rank does that has yet to learn the norm by which all clip, or
+            whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
+            steps, begins the next batch, and takes both back where it was wrong, from copies of
+            weights and optimizer state; "auto": so after ten steps in a row that needed no
+            clipping, where the plan gains by it, the copies fit on the device, and no hook of the
+            user's looks at gradients.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
             it with; what the user has compiled stays as it is. Weight gradients are left for W as
             without.
@@ -96,7 +101,7 @@ class PipeOffloadStrategy(StepHooks):
         precision_plugin: The arithmetic.
 
     Raises:
-        ValueError: An argument that cannot be, or is not built yet.
+        ValueError: An argument that cannot be.
     """
 
     strategy_name = "pipeoffload"
@@ -133,9 +138,6 @@ class PipeOffloadStrategy(StepHooks):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        refuse_unbuilt(
-            optimizer_sync=optimizer_sync,
-        )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
         check_backend(process_group_backend)
         check_timeout(timeout)
@@ -150,6 +152,7 @@ class PipeOffloadStrategy(StepHooks):
             blocks=blocks,
             split=split,
             microbatch_weight=microbatch_weight,
+            optimizer_sync=optimizer_sync,
             offload=offload,
             recompute=recompute,
             memory_limit=memory_limit,
@@ -178,6 +181,8 @@ class PipeOffloadStrategy(StepHooks):
         its ``device``, and what is copied to its ``host``; None where the step does not run without
         values.
 
+        ``steps_taken_back`` counts the steps of ``optimizer_sync="post_validation"`` that were.
+
         Lists are in pipeline order. Of ``measured``, other ranks' entries are None until training
         has ended. All of it can be written as JSON.
 
@@ -188,7 +193,9 @@ class PipeOffloadStrategy(StepHooks):
         Raises:
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
-        return self.run.report.make(live_bytes)
+        report = self.run.report.make(live_bytes)
+        report["steps_taken_back"] = self._step_border.num_taken_back
+        return report
 
     def share_figures(self, name: str) -> RankFigures:
         """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0.

@@ -266,17 +266,6 @@ def _refusal(module, options):
     return None
 
 
-UNBUILT = [
-    ("optimizer_sync", "barrier"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNBUILT)
-def test_what_is_not_built_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} is not built yet; leave it at"):
-        PipeOffloadStrategy(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("devices", "size", "message"),
     [

@@ -69,11 +69,15 @@ class CheckpointHooks(PipelineProcesses):
     def _is_split(self) -> bool:
         return self._split is not None
 
+    def settle_weights(self) -> None:
+        """Have all weights, before anything reads them."""
+        self.group.replicas.under_way.settle()
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
         if self._split is not None:
-            self.group.replicas.under_way.settle()  # an error may have come before they were read
+            self.settle_weights()  # an error may have come before they were read
             return self._split.of_module()
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()

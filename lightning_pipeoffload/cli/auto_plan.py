@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import costs_of_stage
-from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
@@ -39,7 +39,7 @@ def choose(config: DictConfig, costs: Costs) -> Choice:
     if not wanted:
         raise ScheduleError(f"num_chunks ({config.num_chunks}) must be a whole number from 1 on")
     limits = Limits(config.memory_limit, config.strategy.offload)
-    border = StepBorder.of(config)
+    border = BorderOptions.of(config)
     asked = wanted, config.num_ranks, costs_of, limits
     return evaluate(*asked, has_barrier=lambda option: border.has_barrier)
 

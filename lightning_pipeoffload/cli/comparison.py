@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
+from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
-from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import UNITS, Units
 from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
@@ -50,7 +50,7 @@ class Compared(NamedTuple):
 
 
 _NARROW = (0, 0)  # so that the table fits 80 characters
-_NO_BARRIER = StepBorder()
+_NO_BARRIER = BorderOptions()
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 
 HEADINGS = (
@@ -64,7 +64,7 @@ def compare(
     costs: Costs,
     memory_limit: float | None = None,
     num_chunks: int | None = None,
-    border: StepBorder = _NO_BARRIER,
+    border: BorderOptions = _NO_BARRIER,
     units: Units = UNITS,
     **sizes: int,
 ) -> list[Compared]:
@@ -103,7 +103,7 @@ def _planned(
     costs: Costs,
     memory_limit: float | None,
     num_chunks: int | None,
-    border: StepBorder,
+    border: BorderOptions,
     sizes: Mapping[str, int],
 ) -> PlannedSteps:
     base, amount = parse_name(name)

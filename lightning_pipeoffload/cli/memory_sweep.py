@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import bare_table
-from lightning_pipeoffload.cli.step_border import StepBorder
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.axis import round_step
 from lightning_pipeoffload.pictures.drawing import Drawing
@@ -174,7 +174,7 @@ def sweep_memory_limit(config: DictConfig, costs_of: CostsOf, units: Units) -> M
         search.plan_all(limit)
     title = (
         f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, "
-        f"{StepBorder.of(config).words}"
+        f"{BorderOptions.of(config).words}"
     )
     sweep = MemorySweep(limits, search.families(), units, title)
     if not sweep.fastest(limits[-1]):
@@ -195,7 +195,7 @@ class _Search:
         if not self._wanted:
             raise ScheduleError(f"num_chunks ({chunks}) must be a whole number from 1 on")
         self._asked, self._offload = (config.num_ranks, costs_of), config.strategy.offload
-        self._border = StepBorder.of(config)
+        self._border = BorderOptions.of(config)
         names = dict.fromkeys(option.schedule for option in self._wanted)
         self.found: dict[str, list[Candidate]] = {name: [] for name in names}
         self._reasons = dict.fromkeys(names, "")
@@ -252,7 +252,7 @@ def _refuse_what_is_for_one_plan(config: DictConfig) -> None:
         raise ScheduleError(
             f"sweep draws all families; use schedule=auto, not {config.strategy.schedule}"
         )
-    steps = StepBorder.of(config).num_drawn
+    steps = BorderOptions.of(config).num_drawn
     if steps > 1:
         raise ScheduleError(f"picture.steps ({steps}) has no part in a sweep; leave it out")
     for name in ("compare", "options"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lightning_pipeoffload.cli.step_border import StepBorder
+from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -34,7 +34,7 @@ class PlannedSteps:
 
     schedule: Schedule
     costs: Costs
-    border: StepBorder
+    border: BorderOptions
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.loop.step_border import Clipping, StepBorder
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
-def clip_over_ranks(precision: Precision, group: PipelineGroup, age: GradientAge) -> None:
+def clip_over_ranks(
+    precision: Precision, group: PipelineGroup, age: GradientAge, border: StepBorder
+) -> None:
     """Let a precision plugin clip by the norm over all ranks, tied weights counted once.
 
     Args:
         precision: The plugin that Lightning asks to clip.
         group: The pipeline's processes.
         age: The age of the gradients that other ranks have, which they clip alike.
+        border: What knows whether the ranks wait for the norm.
     """
-    by_norm = partial(_clip, precision, group, age)
+    by_norm = partial(_clip, precision, group, age, border)
     precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
     by_value = partial(_clip_values, precision, age)
     precision.clip_grad_by_value = by_value  # type: ignore[method-assign]
@@ -38,12 +44,20 @@ def _clip(
     precision: Precision,
     group: PipelineGroup,
     age: GradientAge,
+    border: StepBorder,
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
     parameters = _own_parameters(precision, optimizer)
     counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
-    clip_grads_with_norm_(parameters, clip_val, group.global_norm(counted))
+    own = get_total_norm(counted) if counted else torch.zeros((), dtype=_dtype_of(parameters))
+    clipping = Clipping(parameters, clip_val, own)
+    if border.guesses():
+        border.expect_clipping(clipping)
+        return
+    norm = group.global_norm(own)
+    border.wait_for(clipping.is_needless(norm))
+    clipping.clip(norm)
     age.change()
 
 
@@ -52,6 +66,10 @@ def _clip_values(
 ) -> None:
     nn.utils.clip_grad_value_(_own_parameters(precision, optimizer), clip_val)
     age.change()
+
+
+def _dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
+    return parameters[0].dtype if parameters else torch.get_default_dtype()
 
 
 def _own_parameters(precision: Precision, optimizer: Optimizer) -> list[Tensor]:

@@ -6,7 +6,6 @@ hooks around backward) is handed to the strategy, which runs it where its first 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -60,17 +59,6 @@ class BackwardInStep(_AutomaticOptimization):
         return None
 
 
-class PipelineOptimization(BackwardInStep):
-    """Lets the weights that a step has changed travel behind it."""
-
-    @override
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-        self.trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
-        outputs = super().run(optimizer, batch_idx, kwargs)
-        self.trainer.strategy.watch_weights()  # type: ignore[attr-defined]
-        return outputs
-
-
 def join_loops(
     trainer: Trainer,
     mesh: RankMesh,
@@ -92,7 +80,7 @@ def join_loops(
         ValueError: This rank has other callbacks than global rank 0.
     """
     loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization = PipelineOptimization.replacing(loop.automatic_optimization)
+    loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
     fit = trainer.fit_loop
     fit.run = partial(_fit, trainer)  # type: ignore[method-assign]
     fit.on_advance_start = partial(_start_epoch, trainer)  # type: ignore[method-assign]
@@ -133,7 +121,7 @@ def stop_without_waiting(trainer: Trainer) -> None:
 
 def _validate(trainer: Trainer) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
-    trainer.strategy.settle_weights()  # type: ignore[attr-defined]
+    trainer.strategy.meet()  # type: ignore[attr-defined]
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
     trainer.strategy.arrive()  # type: ignore[attr-defined]
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop)
@@ -176,7 +164,7 @@ def _start_epoch(trainer: Trainer) -> None:
 
 def _end_epoch(trainer: Trainer) -> None:
     """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
-    trainer.strategy.settle_weights()  # type: ignore[attr-defined]
+    trainer.strategy.meet()  # type: ignore[attr-defined]
     type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
     trainer.strategy.settle()  # type: ignore[attr-defined]
 

@@ -83,7 +83,6 @@ class PipelineRun:
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
         )
         self.executor.under_way = group.replicas.under_way
-        self.pipeline.before_look = group.replicas.under_way.settle
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
         self._training, self.report = self.plans.training, self.plans.report

@@ -33,6 +33,7 @@ from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
 from lightning_pipeoffload.loop.step_barrier import has_step_barrier
+from lightning_pipeoffload.loop.step_border import StepBorder
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -51,7 +52,7 @@ _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
     *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_metric_groups"),
-    *("_requeue", "_stop", "_arrivals", "_first_batches", "_clocks", "_weights_watch"),
+    *("_requeue", "_stop", "_arrivals", "_first_batches", "_clocks", "_weights_watch", "_border"),
 })  # fmt: skip
 
 
@@ -69,6 +70,7 @@ class RunSetup(ModelInParts):
     _loaders: PipelineLoaders | None = None
     _hook_forwards: HookForwards | None = None
     _stop: JointStop | None = None
+    _border: StepBorder | None = None
     _arrivals: Arrivals | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,14 +130,12 @@ class RunSetup(ModelInParts):
         if self.world_size > 1:
             refuse_differences(self._described(trainer), self.group.world.host_group)
         self.setup_precision_plugin()
-        age = self.run.pipeline.gradient_age
-        clip_over_ranks(self.precision_plugin, self.group, age)
-        share_loss_scale(self.precision_plugin, self.group, age)
+        self._join_gradients()
         self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
-        self.run.plans.has_step_barrier = lambda: has_step_barrier(trainer, self._gradient_hooks)
+        self.run.plans.has_step_barrier = lambda: self._has_barrier(trainer)
         if self._meeting is not None:
             self._hook_forwards = HookForwards(
                 self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
@@ -145,6 +145,17 @@ class RunSetup(ModelInParts):
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
         )
+
+    def _join_gradients(self) -> None:
+        """Let the precision plugin go by the gradients of all stages."""
+        age = self.run.pipeline.gradient_age
+        self._border = StepBorder(self.group, age)
+        clip_over_ranks(self.precision_plugin, self.group, age, self._border)
+        share_loss_scale(self.precision_plugin, self.group, age, self._border)
+
+    def _has_barrier(self, trainer: Trainer) -> bool:
+        goes_ahead = self._border is not None and self._border.guesses_always
+        return has_step_barrier(trainer, self._gradient_hooks) and not goes_ahead
 
     def _described(self, trainer: Trainer) -> dict[str, str]:
         described = describe_trainer(trainer)
@@ -282,6 +293,8 @@ class RunSetup(ModelInParts):
         if self._hook_forwards is not None:
             self._hook_forwards.leave()
             self._hook_forwards = None
+        if self._border is not None:
+            self._border.forget()
         clip_by_own_norm(self.precision_plugin)
         leave_loss_scale(self.precision_plugin)
         super().teardown()

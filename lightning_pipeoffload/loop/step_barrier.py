@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
 from lightning_pipeoffload.loop.loss_scale import scaler_of
+from lightning_pipeoffload.loop.weights_watch import is_watched
+from lightning_pipeoffload.optimizers.kept_step import can_keep
+
+log = logging.getLogger(__name__)
+
+_WAITS = 'optimizer_sync="post_validation": ranks wait for each other at each step, because %s'
 
 
 def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
@@ -29,3 +37,37 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
         return True
     by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
     return bool(trainer.gradient_clip_val) and not by_value
+
+
+def may_step_ahead(
+    trainer: Trainer, gradient_hooks: GradientHooks | None, wanted: str, reports: bool
+) -> bool:
+    """Whether ranks need not wait where their step depends on the gradients of all stages.
+
+    Args:
+        trainer: The trainer, whose training starts.
+        gradient_hooks: The hooks that may look at gradients; None: there are none.
+        wanted: The argument ``optimizer_sync``.
+        reports: Whether this rank says why, where it was asked for.
+    """
+    if wanted == "barrier" or not has_step_barrier(trainer, None):
+        return False
+    obstacle = _obstacle(trainer)
+    if wanted == "auto":
+        return not obstacle and not (gradient_hooks is not None and gradient_hooks.is_any)
+    if obstacle and reports:
+        log.info(_WAITS, obstacle)
+    return not obstacle
+
+
+def _obstacle(trainer: Trainer) -> str:
+    """Return why a step cannot be taken back; empty where it can."""
+    (optimizer,) = trainer.optimizers
+    name = type(optimizer).__name__
+    if not can_keep(optimizer):
+        return f"{name} is not one of torch's, and may change more than weights and its state"
+    if is_watched(optimizer):
+        return f"hooks run at the steps of {name}"
+    if is_overridden("configure_gradient_clipping", trainer.lightning_module):
+        return "configure_gradient_clipping() may look at what it has clipped"
+    return ""

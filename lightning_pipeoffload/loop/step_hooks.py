@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.loop.compilation import compile_ahead
@@ -15,11 +16,15 @@ from lightning_pipeoffload.loop.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.run_setup import RunSetup
+from lightning_pipeoffload.loop.step_barrier import may_step_ahead
+from lightning_pipeoffload.loop.step_border import StepBorder
 from lightning_pipeoffload.loop.step_inputs import StepOutput
-from lightning_pipeoffload.loop.weights_watch import WeightsWatch
+from lightning_pipeoffload.loop.weights_watch import WeightsWatch, may_travel
+from lightning_pipeoffload.optimizers.kept_step import KeptStep
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+from lightning_pipeoffload.runtime.users_code.no_trace import has_forward_hooks
 
 
 class StepHooks(LaterSteps, RunSetup):
@@ -30,26 +35,58 @@ class StepHooks(LaterSteps, RunSetup):
     @override
     def on_train_start(self) -> None:
         self._parameters.start_training()
-        if self.settings.num_sharing(self.group.num_replicas) > 1:
-            self._weights_watch = WeightsWatch(self._trainer, self.group.replicas.under_way)
+        border, under_way = self._step_border, self.group.replicas.under_way
+        under_way.may_wait = may_travel(self._trainer)
+        self._weights_watch = WeightsWatch(under_way, border.weights)
+        self.run.pipeline.before_look = self.settle_weights
+        self._open_border()
 
-    def watch_weights(self) -> None:
-        """Let weights come that replicas send each other, until somebody reads them."""
+    def _open_border(self) -> None:
+        wanted = self.settings.optimizer_sync
+        given = self._trainer, self._gradient_hooks, wanted, self.group.reports
+        may_open = self.group.num_ranks > 1 and may_step_ahead(*given)
+        if self.group.world.agree(may_open, unanimous=True):
+            kept = KeptStep(self._trainer.optimizers[0])
+            is_asked = wanted == "post_validation"
+            gains = None if is_asked else self.run.plans.gain_without_barrier
+            self._step_border.open_for(kept, gains)
+
+    @property
+    def _step_border(self) -> StepBorder:
+        assert self._border is not None
+        return self._border
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self.stop_watching_weights()  # which the optimizer's own hooks read
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._step_border.end_step()
         if self._weights_watch is not None:
             self._weights_watch.start()
+        return output
 
     def stop_watching_weights(self) -> None:
-        """Let the first F wait for weights that are still to come."""
+        """Let the next step wait for weights that are not final yet."""
         if self._weights_watch is not None:
             self._weights_watch.stop()
 
+    @override
     def settle_weights(self) -> None:
-        """Have all weights, before anything reads them."""
-        if self._weights_watch is not None:
-            self._weights_watch.settle()
+        self.stop_watching_weights()
+        super().settle_weights()
+        if self._border is not None:
+            self._border.weights.settle()
+
+    def meet(self) -> None:
+        """Have all weights, where all ranks pass."""
+        self.settle_weights()
+        self._step_border.settle()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.stop_watching_weights()
         backward = self.backward_of_batch
         with self.precision_plugin.train_step_context(), self._between_hooks():
             inputs = self._steps.inputs("training_step", args, kwargs)
@@ -64,12 +101,29 @@ class StepHooks(LaterSteps, RunSetup):
             elif self._gradient_hooks is not None:
                 self._gradient_hooks.start_batch()
             self._start_batch(len(slices), accumulation)
+            self._start_ahead()
             with sharing_casts(self.root_device), self._counted():
                 self._first_batches.start_step()
                 start, differentiate = backward.start, backward.differentiate
                 done = self.run.train(inputs, slices, accumulation, start, differentiate)
             self._log(done)
         return backward.end(done.value, accumulation)
+
+    def _start_ahead(self) -> None:
+        """Begin before the weights are final, if what runs can be taken back."""
+        self.run.executor.settle = None
+        if not self._step_border.is_open:
+            return
+        if self.run.pipeline.leaves_trace or has_forward_hooks(self._module):
+            self._step_border.settle()
+        else:
+            self.run.executor.settle = self._settle_in_step
+
+    def _settle_in_step(self) -> bool:
+        was_wrong = self._step_border.settle()
+        if was_wrong:
+            self.group.transport.take_back()
+        return was_wrong
 
     def _start_batch(self, num_microbatches: int, accumulation: Accumulation) -> None:
         if self._stop is not None:

@@ -1,4 +1,8 @@
-"""Between two batches, weights that a shared out step has changed may still be on their way."""
+"""Between two batches, weights that a step has changed may not be final yet.
+
+Those that replicas share out may still be on their way, and those of a step that has not waited for
+the norm of all gradients may be taken back.
+"""
 
 from __future__ import annotations
 
@@ -21,47 +25,51 @@ _HOOKS = (
 
 
 class WeightsWatch:
-    """Lets weights come while the next batch begins, unless code of the user's runs meanwhile.
+    """Lets weights become final while the next batch begins.
 
-    What Lightning, its callbacks and the data do between batches is watched: a call of torch that
-    is given such a weight waits for it.
+    What Lightning, its callbacks, the user's hooks and the data do between batches is watched: a
+    call of torch that is given such a weight waits for it.
 
     Args:
-        trainer: The trainer, whose training starts.
-        weights: The weights that are under way.
+        *weights: The weights that are not final yet.
     """
 
-    def __init__(self, trainer: Trainer, weights: WeightsUnderWay) -> None:
+    def __init__(self, *weights: WeightsUnderWay) -> None:
         self._weights = weights
-        self._mode = SettlingMode(weights)
+        self._mode = SettlingMode(*weights)
         self._is_watching = False
-        weights.may_wait = not (
-            users_hooks(trainer, _HOOKS)
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or any(map(_looks_at_weights, trainer.optimizers))
-        )
 
     def start(self) -> None:
-        """Watch, from the end of a batch on."""
-        if self._weights:
-            self._mode.__enter__()
+        """Watch, from the end of a step on."""
+        if any(self._weights) and not self._is_watching:
+            self._mode.start()
             self._is_watching = True
 
     def stop(self) -> None:
         """Watch no longer: a batch begins."""
         if self._is_watching:
-            self._mode.__exit__(None, None, None)
+            self._mode.stop()
             self._is_watching = False
 
     def settle(self) -> None:
         """Have all weights."""
         self.stop()
-        self._weights.settle()
+        for weights in self._weights:
+            weights.settle()
 
 
-def _looks_at_weights(optimizer: Optimizer) -> bool:
+def may_travel(trainer: Trainer) -> bool:
+    """Whether weights may come while the next batch begins: no code of the user's runs meanwhile.
+
+    Args:
+        trainer: The trainer, whose training starts.
+    """
+    return not (users_hooks(trainer, _HOOKS) or any(map(is_watched, trainer.optimizers)))
+
+
+def is_watched(optimizer: Optimizer) -> bool:
     """Whether more than a step of torch's runs between a step and its closure, or after it."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return not is_torchs or any(len(registered) > 1 for registered in hooks)
+    of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(of_all) or not is_torchs or any(len(registered) > 1 for registered in hooks)

@@ -92,7 +92,7 @@ class JoinedRun:
         self._executor = executor
         self._there: set[int] = set()
         self._num_batches = self._place = 0
-        executor.begin(joined.plan)
+        executor.begin(joined.plan, [ends[0] for ends in joined.ends])
 
     @property
     def is_full(self) -> bool:

@@ -46,6 +46,21 @@ def check_sharding(value: Any) -> None:
     _check_choice("sharding", value, none="", optimizer="replicas share out its state and its step")
 
 
+def check_optimizer_sync(value: Any) -> None:
+    """Check the argument.
+
+    Raises:
+        ValueError: It is no way in which ranks end a step.
+    """
+    _check_choice(
+        "optimizer_sync",
+        value,
+        auto="",
+        barrier="ranks wait for the norm of all gradients",
+        post_validation="a step that was wrong is taken back",
+    )
+
+
 def check_num_microbatches(value: Any) -> None:
     """Check the argument, or the number that a batch's size leads to.
 

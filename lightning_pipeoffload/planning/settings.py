@@ -16,6 +16,7 @@ from lightning_pipeoffload.planning.argument_checks import (
     check_microbatch_weight,
     check_num_microbatches,
     check_offload,
+    check_optimizer_sync,
     check_plan_cache,
     check_rank_order,
     check_schedule,
@@ -47,17 +48,13 @@ from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
-_NOT_BUILT = {
-    "optimizer_sync": "auto",
-}
-
 
 @dataclass(frozen=True)
 class PipelineSettings:
     """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
 
     Raises:
-        ValueError: A value cannot be, or is not built yet.
+        ValueError: A value cannot be.
     """
 
     pipeline_parallel_size: int | str = "auto"
@@ -70,6 +67,7 @@ class PipelineSettings:
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
+    optimizer_sync: str = "auto"
     offload: str | float = "auto"
     recompute: str = "none"
     memory_limit: int | str | None = None
@@ -87,6 +85,7 @@ class PipelineSettings:
         check_blocks(self.blocks)
         check_split(self.split)
         check_microbatch_weight(self.microbatch_weight)
+        check_optimizer_sync(self.optimizer_sync)
         check_recompute(self.recompute)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
@@ -341,15 +340,3 @@ def _refuse_no_schedule(given: Schedule) -> None:
                 f"schedule {given.name} has {action}, which is put in when it is lowered; "
                 f"give it as it was before lower()"
             )
-
-
-def refuse_unbuilt(**arguments: Any) -> None:
-    """Refuse arguments that have a name but no code yet.
-
-    Raises:
-        ValueError: One of them is not at its default.
-    """
-    for name, value in arguments.items():
-        default = _NOT_BUILT[name]
-        if value != default:
-            raise ValueError(f"{name}={value!r} is not built yet; leave it at {default!r}")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
@@ -28,6 +29,7 @@ from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
+from lightning_pipeoffload.schedule.ahead import actions_ahead
 from lightning_pipeoffload.schedule.messages import (
     RECVS,
     SENDS,
@@ -55,10 +57,13 @@ class Executor:
     Attributes:
         reduction: What gives the replicas one gradient; None where there is one replica.
         under_way: Weights that have to be there before the first F of a step.
+        settle: A function that waits until the weights of the step that comes are final, and says
+            whether they have changed by that and no message is under way; None: they are final.
     """
 
     reduction: GradientReduction | None = None
     under_way: WeightsUnderWay | None = None
+    settle: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class Executor:
         self._tails: dict[Action, tuple[Action, ...]] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
+        self._ahead: list[Action] | None = None
 
     def join(self, rank: int, transport: Transport) -> None:
         """Be another rank of the pipeline from the next step on.
@@ -151,11 +157,12 @@ class Executor:
         yield from self._go_on(plan[self.rank], microbatches, before_backward)
         self.end()
 
-    def begin(self, plan: Schedule) -> None:
+    def begin(self, plan: Schedule, ends: Sequence[int] | None = None) -> None:
         """Start a step whose actions :meth:`go_on` runs part by part.
 
         Args:
             plan: A lowered plan; one without backwards evaluates.
+            ends: How many actions of each rank are run by the first call; None: all.
         """
         # By identity: step after step it is the same object, and comparing all actions takes time.
         if plan is not self._plan:
@@ -163,6 +170,8 @@ class Executor:
             self._sends_before = sends_before(plan, self.rank)
             found = (tail.weights for tail in tails(plan[self.rank]))
             self._tails = {weights[0]: weights for weights in found if weights}
+            self._ahead = None
+        self._ends = ends
         self._num_sent = 0
         self._keep = not plan.is_forward_only
         self._microbatches: dict[int, Microbatch] = {}
@@ -187,9 +196,47 @@ class Executor:
             What the user's step returned for each of these microbatches; empty without the last
             stage.
         """
+        if self.settle is not None:
+            actions = self._run_ahead(self.settle, actions, microbatches)
+            self.settle = None
         for _ in self._go_on(actions, microbatches, before_backward):
             pass
         return self.results
+
+    def _run_ahead(
+        self,
+        settle: Callable[[], bool],
+        actions: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+    ) -> list[Action]:
+        """Run what needs no final weights, and again if they change; returns what is left."""
+        if self._ahead is None:
+            self._ahead = actions_ahead(self._plan, self._ends)[self.rank]
+        there = {*actions}
+        ahead = [action for action in self._ahead if action in there]
+        there.difference_update(ahead)
+        put_back = next(iter(self.stages.values())).keep_writes()
+        self._run_forwards(ahead, microbatches)
+        if settle():
+            self._take_back()
+            put_back()
+            self._run_forwards(ahead, microbatches)
+        return [action for action in actions if action in there]
+
+    def _run_forwards(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
+        for _ in self._go_on(actions, microbatches, None):
+            pass
+
+    def _take_back(self) -> None:
+        """Be where the step has begun, as all ranks are then."""
+        self._inbox.clear()
+        self._outbox.clear()
+        for stage in self.stages.values():
+            stage.take_back()
+        self.memory.take_back()
+        self.timer.start_step()
+        self._num_sent = 0
+        forget_casts()
 
     def end(self) -> None:
         """End the step."""

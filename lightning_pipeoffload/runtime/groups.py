@@ -6,14 +6,14 @@ clipped, and the batch's checksum, for which nobody waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.host_group import HostGroup, World, start_sharing
@@ -254,6 +254,25 @@ class PipelineGroup(RankMesh, HostGroup):
         """Whether this rank is the one that counts a parameter in what is summed over ranks."""
         return all(shared.is_first for shared in self._shared if shared.parameter is parameter)
 
+    def connect_borders(self) -> None:
+        """Make the group for :meth:`start_adding`; all processes call it."""
+        self._border_group = self.make_group(backend="gloo")
+
+    def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Start to add numbers of all ranks, beside what else they do; return what waits for them.
+
+        Args:
+            numbers: This rank's, on the host, in float64.
+        """
+        work = self._border_group.allreduce([numbers])
+
+        def wait() -> Tensor:
+            with blaming_peers("lost a rank while computing the gradient's norm"):
+                work.wait()
+            return numbers
+
+        return wait
+
     def largest(self, number: Tensor) -> Tensor:
         """Return the largest of a number over all ranks."""
         found = number.clone()
@@ -261,13 +280,16 @@ class PipelineGroup(RankMesh, HostGroup):
             dist.all_reduce(found, dist.ReduceOp.MAX, self._device_group)
         return found
 
-    def global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm over all ranks' gradients."""
-        local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        squared = local.to(self.device, torch.float64) ** 2
+    def global_norm(self, own: Tensor) -> Tensor:
+        """Return the 2-norm over all ranks' gradients.
+
+        Args:
+            own: That of this rank's.
+        """
+        squared = own.to(self.device, torch.float64) ** 2
         with blaming_peers("lost a rank while computing the gradient's norm"):
             dist.all_reduce(squared, group=self._device_group)
-        return squared.sqrt().to(local.dtype)
+        return squared.sqrt().to(own.dtype)
 
 
 @torch.no_grad()

@@ -75,6 +75,7 @@ class Pipeline:
         trained_digest: A number that tells apart which parameters train.
         drawn: The generators that all stages draw from.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
+        leaves_trace: Whether the steps of the last batch that was cut cannot run again.
         before_look: Called before a step is run to look at it, with the weights that there are.
 
     Raises:
@@ -95,6 +96,7 @@ class Pipeline:
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
         self.batch_flops = 0
+        self.leaves_trace = False
         self.before_look: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
@@ -182,12 +184,14 @@ class Pipeline:
         """
         self._notice_frozen()
         self.batch_flops = 0
+        self.leaves_trace = False
         slices = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
             probe = self.probes.find(kind, part, step, self._take_in, own_seed)
             self.batch_flops += probe.training_flops
+            self.leaves_trace |= probe.leaves_trace
             run: Callable[[StepCall], Any] = partial(step, part)
             if probe.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part

@@ -88,6 +88,13 @@ class ActivationMemory:
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _STARTS}
         self.ledger.start_step()
 
+    def take_back(self) -> None:
+        """Keep nothing of what has run in this step, which starts anew."""
+        for store in self._stores.values():
+            store.drop()
+        self._stores.clear()
+        self.ledger.start_step()
+
     def open(self, action: Action, microbatch: Microbatch) -> ActivationStore | None:
         """Return a store for what an F keeps, if one is needed."""
         key = action.stage, action.microbatch

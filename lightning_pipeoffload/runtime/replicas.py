@@ -52,6 +52,8 @@ class Replicas:
             self.group = self._mesh.make_data_group()
             # Sums of gradients run beside a step, so their order is their own.
             self._sums = self._mesh.make_data_group()
+            # So do copies: of a step that is repeated one rank may know sooner than another.
+            self._copies = self._mesh.make_data_group()
             self.host = HostGroup(self._mesh.make_data_group(backend="gloo"))
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -73,7 +75,7 @@ class Replicas:
             A function that waits for it; on an accelerator its stream waits, not the host.
         """
         data = as_bytes(tensor)
-        work = dist.broadcast(data, self.counterparts[source], group=self.group, async_op=True)
+        work = dist.broadcast(data, self.counterparts[source], group=self._copies, async_op=True)
         return _waiting(work, "weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:

@@ -230,6 +230,13 @@ class ProcessGroupTransport:
         if message is not None:
             message.wait(send)
 
+    def take_back(self) -> None:
+        """Let go of what was sent and what comes in this step, which starts anew on all ranks."""
+        for messages in (self._posted, self._sent):
+            for action, message in messages.items():
+                message.wait(action)
+            messages.clear()
+
     def finish_step(self) -> None:
         """Let go of what was sent in the step before; wait for it if a peer is that far behind."""
         for send, message in self._sent_before.items():

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,  # private, with these: a mode begins and ends on top of all others
+    _pop_mode,
+    _push_mode,
+)
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -67,11 +72,27 @@ class WeightsUnderWay:
 
 
 class SettlingMode(TorchFunctionMode):
-    """Waits for weights under way before a call of torch is given one of them."""
+    """Waits for weights under way before a call of torch is given one of them.
 
-    def __init__(self, weights: WeightsUnderWay) -> None:
+    It may begin and end in the middle of contexts of the user's, which are modes as well.
+
+    Args:
+        weights: Several of them, each with an end of its own.
+    """
+
+    def __init__(self, *weights: WeightsUnderWay) -> None:
         super().__init__()
         self._weights = weights
+
+    def start(self) -> None:
+        """Watch, below all modes that there are."""
+        above = _take_modes()
+        self.__enter__()
+        _put_modes(above)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        _put_modes(mode for mode in _take_modes() if mode is not self)
 
     @override
     def __torch_function__(
@@ -83,9 +104,23 @@ class SettlingMode(TorchFunctionMode):
     ) -> Any:
         # What an attribute gives shares the memory, by which its use is known.
         is_attribute = getattr(func, "__name__", "") == "__get__"
-        if self._weights and not is_attribute and self._weights.are_in((args, kwargs)):
-            self._weights.settle()
+        for weights in self._weights if not is_attribute else ():
+            if weights and weights.are_in((args, kwargs)):
+                weights.settle()
         return func(*args, **(kwargs or {}))
+
+
+def _take_modes() -> list[TorchFunctionMode]:
+    """Return the modes that there are, the lowest first, and leave none."""
+    modes: list[TorchFunctionMode] = []
+    while _get_current_function_mode() is not None:
+        modes.insert(0, _pop_mode())
+    return modes
+
+
+def _put_modes(modes: Iterable[TorchFunctionMode]) -> None:
+    for mode in modes:
+        _push_mode(mode)
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -100,7 +100,7 @@ class Noting:
     def __init__(self, rank):
         self.rank, self.ran = rank, []
 
-    def begin(self, plan):
+    def begin(self, plan, ends):
         pass
 
     def go_on(self, actions, microbatches, before_backward=None):

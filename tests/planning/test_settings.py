@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.planning.settings import PipelineSettings, refuse_unbuilt
+from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 
 BAD_ARGUMENTS = {
@@ -226,26 +226,6 @@ def test_an_unknown_sharding_is_refused():
 )
 def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_sharing):
     assert PipelineSettings(sharding=sharding).num_sharing(num_replicas) == num_sharing
-
-
-DEFAULTS = {
-    "optimizer_sync": "auto",
-}
-
-
-def test_defaults_of_what_is_not_built_are_accepted():
-    refuse_unbuilt(**DEFAULTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("optimizer_sync", "barrier"),
-    ],
-)
-def test_what_is_not_built_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} is not built yet; leave it at"):
-        refuse_unbuilt(**{name: value})
 
 
 def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_built():

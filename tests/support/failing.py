@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
+from lightning_pipeoffload.optimizers.kept_step import KeptStep
 from tests.support import fits
 
 
@@ -64,6 +65,7 @@ HOOKS = [
     *("validation_step", "on_validation_epoch_end", "on_save_checkpoint", "on_train_epoch_end"),
     *("on_fit_end", "teardown", "predict_step", "on_predict_epoch_end"),
 ]
+TAKEN_BACK = "taken_back"
 STEPS = {"training_step", "validation_step", "predict_step"}
 AFTER_TWO_STEPS = {
     *("on_train_batch_start", "training_step", "on_before_optimizer_step", "backward")
@@ -166,13 +168,26 @@ class Strategy(PipeOffloadStrategy):
         super().setup_environment()
 
 
+def visit_what_is_taken_back(module: Failing) -> None:
+    """Visit the module in the middle of a step that is taken back, in the second epoch."""
+    plain = KeptStep.take_back
+
+    def take_back(kept: KeptStep) -> None:
+        # A rank may be forked from one that has done this for a module of its own.
+        if module._trainer is not None and module.trainer.current_epoch == 1:
+            module.visit(TAKEN_BACK)
+        plain(kept)
+
+    KeptStep.take_back = take_back
+
+
 def read_options() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--sharding", default="none")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--hook", choices=[*HOOKS, "backward"])
+    parser.add_argument("--hook", choices=[*HOOKS, "backward", TAKEN_BACK])
     parser.add_argument("--act", default="nothing")
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
@@ -211,13 +226,16 @@ def main() -> None:
             data_parallel_size=options.replicas,
             sharding=options.sharding,
             timeout=timedelta(seconds=options.timeout),
+            optimizer_sync="post_validation" if options.hook == TAKEN_BACK else "auto",
         ),
+        gradient_clip_val=1e-3 if options.hook == TAKEN_BACK else None,
         max_epochs=3,
         enable_checkpointing=bool(checkpoints),
         callbacks=[Callback(options.act, options.rank), *checkpoints],
     )
     ranks = {options.rank, options.rank_too}
     module = Failing(options.hook, options.act, ranks, options.wait)
+    visit_what_is_taken_back(module)
     if "predict" in str(options.hook):
         trainer.predict(module, data)
     else:

@@ -79,6 +79,11 @@ class Probe:
     late_changes: list[LateChange] = field(default_factory=list)
     sized_in: int | None = None
 
+    @property
+    def leaves_trace(self) -> bool:
+        """Whether the step changes what is not kept with what steps write: it cannot run again."""
+        return bool(self.weight_writes or self.draws or self.made or self.changes_batch)
+
 
 class ImaginedError(Exception):
     """A step whose blocks asked for values went wrong, maybe because these are made up.

@@ -112,6 +112,14 @@ class HostCopies:
             self._lanes.h2d.hold_compute(group.loaded)
             group.slab.give_back()
 
+    def drop(self) -> None:
+        """Give the host's room back, once the compute lane has waited for what is on its way."""
+        groups = [*self._leaving, *self._away, *self._returning]
+        for group in groups:
+            self._lanes.d2h.hold_compute(group.copied)
+            group.slab.give_back()
+        self._leaving, self._away, self._returning = [], [], []
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the host, copies under way included."""

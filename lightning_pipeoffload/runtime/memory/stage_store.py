@@ -150,6 +150,11 @@ class ActivationStore(WeightInputKeeper):
         with self._named():
             self._copies.arrive(parts)
 
+    def drop(self) -> None:
+        """Keep nothing for a backward that will not come."""
+        with self._named():
+            self._copies.drop()
+
     def leave_for_weight(self) -> None:
         """Say that B has run: what B needed and is still here waits for W, as the gradients do."""
         for storage in self._storages.values():

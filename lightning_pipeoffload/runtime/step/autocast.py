@@ -32,6 +32,11 @@ def sharing_casts(device: torch.device) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def forget_casts() -> None:
+    """Cast weights anew that were written without autocast's knowledge."""
+    torch.clear_autocast_cache()
+
+
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Run a backward as behind a step: each operation in the dtype that its forward had.
 

@@ -75,6 +75,10 @@ class BackwardWatch:
         is_watched = count <= _NUM_FORWARDS and self._left and self._overlaps
         return self._watching_forward() if is_watched else nullcontext()
 
+    def take_back(self, microbatches: Iterable[int]) -> None:
+        """Forget the last F of some microbatches, which runs again."""
+        self._num_forwards.subtract(microbatches)
+
     def backward(
         self, microbatch: int, left: Kept | None, num_alive: int
     ) -> AbstractContextManager[None]:

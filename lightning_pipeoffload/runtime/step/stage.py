@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
@@ -239,6 +239,26 @@ class StageRunner:
     def abandon(self) -> None:
         """Keep nothing for backwards that will not come."""
         self._alive.clear()
+
+    def take_back(self) -> None:
+        """Be as before the F's that have run and whose backwards have not, which run again."""
+        self._watch.take_back([*self._alive])
+        self._compared.difference_update(self._alive)
+        self._alive.clear()
+
+    def keep_writes(self) -> Callable[[], None]:
+        """Keep what the rank's steps write; returns a function that puts it back."""
+        put_back = self._context.writes.keep()
+        # All: what a kernel writes, such as the statistics of a norm, no probe sees.
+        buffers = [t for t in self.owned_tensors() if not isinstance(t, nn.Parameter)]
+        kept = [buffer.clone() for buffer in buffers]
+
+        def put_all_back() -> None:
+            put_back()
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+
+        return put_all_back
 
     def _saving(self) -> AbstractContextManager[None]:
         is_cheap = self._context.recompute == "cheap"

@@ -10,7 +10,7 @@ for every stage. What the first pass makes for all later ones, a flag or a cache
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -77,6 +77,23 @@ class StepWrites:
     def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
         return nullcontext() if len(self._num_passes) == 1 else self._taking_turns(stage)
+
+    def keep(self) -> Callable[[], None]:
+        """Keep what there is when all stages have run as many microbatches.
+
+        Returns:
+            A function that puts it back, as if none of them had run another one since.
+        """
+        kept = self.state.keep()
+
+        def put_back() -> None:
+            self._own.clear()
+            self._own_states.clear()
+            self._num_passes = dict.fromkeys(self._num_passes, 0)
+            if kept is not None:
+                kept.put_back()
+
+        return put_back
 
     @contextmanager
     def _taking_turns(self, stage: int) -> Iterator[None]:

@@ -34,6 +34,12 @@ def leaving_no_trace(module: nn.Module) -> Iterator[None]:
         sources.finish()
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a forward runs hooks of the user's, which may keep a trace."""
+    # Private: no public name lists the hooks of a module.
+    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
 def hooked(module: nn.Module) -> str:
     """Return the name of what has a hook of the user's, which may keep a trace; empty: nothing."""
     # Private: no public name lists the hooks of a tensor or a module.

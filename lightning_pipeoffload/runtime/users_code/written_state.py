@@ -211,6 +211,11 @@ class Kept:
 
     def __init__(self, values: list[tuple[Variable, Any]]) -> None:
         self._values = values
+        self._copied = [
+            (variable, value, variable.value)
+            for variable, value in values
+            if isinstance(value, Tensor) and value is not variable.value
+        ]
         self._insides = [_contents_of(value) for _, value in values]
 
     def changed(self) -> list[str]:
@@ -222,6 +227,13 @@ class Kept:
             if value is not variable.value
             or not is_same_look([(c, parts_of(then)) for c, then in inside], look_into(value))
         ]
+
+    def put_back(self) -> None:
+        """Let it be there again, in the same tensors."""
+        self._put()
+        for variable, value, tensor in self._copied:
+            tensor.copy_(value)
+            variable.namespace.put(variable.name, tensor)
 
     @contextmanager
     def again(self) -> Iterator[None]:

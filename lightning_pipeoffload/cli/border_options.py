@@ -9,12 +9,12 @@ from lightning_pipeoffload.schedule import ScheduleError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["StepBorder"]
+__all__ = ["BorderOptions"]
 
 _WAYS = ("auto", "barrier", "post_validation")
 
 
-class StepBorder(NamedTuple):
+class BorderOptions(NamedTuple):
     """How steps follow each other.
 
     Attributes:
@@ -26,7 +26,7 @@ class StepBorder(NamedTuple):
     num_drawn: int = 1
 
     @classmethod
-    def of(cls, config: DictConfig) -> StepBorder:
+    def of(cls, config: DictConfig) -> BorderOptions:
         """Read ``strategy.optimizer_sync``, of which only "barrier" is one, and ``picture.steps``.
 
         Raises:

@@ -1,0 +1,268 @@
+"""The border between two steps, where a rank does not wait for what it learns later.
+
+Whether a step is to be taken with clipped gradients, or not at all because a loss scale was too
+large, is known when all ranks have computed theirs. Until then a rank takes its step for right and
+begins the next batch; where it was wrong, the step is taken back and repeated, and so is what has
+run with its weights::
+
+    rank 0   backward | step | F0 F1 F2  [norm: clip!]  back, step', F0 F1 F2 | B0 ...
+    rank 1     backward | step | F0 F1   [norm: clip!]  back, step', F0 F1    | B0 ...
+
+A wrong guess costs those forwards and a step; a right one the copies of what a step changes. All
+ranks make the same guesses, and know the same then.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4 (post-validation), whose
+code computes the weights before from those after; not to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from lightning_pipeoffload.optimizers.kept_step import KeptStep
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.step.autocast import outside_autocast
+from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
+
+NUM_CALM = 10
+"""Right steps in a row after which the next ones are taken for right; as in the paper's code."""
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped by their norm.
+
+    Attributes:
+        parameters: This rank's parameters that have a gradient.
+        most: The largest norm that stays as it is.
+        own_norm: The norm of the gradients that this rank counts.
+    """
+
+    parameters: Sequence[Tensor]
+    most: float
+    own_norm: Tensor
+
+    def is_needless(self, norm: Tensor) -> Tensor:
+        """Whether gradients of that norm over all ranks stay as they are; never where it is NaN."""
+        return self.most / (norm + 1e-6) >= 1  # as torch has it
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip by the norm over all ranks."""
+        clip_grads_with_norm_(self.parameters, self.most, norm)
+
+
+class Scaling(NamedTuple):
+    """How a loss scale goes on.
+
+    Attributes:
+        found: How many infinities this rank has found, if only whether there are any.
+        lower: A function that lowers the scale as it was, where only other ranks have found some.
+        numbers: What the scale is kept in.
+    """
+
+    found: Tensor
+    lower: Callable[[], None]
+    numbers: Sequence[Tensor]
+
+
+class StepBorder:
+    """What a rank does at the end of a step instead of waiting.
+
+    Args:
+        group: The pipeline's processes.
+        age: The age of the gradients that other ranks have, which they clip alike.
+
+    Attributes:
+        weights: What the last step has changed, until it is known to be right.
+        is_open: Whether the ranks have not met since a step that was taken for right.
+        num_taken_back: How many steps were taken back.
+    """
+
+    def __init__(self, group: PipelineGroup, age: GradientAge) -> None:
+        self._group = group
+        self._age = age
+        self.weights = WeightsUnderWay()
+        self.weights.may_wait = True
+        self.is_open = False
+        self.num_taken_back = 0
+        self._kept: KeptStep | None = None
+        self._gains: Callable[[], bool] | None = None
+        self._calm = _Calm()
+        self._was_wrong = False
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._guesses: bool | None = None
+        self._scaling: Scaling | None = None
+        self._clipping: Clipping | None = None
+        self._exchange: _Exchange | None = None
+
+    def open_for(self, kept: KeptStep, gains: Callable[[], bool] | None) -> None:
+        """Take steps for right from now on; all processes call it.
+
+        Args:
+            kept: What keeps the steps of the one optimizer.
+            gains: A function that says whether it is worth while, asked once several steps in a
+                row were right, and only then are they taken for right; None: all are.
+        """
+        self._kept, self._gains = kept, gains
+        self._group.connect_borders()
+
+    @property
+    def guesses_always(self) -> bool:
+        """Whether every step is taken for right."""
+        return self._kept is not None and self._gains is None
+
+    def guesses(self) -> bool:
+        """Whether the step at hand is taken for right; all ranks ask, and decide alike."""
+        if self._guesses is None:
+            self._guesses = self._decide()
+        return self._guesses
+
+    def _decide(self) -> bool:
+        if self._kept is None or not (self._gains is None or self._calm):
+            return False
+        if self._gains is not None and self._kept.has_room is None:
+            # Over the link to the host copies would take longer than a rank waits.
+            is_worth_it = self._gains() and self._kept.find_room()
+            if not self._group.world.agree(is_worth_it, unanimous=True):
+                self._kept = None
+                return False
+        self._kept.keep()
+        return True
+
+    def wait_for(self, is_right: Tensor) -> None:
+        """Note what a step that waits has come to: that a guess would have been right, or not."""
+        if self._kept is not None and self._gains is not None:
+            self._calm.note(is_right)
+
+    def expect_scaling(self, scaling: Scaling) -> None:
+        """Find out later whether other ranks have found infinities."""
+        self._scaling = scaling
+
+    def expect_clipping(self, clipping: Clipping) -> None:
+        """Find out later whether gradients are to be clipped."""
+        self._clipping = clipping
+        self._start_exchange()
+
+    def _start_exchange(self) -> None:
+        scaling, clipping = self._scaling, self._clipping
+        norm = torch.zeros(()) if clipping is None else clipping.own_norm
+        found = norm.new_zeros(()) if scaling is None else scaling.found.reshape(())
+        numbers = torch.stack([norm.double() ** 2, found.to(norm.device, torch.float64)])
+        self._exchange = _Exchange(self._group, numbers)
+
+    def end_step(self) -> None:
+        """Go on without knowing, after the optimizer's step."""
+        self._calm.end_step()
+        if self._guesses:
+            assert self._kept is not None
+            if self._exchange is None:
+                self._start_exchange()
+            self._kept.end_step()
+            scale = () if self._scaling is None else self._scaling.numbers
+            self.weights.add(self._find_out, [*self._kept.changed(), *scale])
+            self.is_open = True
+        else:
+            self._forget_step()
+
+    @torch.inference_mode(False)  # a hook may be in it
+    def _find_out(self) -> None:
+        """Wait for what the ranks have found, and mend what was wrong."""
+        assert self._exchange is not None
+        own, total = self._exchange.wait()
+        with outside_autocast(self._group.device):
+            is_right = self._mend(own, total)
+        self._calm.know(is_right)
+        self.num_taken_back += not is_right
+        self._was_wrong = not is_right
+        self._forget_step()
+
+    def _mend(self, own: Tensor, total: Tensor) -> bool:
+        """Have the weights that a rank has that waits; returns whether these are they."""
+        assert self._kept is not None
+        if total[1]:
+            if not own[1]:  # else neither the optimizer nor the scale has gone on
+                assert self._scaling is not None
+                self._take_back()
+                self._scaling.lower()
+            return False
+        if self._clipping is None:
+            return True
+        norm = total[0].sqrt().to(self._clipping.own_norm.dtype)
+        if self._clipping.is_needless(norm):
+            return True
+        self._take_back()
+        self._clipping.clip(norm)
+        self._age.change()
+        self._kept.repeat()
+        return False
+
+    def _take_back(self) -> None:
+        assert self._kept is not None
+        self._group.replicas.under_way.settle()  # else what comes would overwrite what is put back
+        self._kept.take_back()
+
+    def settle(self) -> bool:
+        """Have the right weights; returns whether those since the step were others.
+
+        All ranks call it, before they run what cannot be taken back.
+        """
+        self.weights.settle()
+        was_wrong, self._was_wrong, self.is_open = self._was_wrong, False, False
+        return was_wrong
+
+    def forget(self) -> None:
+        """Find out nothing more, after an error."""
+        self.weights.forget()
+        self._kept, self.is_open = None, False
+
+
+class _Exchange:
+    """Numbers of which all ranks want the sum, and do not wait for it."""
+
+    def __init__(self, group: PipelineGroup, numbers: Tensor) -> None:
+        self._group = group
+        self._read = start_reading(numbers)
+        self._total: Callable[[], Tensor] | None = None
+        if not is_remote(numbers):  # an accelerator has yet to compute them
+            self._total = self._start()
+
+    def _start(self) -> Callable[[], Tensor]:
+        self._own = self._read()
+        return self._group.start_adding(self._own.clone())
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's numbers, and the sums."""
+        total = self._start() if self._total is None else self._total
+        return self._own, total()
+
+
+class _Calm:
+    """Whether the last steps were all right; of each it is told a step later, and nobody waits."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._found: list[Callable[[], Tensor]] = []
+        self._before: list[Callable[[], Tensor]] = []
+
+    def note(self, is_right: Tensor) -> None:
+        self._found.append(start_reading(is_right))
+
+    def know(self, is_right: bool) -> None:
+        self._number = self._number + 1 if is_right else 0
+
+    def end_step(self) -> None:
+        """Read what was noted in the step before."""
+        before, self._before, self._found = self._before, self._found, []
+        if before:
+            self.know(all(read() for read in before))
+
+    def __bool__(self) -> bool:
+        return self._number >= NUM_CALM
