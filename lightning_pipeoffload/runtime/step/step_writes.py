@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import eq, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class StepWrites:
             yield
         else:
             make_rewindable(self._sources)
-            with self._exchanged(stage), self._drawing(stage):
+            with self._exchanged(stage), self._drawing(stage) if self._sources else nullcontext():
                 yield
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:
@@ -139,11 +140,10 @@ class StepWrites:
             yield
         finally:
             after = self._values()
-            for old, new in zip(before, after, strict=True):
-                old.update(_made_once(old, new))
-            self._own[stage] = [*map(_difference, before, after)]
-            for space, old, new in zip(self._spaces(), before, after, strict=True):
-                _put(space, _difference(new, old))
+            written = [*map(_written, before, after)]
+            for space, old, names in zip(self._spaces(), before, written, strict=False):
+                _put(space, {name: old.get(name, GONE) for name in names})
+            self._own[stage] = written
 
     def _spaces(self) -> list[_Values]:
         attributes = [child.__dict__ for child in self._modules]
@@ -151,33 +151,45 @@ class StepWrites:
 
     def _values(self) -> list[_Values]:
         """Copy the attributes, and of the buffers those that more than one stage writes."""
-        attributes, buffers = [], []
+        attributes = [child.__dict__.copy() for child in self._modules]
+        if not self._in_place:
+            return attributes
+        buffers = []
         for child in self._modules:
-            space = child.__dict__
-            attributes.append({n: value for n, value in space.items() if n not in REGISTRIES})
-            found = space["_buffers"].items()
+            found = child.__dict__["_buffers"].items()
             buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
         return attributes + buffers
 
 
-def _made_once(before: _Values, after: _Values) -> _Values:
-    """Return what a first pass has made for all that follow: a flag that hooks are there, a cache.
+def _written(before: _Values, after: _Values) -> _Values:
+    """Return what a pass has written for its own stage alone."""
+    # By far most modules: not a line of Python for each of their attributes.
+    if (
+        len(before) == len(after)
+        and all(map(eq, before, after))
+        and all(map(is_, before.values(), after.values()))
+    ):
+        return {}
+    names = (before.keys() | after.keys()) - REGISTRIES
+    found = {name: after.get(name, GONE) for name in names}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not before.get(name, GONE) and (name in before or not _is_made_once(value))
+    }
+
+
+def _is_made_once(value: Any) -> bool:
+    """Whether a first pass has made it for all that follow: a flag that hooks are there, a cache.
 
     Each stage would make it again, hooks too. A number or tensor that is new may be a count, and
     from what is drawn from each stage has to draw.
     """
-    made = {name: value for name, value in after.items() if name not in before}
-    return {n: v for n, v in made.items() if isinstance(v, bool) or not _goes_on(v)}
+    return isinstance(value, bool) or not _goes_on(value)
 
 
 def _goes_on(value: Any) -> bool:
     return isinstance(value, _COUNTS) or is_iterator(value) or generator_kind(value) is not None
-
-
-def _difference(before: _Values, after: _Values) -> _Values:
-    """Return what has to be put into ``before`` to make it ``after``."""
-    found = {name: after.get(name, GONE) for name in before.keys() | after.keys()}
-    return {name: value for name, value in found.items() if value is not before.get(name, GONE)}
 
 
 def _put(space: _Values, values: _Values) -> None:
