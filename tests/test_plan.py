@@ -141,6 +141,9 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("options=fast", r"options \(fast\) must have names and values"),
         ("+options.speed=3", "option 'speed' is unknown to schedule zb_h1"),
         ("costs.forward=fast", r"costs\.forward \(fast\) must be a number"),
+        ("costs.forward=[]", r"costs\.forward \(\[\]\) must be a number from 0 on"),
+        ("costs.forward=1e308", r"costs\.forward \(1e\+308\) must be 0 or from 1e-100 to 1e\+100"),
+        ("costs.forward=1e-320", r"costs\.forward \(1e-320\) must be 0 or from 1e-100"),
         ("layer.hidden_size=4096", "layer needs both hidden_size and sequence_length"),
         ("memory_limit=3", r"memory_limit \(3\) is less than the 4"),
         ("picture=plan.pdf", r"picture \(plan\.pdf\) must end in one of \.svg, \.png, \.json"),
@@ -160,6 +163,20 @@ def test_costs_may_be_given_for_every_stage(capsys):
 def test_what_cannot_be_is_refused(override, message):
     with pytest.raises(ScheduleError, match=message):
         plan(plan_config(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_ranks=2.5", r"num_ranks \(2\.5\) must be a whole number from 1 on"),
+        ("num_ranks=[1,2]", r"num_ranks \(\[1, 2\]\) must be a whole number"),
+        ("num_chunks=x", r"num_chunks \('x'\) must be a whole number"),
+        ("memory_limit=abc", r"memory_limit \('abc'\) must be a number"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_auto_too(override, message):
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config("schedule=auto", override))
 
 
 def test_a_schedule_that_offloads_is_not_offloaded_again():

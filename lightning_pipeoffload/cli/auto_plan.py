@@ -12,11 +12,12 @@ from lightning_pipeoffload.planning.candidate_table import choice_table, lines_o
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.recipe import check_limit, check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["choose", "describe", "print_choice"]
+__all__ = ["choose", "describe", "print_choice", "wanted_options"]
 
 
 def choose(config: DictConfig, costs: Costs) -> Choice:
@@ -35,13 +36,25 @@ def choose(config: DictConfig, costs: Costs) -> Choice:
     def costs_of(option: Option) -> Costs:
         return costs_of_stage(costs, option.num_chunks)
 
-    wanted = options([config.num_microbatches], num_chunks=config.num_chunks)
-    if not wanted:
-        raise ScheduleError(f"num_chunks ({config.num_chunks}) must be a whole number from 1 on")
+    wanted = wanted_options(config)
+    check_limit(config.memory_limit)
     limits = Limits(config.memory_limit, config.strategy.offload)
     border = BorderOptions.of(config)
     asked = wanted, config.num_ranks, costs_of, limits
     return evaluate(*asked, has_barrier=lambda option: border.has_barrier)
+
+
+def wanted_options(config: DictConfig) -> list[Option]:
+    """Return what to make plans of, for the sizes that are given.
+
+    Raises:
+        ScheduleError: A size cannot be.
+    """
+    sizes = {name: config[name] for name in ("num_ranks", "num_microbatches", "num_chunks")}
+    if sizes["num_chunks"] is None:
+        del sizes["num_chunks"]
+    check_sizes(**sizes)
+    return options([config.num_microbatches], num_chunks=config.num_chunks)
 
 
 def describe(choice: Choice) -> dict[str, Any]:

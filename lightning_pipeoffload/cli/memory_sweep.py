@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from lightning_pipeoffload.cli.auto_plan import wanted_options
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import bare_table
 from lightning_pipeoffload.cli.units import Units
@@ -21,7 +22,7 @@ from lightning_pipeoffload.pictures.legend import color_of
 from lightning_pipeoffload.pictures.limit_drawing import Stair, Stairs, draw_stairs
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 
 if TYPE_CHECKING:
@@ -190,10 +191,7 @@ class _Search:
     """
 
     def __init__(self, config: DictConfig, costs_of: CostsOf) -> None:
-        chunks = config.num_chunks
-        self._wanted = options([config.num_microbatches], num_chunks=chunks)
-        if not self._wanted:
-            raise ScheduleError(f"num_chunks ({chunks}) must be a whole number from 1 on")
+        self._wanted = wanted_options(config)
         self._asked, self._offload = (config.num_ranks, costs_of), config.strategy.offload
         self._border = BorderOptions.of(config)
         names = dict.fromkeys(option.schedule for option in self._wanted)

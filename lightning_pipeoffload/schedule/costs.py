@@ -12,6 +12,8 @@ __all__ = ["Costs", "PerStage"]
 
 PerStage = float | Sequence[float]
 
+_LEAST, _MOST = 1e-100, 1e100
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -117,7 +119,12 @@ class Costs:
 
 def _check_cost(name: str, value: PerStage) -> None:
     numbers = value if isinstance(value, Sequence) else (value,)
-    if not all(isinstance(number, (int, float)) and 0 <= number < inf for number in numbers):
+    if not numbers or not all(isinstance(n, (int, float)) and 0 <= n < inf for n in numbers):
         raise ScheduleError(
             f"costs.{name} ({value}) must be a number from 0 on, or one for each stage"
+        )
+    if any(n and not _LEAST <= n <= _MOST for n in numbers):
+        raise ScheduleError(
+            f"costs.{name} ({value}) must be 0 or from {_LEAST:g} to {_MOST:g}, so that sums and "
+            f"shares of it are numbers; use a larger or smaller unit"
         )

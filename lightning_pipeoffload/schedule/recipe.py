@@ -18,7 +18,7 @@ from .search.problem import ROUNDING
 from .simulation.memory import peak_memory
 from .validate import validate
 
-__all__ = ["Recipe", "accept", "build_by"]
+__all__ = ["Recipe", "accept", "build_by", "check_limit", "check_sizes"]
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ def build_by(
         MemoryLimitError: It needs more memory than it may.
     """
     num_ranks, num_microbatches, num_chunks = sizes
-    _check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
     _check_options(name, recipe, options)
-    _check_limit(memory_limit)
+    check_limit(memory_limit)
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
     known = num_ranks, num_microbatches, num_chunks
@@ -131,12 +131,17 @@ def accept(
         ScheduleError: A rule is broken.
         MemoryLimitError: A rank needs more memory than it may.
     """
-    _check_limit(memory_limit)
+    check_limit(memory_limit)
     validate(schedule)
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
 
 
-def _check_sizes(**sizes: int) -> None:
+def check_sizes(**sizes: Any) -> None:
+    """Check numbers of ranks, microbatches or stages.
+
+    Raises:
+        ScheduleError: One is no whole number from 1 on.
+    """
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ScheduleError(f"{name} ({size!r}) must be a whole number from 1 on; use {name}=4")
@@ -145,7 +150,7 @@ def _check_sizes(**sizes: int) -> None:
 def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
     if num_chunks is None:
         return recipe.num_chunks
-    _check_sizes(num_chunks=num_chunks)
+    check_sizes(num_chunks=num_chunks)
     at_most = recipe.max_chunks or num_chunks
     if recipe.num_chunks <= num_chunks <= at_most:
         return num_chunks
@@ -165,7 +170,12 @@ def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
             )
 
 
-def _check_limit(memory_limit: float | None) -> None:
+def check_limit(memory_limit: Any) -> None:
+    """Check the kind of a memory limit.
+
+    Raises:
+        ScheduleError: It is no number.
+    """
     is_number = isinstance(memory_limit, (int, float)) and not isnan(memory_limit)
     if memory_limit is not None and not is_number:
         raise ScheduleError(

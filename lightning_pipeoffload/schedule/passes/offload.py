@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from ..actions import COPIES, Kind, MemoryLimitError, ScheduleError
 from ..costs import Costs
@@ -32,6 +33,9 @@ SLOWDOWN_ALLOWED = 1.03
 
 _ROUNDING_ERROR = 1e-9  # Activations: so little above 3 counts as 3.
 _NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
+_COMPUTE = ("forward", "backward_input", "backward_weight")
+_TIMES = (*_COMPUTE, "communication", "offload", "reload")
+_LITTLE = 1e-6  # Of the longest time.
 
 
 @dataclass(frozen=True)
@@ -158,18 +162,14 @@ class _Planner:
         self._schedule = schedule
         self._costs = costs
         self._has_room = has_room
+        self._makespan = simulate(schedule, costs).makespan
+        costs = _told_apart(costs, schedule.num_stages)
         timeline = simulate(schedule, costs)
-        self._makespan = timeline.makespan
         # By the latest times of the warm-up: its activations are then on the device for less long.
         self._ranks = [
-            RankOffload(events, costs, schedule.num_stages, self._turns(rank))
+            RankOffload(events, costs, schedule.num_stages, _turns(rank, costs, schedule))
             for rank, events in enumerate(postponed(schedule, timeline, costs))
         ]
-
-    def _turns(self, rank: int) -> Turns:
-        num_stages, num_ranks = self._schedule.num_stages, self._costs.ranks_per_link
-        copies = (self._costs.per_stage(name, num_stages) for name in ("offload", "reload"))
-        return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
 
     def with_amount(self, amount: str | float) -> Offloaded:
         """Offload an amount; of half that which leaves the smaller peak, as whole stages do."""
@@ -254,6 +254,27 @@ class _Planner:
             reason=_reason(plans),
         )
         return schedule, report
+
+
+def _turns(rank: int, costs: Costs, schedule: Schedule) -> Turns:
+    num_ranks = costs.ranks_per_link
+    copies = (costs.per_stage(name, schedule.num_stages) for name in ("offload", "reload"))
+    return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
+
+
+def _told_apart(costs: Costs, num_stages: int) -> Costs:
+    """Return the same costs in a unit in which times differ by more than what counts as equal.
+
+    Compute takes a little, for copies go by time to their places in the order.
+    """
+    seconds = {name: costs.per_stage(name, num_stages) for name in _TIMES}
+    unit = max(map(max, seconds.values())) or 1.0
+    least = {name: _LITTLE if name in _COMPUTE else 0.0 for name in _TIMES}
+    counted: dict[str, Any] = {
+        name: tuple(max(second / unit, least[name]) for second in of_stages)
+        for name, of_stages in seconds.items()
+    }
+    return replace(costs, **counted)
 
 
 def _largest_peak(planned: Offloaded) -> float:

@@ -76,6 +76,21 @@ def test_where_copies_are_late_as_many_go_as_make_the_peak_smallest(k):
     assert "there is no time for more copies" in full.reason
 
 
+@pytest.mark.parametrize("name", ["po_h", "po_f", "zb_h1"])
+@pytest.mark.parametrize(
+    "seconds", [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1e-9, 1e-9, 1e-9), (1e90, 1, 1)]
+)
+@pytest.mark.parametrize("copy", [0, 1])
+def test_costs_of_any_size_make_a_plan(name, seconds, copy):
+    """Where nothing takes time, too: copies still go to their places in the order."""
+    times = Costs(*seconds, offload=copy, reload=copy)
+    schedule = build(name, 2, 4, costs=times)
+    if not schedule.has_copies:
+        schedule, report = offload_activations(schedule, times, "full")
+        assert report.slowdown <= 1.03
+    validate(lower(schedule))
+
+
 def test_half_of_a_single_stage_is_every_other_microbatch():
     plan, report = offload_activations(build("1f1b", 8, 32), costs(0.5), "half")
     away = [a.microbatch for a in plan[0] if a.kind is Kind.OFFLOAD]
