@@ -203,7 +203,7 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         if is_within and self._saved_size not in (None, self._minibatch_size):
             raise ValueError(
                 f"the checkpoint was written after {progress.current.ready} minibatches of "
-                f"{self._saved_size} samples of an epoch, and those of this sampler have "
+                f"{self._saved_size} samples of an epoch, and this loader's have "
                 f"{self._minibatch_size}, so they begin elsewhere: choose samples_per_rank such "
                 f"that {self._saved_size} samples are shared out to {self.world_size} ranks, or "
                 f"resume from the end of an epoch"
