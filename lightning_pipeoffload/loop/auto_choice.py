@@ -20,6 +20,7 @@ from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
+from lightning_pipeoffload.planning.memory_plan import limits_of_plans
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -33,9 +34,9 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
 from lightning_pipeoffload.runtime.users_code.no_trace import hooked
-from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
+from lightning_pipeoffload.schedule import Costs, MemoryLimitError, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.evaluation import evaluate
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 log = logging.getLogger(__name__)
@@ -235,7 +236,8 @@ class AutoChoice:
         answer: Any = None
         if self._group.reports:
             try:
-                asked = wanted, self._group.num_ranks, known.costs_of, self._kept(limits)
+                keep = limits_of_plans(self._settings, limits)
+                asked = wanted, self._group.num_ranks, known.costs_of, keep
                 choice = evaluate(*asked, has_barrier=partial(self._has_barrier, known))
                 answer = choice.best.option, [c.figures() for c in choice.candidates]
             except MemoryLimitError as error:
@@ -275,14 +277,6 @@ class AutoChoice:
     def _num_chunks(self) -> int | None:
         wanted = self._settings.num_chunks
         return wanted if isinstance(wanted, int) else None
-
-    def _kept(self, limits: MachineLimits) -> Limits:
-
-        def has_room(schedule: Schedule, costs: Costs) -> bool:
-            return not limits.shortage(schedule, costs)
-
-        memory = self._settings.limit_on(limits.device)
-        return Limits(memory, self._settings.offload, has_room)
 
 
 class _OfBlocks:

@@ -73,6 +73,11 @@ class PlanUpdates:
                 self._problem, schedule, self._settings.solver_seconds, self._settings.cache_folder
             )
 
+    @property
+    def is_solving(self) -> bool:
+        """Whether a solver is at work, on all ranks alike."""
+        return self._world is not None
+
     def before_step(self) -> None:
         """Adopt a better plan, if there was one before the last step; all ranks call it."""
         if self._world is None or not self._measurements.are_enough:

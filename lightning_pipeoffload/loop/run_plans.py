@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
+from lightning_pipeoffload.loop.cost_drift import CostDrift
+from lightning_pipeoffload.loop.plan_anew import PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
@@ -59,6 +65,8 @@ class RunPlans:
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
         self._updates = PlanUpdates(settings, group, self.training, measurements)
+        self._drift = CostDrift(group, executor)
+        self._is_watched, self._watched = False, self.training.costs
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
 
@@ -123,8 +131,47 @@ class RunPlans:
         """
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
-        elif is_first:
+        elif is_first and self._updates.is_solving:
             self._updates.before_step()
+        elif is_first:
+            self._follow_costs()
+
+    def end_batch(self) -> None:
+        """Let ranks know of times that have left those of the plan; called after its hooks."""
+        trainer: Any = self._pipeline.module.trainer
+        if trainer.training and not self._updates.is_solving:
+            self._drift.end_batch()
+
+    def _follow_costs(self) -> None:
+        """Plan anew where steps have long taken another time than the plan says."""
+        if not self._is_watched or self.training.costs is not self._watched:
+            self._watch()
+        if not self._drift.before_step():
+            return
+        self._drift.name_slower()
+        if self.training.costs is None or torch.are_deterministic_algorithms_enabled():
+            self._drift.settle(changes=False)
+            self._drift.start(None, self.training.schedule.num_stages)
+            return
+        self._plan_anew()
+
+    def _watch(self) -> None:
+        self._is_watched, self._watched = True, self.training.costs
+        self._drift.start(self._watched, self.training.schedule.num_stages)
+
+    def _plan_anew(self) -> None:
+        schedule, may_rename = self.training.schedule, self._chosen is not None
+        costs = self._measurements.gather_costs(schedule, self.training.may_copy)
+        limits = self._limits()
+        anew = PlanAnew(self._pipeline, self._group, self.training, may_rename)
+        settings = anew.make(self.settings, costs, limits)
+        self._drift.settle(changes=settings is not None)
+        if settings is not None:
+            self.settings = settings
+            self._measurements.start_anew(costs.copy_lanes)
+        self._watch()
+        if self.settings.is_solved:
+            self._updates.start(costs, limits)
 
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
@@ -135,15 +182,19 @@ class RunPlans:
         if not (self.training.may_copy or self.settings.is_solved):
             return
         costs = self._measurements.gather_costs(self.training.schedule)
-        heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
-        limits = self._measurements.gather_limits(heeds_devices)
+        limits = self._limits()
         self.training.make_by(costs, limits)
         self._measurements.start_anew(costs.copy_lanes)
         if self.settings.is_solved:
             self._updates.start(costs, limits)
         self.report.print_plan(limits)
 
+    def _limits(self) -> MachineLimits:
+        heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
+        return self._measurements.gather_limits(heeds_devices)
+
     def leave(self) -> None:
         """Leave the plan under way, after an error in the middle of a step too."""
         self._updates.close()
+        self._drift.leave()
         self.training.abandon()

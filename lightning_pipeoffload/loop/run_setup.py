@@ -186,7 +186,7 @@ class RunSetup(ModelInParts):
         assert self._metrics_store is not None
         self._stop = JointStop(trainer, self.group)
         self._steps.end_step = self._stop.end_step
-        self._connector.at_batch_end = (self._stop.end_batch,)
+        self._connector.at_batch_end = (self._stop.end_batch, self.run.plans.end_batch)
         self._clocks = Clocks(trainer, self.group.world)
         self._arrivals = Arrivals(self._metrics_store, self.group)
         self._connector.at_data_end = self._arrivals.arrive

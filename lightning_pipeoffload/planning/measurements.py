@@ -18,6 +18,7 @@ from lightning_pipeoffload.runtime.measure.measured_costs import (
     RankCosts,
     join_costs,
     measure_costs,
+    slowest_costs,
 )
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
@@ -70,8 +71,9 @@ class Measurements:
             may_copy: Whether to measure copies too.
         """
         self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
-        costs = join_costs(self._group.gather(self._costs(may_copy)))
-        return self._group.replicas.first(costs)  # that all replicas run one plan
+        replicas = self._group.replicas.gather(self._group.gather(self._costs(may_copy)))
+        # All replicas run one plan, and wait for the slowest of them.
+        return join_costs(map(slowest_costs, zip(*replicas, strict=True)))
 
     def gather_step(self, step: TimedStep) -> tuple[MeasuredStep, float] | None:
         """Bring together what each rank did when in a step; all ranks call it at its end.

@@ -23,6 +23,7 @@ from lightning_pipeoffload.schedule import (
     split_every_backward,
     steady_period,
 )
+from lightning_pipeoffload.schedule.evaluation import Limits
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NO_LIMITS = MachineLimits()
@@ -97,6 +98,15 @@ def plan_by_costs(
             f'or, with offload=auto, raise memory_limit, or use recompute="cheap"'
         )
     return planned
+
+
+def limits_of_plans(settings: PipelineSettings, limits: MachineLimits) -> Limits:
+    """Return what plans have to keep where any of several schedules may be taken."""
+
+    def has_room(schedule: Schedule, costs: Costs) -> bool:
+        return not limits.shortage(schedule, costs)
+
+    return Limits(settings.limit_on(limits.device), settings.offload, has_room)
 
 
 def _plan(

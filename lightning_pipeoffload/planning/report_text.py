@@ -87,6 +87,24 @@ def print_gain(before: float, after: float) -> None:
     )
 
 
+def print_anew(name: str, before: float, after: float | None) -> None:
+    """Print that times have drifted from those of the plan, and what came of it.
+
+    Args:
+        name: The name of the schedule that runs from now on.
+        before: Seconds of a step by the plan that was in use, at the new times.
+        after: The same by the new plan; None where there is no better one.
+    """
+    drifted = "Times have left those of the plan by more than 10% for 20 steps. "
+    if after is None:
+        _tell(f"{drifted}No plan is better than {name}, at {1e3 * before:.1f} ms a step.")
+        return
+    _tell(
+        f"{drifted}Planned anew, {name} takes {1e3 * after:.1f} ms a step instead of "
+        f"{1e3 * before:.1f} ms, and runs from now on."
+    )
+
+
 def print_prediction(report: dict[str, Any]) -> None:
     """Print the table of the stages."""
     is_measured = report["k"] is not None

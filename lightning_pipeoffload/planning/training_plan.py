@@ -46,6 +46,7 @@ class TrainingPlan:
             number of microbatches.
         offloaded: What the schedule offloads and why, where that was planned.
         costs: The measured costs by which it was planned; None before there are any.
+        has_barrier: What was given.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class TrainingPlan:
         self._executor = executor
         self._on_accelerator = on_accelerator
         self._reduces = reduces
-        self._has_barrier = has_barrier
+        self.has_barrier = has_barrier
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
@@ -89,7 +90,7 @@ class TrainingPlan:
             schedule: The plan of a step, or of several batches that accumulate.
             costs: Seconds of its stages.
         """
-        return steady_period(schedule, costs, self._has_barrier())
+        return steady_period(schedule, costs, self.has_barrier())
 
     @property
     def may_copy(self) -> bool:
@@ -129,21 +130,51 @@ class TrainingPlan:
         self.costs, self._limits = costs, limits
         self.make(self.schedule.num_microbatches)
 
-    def adopt(self, schedule: Schedule, costs: Costs) -> None:
+    def adopt(
+        self, schedule: Schedule, costs: Costs, offloaded: OffloadReport | None = None
+    ) -> None:
         """Run by another schedule of as many microbatches from now on, between two steps.
 
         Args:
-            schedule: What a solver has found.
+            schedule: What a solver has found, or was made anew.
             costs: The costs by which it was compared.
+            offloaded: What it offloads and why, where that was planned.
         """
-        self.schedule, self.offloaded, self.costs = schedule, None, costs
+        self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
+        self._joined.clear()
+
+    def plan_by(
+        self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
+    ) -> MemoryPlan:
+        """Make a schedule of as many microbatches, and leave the one in use as it is.
+
+        Args:
+            settings: The settings to make it by.
+            costs: Costs in seconds and bytes.
+            limits: The limits of the machines.
+
+        Raises:
+            ScheduleError: None keeps the limits.
+        """
+        sizes = self._num_ranks, self.schedule.num_microbatches
+        return plan_by_costs(settings, *sizes, costs, limits, self.has_barrier())
+
+    def count_by(self, settings: PipelineSettings, costs: Costs, limits: MachineLimits) -> None:
+        """Let other settings, costs and limits be those of the plan in use.
+
+        Args:
+            settings: The settings.
+            costs: Costs in seconds and bytes.
+            limits: The limits of the machines.
+        """
+        self._settings, self.costs, self._limits = settings, costs, limits
         self._joined.clear()
 
     def _make(self, num_microbatches: int) -> MemoryPlan:
         sizes = self._num_ranks, num_microbatches
         if self.costs is None:
             return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
-        return plan_by_costs(self._settings, *sizes, self.costs, self._limits, self._has_barrier())
+        return plan_by_costs(self._settings, *sizes, self.costs, self._limits, self.has_barrier())
 
     def goes_on(self, accumulation: Accumulation) -> bool:
         """Whether the plan under way has the next batch too; finishes it if not."""

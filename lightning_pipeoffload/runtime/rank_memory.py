@@ -99,7 +99,7 @@ class ActivationMemory:
         """Return a store for what an F keeps, if one is needed."""
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
-        if key not in self._offloaded and stage.memory.activation_bytes is not None:
+        if key not in self._offloaded and not stage.memory.is_due:
             return None
         if not self._owned:
             self._owned = {address_of(tensor) for tensor in stage.owned_tensors()}

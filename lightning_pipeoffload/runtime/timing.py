@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -150,8 +150,16 @@ class ActionTimer:
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return the median of each kind of action and stage."""
+        return self.seconds_in(self._steps)
+
+    def seconds_in(self, steps: Iterable[TimedStep]) -> dict[tuple[Kind, int], float]:
+        """Return the same of some steps.
+
+        Args:
+            steps: Steps that have ended.
+        """
         found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for step in self._steps:
+        for step in steps:
             for action, spans, num_actions in step.actions:
                 found[action.kind, action.stage].append(self._seconds(spans) / num_actions)
         return {key: median(seconds) for key, seconds in found.items()}

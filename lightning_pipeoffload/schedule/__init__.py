@@ -36,6 +36,7 @@ from .simulation.memory import memory_changes, part_sizes, peak_host_memory, pea
 from .simulation.message_memory import peak_message_memory
 from .simulation.simulate import simulate
 from .simulation.steady_step import period_bubble, simulate_steps, steady_period
+from .sum_order import sums_alike
 from .tails import Tail, tails
 from .timeline import Event, Timeline
 from .validate import validate
@@ -90,6 +91,7 @@ __all__ = [
     "split_every_backward",
     "split_fused_backward",
     "steady_period",
+    "sums_alike",
     "tails",
     "validate",
     "with_copy_ratio",

@@ -6,8 +6,8 @@ with, so that k = (offload + reload) / (F + B + W) is measured too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 
 from lightning_pipeoffload.runtime.executor import Executor
@@ -76,6 +76,16 @@ def _costs_of(
         offload=activation / speed.to_host * speed.slowed_by,
         reload=activation / speed.to_device * speed.slowed_by,
     )
+
+
+def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
+    """Return the most that one rank's counterparts in all replicas have measured of each cost."""
+    first, stages = of_replicas[0], {}
+    for index in first.stages:
+        found = (astuple(replica.stages[index]) for replica in of_replicas)
+        stages[index] = StageCosts(*map(max, zip(*found, strict=True)))
+    hops = {index: max(replica.hops[index] for replica in of_replicas) for index in first.hops}
+    return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), hops)
 
 
 def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
