@@ -12,15 +12,17 @@ from unittest import mock
 import lightning as L
 import torch
 
-from lightning_pipeoffload.loop import plan_anew, plan_updates
+from lightning_pipeoffload.loop import auto_choice, plan_updates
+from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Kind
+from lightning_pipeoffload.schedule.candidates import Option
 from tests.support import auto_fits, fits
 
 Times = dict[Kind, float]
 
-EVEN: Times = {Kind.F: 1e-2, Kind.B: 1e-2, Kind.W: 1e-2}
-LONGER: Times = {Kind.F: 1e-2, Kind.B: 3e-2, Kind.W: 3e-2}
+EVEN: Times = {Kind.F: 1e-2, Kind.B: 1e-2, Kind.W: 1e-2, Kind.BW: 2e-2}
+LONGER: Times = {Kind.F: 1e-2, Kind.B: 3e-2, Kind.W: 3e-2, Kind.BW: 6e-2}
 
 
 class Script:
@@ -31,21 +33,13 @@ class Script:
         after: The same later.
         drifts_at: The number of steps before that.
         slow_rank: The only rank that drifts; None: all.
-        worth_changing: The most of the time of the plan in use that another may take; by default
-            any may, for hops are measured, and differ from run to run.
     """
 
     def __init__(
-        self,
-        before: Times,
-        after: Times,
-        drifts_at: int,
-        slow_rank: int | None = None,
-        worth_changing: float = 1e9,
+        self, before: Times, after: Times, drifts_at: int, slow_rank: int | None = None
     ) -> None:
         self.times, self.after = before, after
         self.drifts_at, self.slow_rank = drifts_at, slow_rank
-        self.worth_changing = worth_changing
 
     def seconds_in(
         self, timer: ActionTimer, steps: Iterable[TimedStep]
@@ -83,7 +77,10 @@ class Kept(logging.Handler):
 def fit(
     size: int, script: Script, max_steps: int, options: dict[str, Any], trainer: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fit by a script; return losses, plans of the steps, warnings and the report."""
+    """Fit by a script; return losses, plans of the steps, warnings and the report.
+
+    What is chosen automatically is 1F1B at first, which is slower than others of its cut.
+    """
     L.seed_everything(7, workers=True, verbose=False)
     record, follows, kept = fits.Record(), Follows(script), Kept()
     run = L.Trainer(
@@ -105,7 +102,8 @@ def fit(
     try:
         with (
             mock.patch.object(ActionTimer, "seconds_in", seconds_in),
-            mock.patch.object(plan_anew, "_WORTH_CHANGING", script.worth_changing),
+            mock.patch.object(measurements, "measure_hops", return_value={}),
+            mock.patch.object(auto_choice, "options", return_value=[Option("1f1b", 1, 4)]),
         ):
             run.fit(auto_fits.Wide(), fits.loader())
     finally:
@@ -115,13 +113,20 @@ def fit(
     return {**found, "report": run.strategy.report()}
 
 
+def drifting(
+    size: int, options: dict[str, Any], max_steps: int, trainer: dict[str, Any]
+) -> dict[str, Any]:
+    """Fit with times that change after the first steps."""
+    return fit(size, Script(EVEN, LONGER, drifts_at=6), max_steps, dict(options), trainer)
+
+
 def drifting_and_not(
-    size: int, options: dict[str, Any], max_steps: int = 36, trainer: dict[str, Any] | None = None
+    size: int, options: dict[str, Any], max_steps: int, trainer: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fit with times that change after the first steps, and with such that stay."""
-    drifts, stays = Script(EVEN, LONGER, drifts_at=6), Script(EVEN, EVEN, drifts_at=6)
-    changed = fit(size, drifts, max_steps, dict(options), trainer or {})
-    return changed, fit(size, stays, max_steps, dict(options), trainer or {})
+    """Fit so, and with times that stay."""
+    stays = Script(EVEN, EVEN, drifts_at=6)
+    changed = drifting(size, options, max_steps, trainer)
+    return changed, fit(size, stays, max_steps, dict(options), trainer)
 
 
 def slow_rank(size: int, rank: int, options: dict[str, Any], max_steps: int) -> dict[str, Any]:
@@ -193,6 +198,6 @@ def held(size: int, folder: str, schedule: str) -> int:
         max_steps=11,
         enable_checkpointing=False,
     )
-    data = [fits.loader().dataset[0]] * 88
-    trainer.fit(Held(folder), torch.utils.data.DataLoader(data, 8))
+    data = torch.utils.data.DataLoader(fits.samples(88), 8, collate_fn=fits.collate)
+    trainer.fit(Held(folder), data)
     return trainer.global_step
