@@ -31,6 +31,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
+    Timeline,
     copy_ratios,
     lower,
     simulate,
@@ -102,9 +103,9 @@ def _run(
         rank,
         {index: dict(vars(stage)) for index, stage in own.items()},
         seconds,
-        _end_of(plan, rank, costs),
+        _end_of(timeline, rank),
         max(copy_ratios(costs, plan.num_stages)),
-        _hidden_share(plan, rank, costs, seconds),
+        _hidden_share(plan, rank, costs, timeline, seconds),
         ledger.peak_device_bytes,
         int(timeline.peak_memory[rank]),
         ledger.peak_host_bytes,
@@ -138,21 +139,23 @@ def _costs_of_all(
     )
 
 
-def _end_of(plan: Schedule, rank: int, costs: Costs) -> float:
+def _end_of(timeline: Timeline, rank: int) -> float:
     """Return when a rank has run its last action, by the plan."""
-    return max(event.end for event in simulate(plan, costs).events if event.rank == rank)
+    return max(event.end for event in timeline.events if event.rank == rank)
 
 
-def _hidden_share(plan: Schedule, rank: int, costs: Costs, seconds: float) -> float | None:
+def _hidden_share(
+    plan: Schedule, rank: int, costs: Costs, timeline: Timeline, seconds: float
+) -> float | None:
     """Return the share of a rank's copies that a step did not take longer for; None: no copies."""
-    events = simulate(plan, costs).events
+    events = timeline.events
     copies = [event for event in events if event.rank == rank and event.lane in ("d2h", "h2d")]
     taken = sum(event.end - event.start for event in copies)
     if not taken:
         return None
     ranks = ([action for action in actions if action.kind not in COPIES] for actions in plan)
-    bare = Schedule.of(ranks, plan.name)
-    waited = max(0.0, seconds - _end_of(bare, rank, costs))
+    bare = simulate(Schedule.of(ranks, plan.name), costs)
+    waited = max(0.0, seconds - _end_of(bare, rank))
     return max(0.0, 1 - waited / taken)
 
 
