@@ -70,6 +70,9 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in REPORTS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(REPORTS)}")
+    if config.device is not None:
+        _plan_for_device(config)
+        return
     if config.get("model") is not None:
         _estimate_model(config)
         return
@@ -94,11 +97,45 @@ def plan(config: DictConfig) -> None:
         given = _given_schedule(config)
         costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
         schedule, offload = _offloaded(config, given, costs)
-    schedule = with_reductions(schedule, costs)
+    _report(config, with_reductions(schedule, costs), costs, offload, file)
+
+
+def _report(
+    config: DictConfig,
+    schedule: Schedule,
+    costs: Costs,
+    told: dict[str, Any],
+    file: PictureFile | None,
+) -> None:
+    units = Units("s", "bytes") if config.device else Units.of(costs)
     planned = PlannedSteps(schedule, costs, BorderOptions.of(config))
     if file:
         file.write([planned.drawn(units.time)])
-    REPORTS[config.format](planned, {**_copy_ratio(schedule, costs), **offload}, units)
+    REPORTS[config.format](planned, {**_copy_ratio(schedule, costs), **told}, units)
+
+
+def _plan_for_device(config: DictConfig) -> None:
+    """Plan a model for a device by its data sheet, which takes torch and the package itself."""
+    if config.get("model") is None:
+        raise ScheduleError(
+            f"device ({config.device}) is for a model, whose operations are counted: add model=NAME"
+        )
+    others = {"costs_file": config.costs_file, "sweep": config.sweep, "compare": config.compare}
+    for name, value in others.items():
+        if value:
+            raise ScheduleError(
+                f"{name} ({value}) has no part in a plan for a device; leave it out"
+            )
+    if config.memory_limit is not None:
+        raise ScheduleError(
+            f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
+            f"take; set device_memory, as in device_memory=40GiB"
+        )
+    file = _picture_file(config, Units("s", "bytes"))
+    _load_package()
+    from lightning_pipeoffload.cli.device_plan import plan_for_device  # noqa: PLC0415 - as above
+
+    _report(config, *plan_for_device(config), file)
 
 
 def _estimate_model(config: DictConfig) -> None:
@@ -107,17 +144,21 @@ def _estimate_model(config: DictConfig) -> None:
     if config.strategy.schedule == "auto" or not no_costs:
         raise ScheduleError(
             "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
-            "seconds: leave out model, and give what pipeoffload-rehearse costs_file=FILE has "
-            "measured of it"
+            "seconds: add device=h100, or leave out model, and give what pipeoffload-rehearse "
+            "costs_file=FILE has measured of it"
         )
+    _load_package()
+    from lightning_pipeoffload.cli.model_estimate import estimate_model  # noqa: PLC0415 - as above
+
+    estimate_model(config)
+
+
+def _load_package() -> None:
     package = sys.modules["lightning_pipeoffload"]
     if not hasattr(package, "PipeOffloadStrategy"):  # the script has not run it
         assert package.__spec__ is not None
         assert package.__spec__.loader is not None
         package.__spec__.loader.exec_module(package)
-    from lightning_pipeoffload.cli.model_estimate import estimate_model  # noqa: PLC0415 - as above
-
-    estimate_model(config)
 
 
 def _picture_file(config: DictConfig, units: Units) -> PictureFile | None:

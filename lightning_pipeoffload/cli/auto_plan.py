@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import costs_of_stage
-from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
+from lightning_pipeoffload.planning.candidate_table import Write, choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
@@ -62,11 +62,18 @@ def describe(choice: Choice) -> dict[str, Any]:
     return {"candidates": [candidate.figures() for candidate in choice.candidates]}
 
 
-def print_choice(choice: Choice) -> None:
-    """Print what was tried."""
+def print_choice(
+    choice: Choice, seconds: Write = "{:.6g}".format, memory: Write = "{:.6g}".format
+) -> None:
+    """Print what was tried.
+
+    Args:
+        choice: What was.
+        seconds: Writes a time.
+        memory: Writes an amount of memory.
+    """
     console = Console()
-    write = "{:.6g}".format
-    console.print(choice_table(choice, write, write))
+    console.print(choice_table(choice, seconds, memory))
     for line in lines_of_refused(choice.candidates):
         console.print(line, highlight=False)
     console.print()

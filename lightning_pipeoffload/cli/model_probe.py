@@ -82,6 +82,11 @@ class ModelProbe:
         return getattr(owner, name)
 
     @property
+    def precision(self) -> str:
+        """The precision of the trainer, by its name."""
+        return str(self._trainer.precision)
+
+    @property
     def batch_size(self) -> int:
         """The samples of a batch."""
         return batch_size(self._batch)

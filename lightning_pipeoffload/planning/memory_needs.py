@@ -61,11 +61,13 @@ class MemoryNeeds:
         owned: Parameters, gradients and optimizer states of each stage, by what they are of.
         costs: The pipeline's estimate of the costs, with memory in bytes.
         sent: Bytes of what each stage sends on, and of the gradients that it sends back.
+        flops_of_one: Operations that 1 in the costs' times stands for.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
     costs: Costs
     sent: Mapping[Kind, Sequence[int]]
+    flops_of_one: float = 0.0
 
     @classmethod
     def of(
@@ -88,7 +90,8 @@ class MemoryNeeds:
             weight_input=[stage.weight_input_bytes or 0 for stage in saved],
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
-        return cls(_owned(pipeline, states), costs, _sent(pipeline, part.flow))
+        sent = _sent(pipeline, part.flow)
+        return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a plan.
@@ -104,6 +107,10 @@ class MemoryNeeds:
             RankNeeds(*self._kept_by(plan.stages_of(rank)), *map(int, peak))
             for rank, peak in enumerate(peaks)
         ]
+
+    def kept_by(self, stages: Sequence[int]) -> int:
+        """Return the bytes of parameters, gradients and optimizer states of some stages."""
+        return sum(self._kept_by(stages))
 
     def _size_of(self, send: Action) -> int:
         return self.sent[send.kind][send.stage]

@@ -74,6 +74,7 @@ class Pipeline:
         gradient_age: The age of the gradients of what other ranks own.
         trained_digest: A number that tells apart which parameters train.
         drawn: The generators that all stages draw from.
+        flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
         leaves_trace: Whether the steps of the last batch that was cut cannot run again.
         before_look: Called before a step is run to look at it, with the weights that there are.
@@ -96,6 +97,7 @@ class Pipeline:
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
         self.batch_flops = 0
+        self.flops_of_one = 0.0
         self.leaves_trace = False
         self.before_look: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
@@ -324,6 +326,7 @@ class Pipeline:
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self._checks = StepChecks(self.chain, self.partition, ranks)
         self.costs: Costs = stage_costs(costs, self.partition)
+        self.flops_of_one = costs.unit
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
         ]

@@ -38,6 +38,10 @@ def _anything(schedule: Schedule, costs: Costs) -> bool:
     return True
 
 
+def _nothing(option: Option) -> float:
+    return 0.0
+
+
 def _never(option: Option) -> bool:
     return False
 
@@ -50,11 +54,17 @@ class Limits(NamedTuple):
         offload: "auto": as little as the memory asks for; "none", or a share of the activations, as
             for :func:`offload_activations`.
         has_room: Whether the hosts have room for what a schedule offloads.
+        taken: What of the memory an option's plans cannot have, for its weights are there.
     """
 
     memory: float | None = None
     offload: str | float = "auto"
     has_room: Callable[[Schedule, Costs], bool] = _anything
+    taken: Callable[[Option], float] = _nothing
+
+    def left(self, option: Option) -> float | None:
+        """Return the most memory of a rank for an option's plans."""
+        return None if self.memory is None else max(0.0, self.memory - self.taken(option))
 
 
 _NO_LIMITS = Limits()
@@ -147,14 +157,15 @@ class _Trials:
             self._refuse(option, "none" if share == "auto" else str(share), error)
 
     def _add_order(self, option: Option) -> None:
-        schedule = self._build(option, self._limits.memory)
+        schedule = self._build(option, self._limits.left(option))
         if schedule.has_copies and self._limits.offload == "none":
             raise ScheduleError("it copies, and offload is none")
         self._add(option, "its own" if schedule.has_copies else "none", schedule)
 
     def _add_share(self, option: Option, share: str | float) -> None:
         free = self._build(option, None)
-        planned = offload_activations(free, self._costs(option), share, self._limits.memory)
+        limit = self._limits.left(option)
+        planned = offload_activations(free, self._costs(option), share, limit)
         self._add(option, str(share), *planned)
 
     def try_copies(self, tried: Iterable[Option]) -> None:
@@ -181,10 +192,10 @@ class _Trials:
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("even without its copies no faster than the best")
-            costs, (limit, _, has_room) = self._costs(option), self._limits
+            costs, limit = self._costs(option), self._limits.left(option)
 
             def is_there_room(offloaded: Schedule) -> bool:
-                return has_room(offloaded, costs)
+                return self._limits.has_room(offloaded, costs)
 
             runs = split_every_backward(schedule)
             planned = offload_activations(runs, costs, "auto", limit, is_there_room)
@@ -204,7 +215,7 @@ class _Trials:
 
     def _check_memory(self, option: Option, needed: float) -> None:
         """Refuse what fits as it is built, but not as it runs: B may leave more than F did."""
-        limit = self._limits.memory
+        limit = self._limits.left(option)
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
@@ -222,7 +233,7 @@ class _Trials:
     def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
         if isinstance(error, MemoryLimitError):
             _, _, needed = error.args
-            self._least = min(self._least, needed)
+            self._least = min(self._least, needed + self._limits.taken(option))
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
         else:
             refused = Candidate(option, offload, str(error).partition("\n")[0])

@@ -42,12 +42,14 @@ class SegmentCosts:
         backward_input: Work of B.
         backward_weight: Work of W.
         parameters: Numbers of elements.
+        unit: Operations that a cost of 1 stands for; 0 where they were not counted.
     """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     parameters: tuple[int, ...]
+    unit: float = 0.0
 
 
 def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> SegmentCosts:
@@ -64,7 +66,8 @@ def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> Segmen
     for slot in find_slots(module):
         if slot.kind == "_parameters":
             parameters[min(segments[slot.name])] += slot.tensor.numel()
-    return SegmentCosts(tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters))
+    work = tuple(forward), tuple(backward_input), tuple(weight)
+    return SegmentCosts(*work, tuple(parameters), unit)
 
 
 def costs_by_size(

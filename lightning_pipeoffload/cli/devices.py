@@ -1,0 +1,79 @@
+"""What devices can do by their data sheets: what a plan goes by where nothing has been measured.
+
+Sources: NVIDIA's data sheets of the forms with NVLink (SXM), without sparsity, which doubles what
+they print large. H100: 989 TFLOP/s dense bf16 and fp16, 67 fp32, 67 fp64 in tensor cores, 80 GB,
+NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 141 GB. A100: 312,
+19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, NamedTuple
+
+from lightning_pipeoffload.schedule import ScheduleError
+
+__all__ = ["DEVICES", "Device", "device_named", "kind_of_precision"]
+
+
+class Device(NamedTuple):
+    """What a device can do at best.
+
+    Attributes:
+        name: What it is called on the command line.
+        flops: Operations per second, by the kind of number.
+        memory: Bytes.
+        copy_rate: Bytes per second to the host, and as many back at the same time.
+        link_rate: Bytes per second to a neighbour.
+    """
+
+    name: str
+    flops: dict[str, float]
+    memory: float
+    copy_rate: float
+    link_rate: float
+
+
+_HOPPER = {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12}
+_AMPERE = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", _AMPERE, 80e9, 32e9, 300e9),
+        Device("h100", _HOPPER, 80e9, 64e9, 450e9),
+        Device("h200", _HOPPER, 141e9, 64e9, 450e9),
+    )
+}
+
+
+def device_named(name: Any, efficiency: Any) -> Device:
+    """Return a device with the rates that it reaches.
+
+    Args:
+        name: One of ``DEVICES``.
+        efficiency: The share of its rates that it reaches.
+
+    Raises:
+        ScheduleError: There is no such device, or the share is none.
+    """
+    device = DEVICES.get(str(name).lower())
+    if device is None:
+        raise ScheduleError(
+            f"device ({name}) is unknown; use one of {', '.join(DEVICES)}, or give costs that "
+            f"pipeoffload-rehearse has measured: costs_file=FILE"
+        )
+    is_number = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
+    if not is_number or not 0 < efficiency < inf or efficiency > 1:
+        raise ScheduleError(f"efficiency ({efficiency}) must be a share above 0 and up to 1")
+    return device._replace(
+        flops={kind: rate * efficiency for kind, rate in device.flops.items()},
+        copy_rate=device.copy_rate * efficiency,
+        link_rate=device.link_rate * efficiency,
+    )
+
+
+def kind_of_precision(precision: str) -> str:
+    """Return in what kind of number a trainer's precision multiplies matrices."""
+    kinds = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16", "64": "fp64"}
+    return kinds.get(precision.partition("-")[0], "fp32")

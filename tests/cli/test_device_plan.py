@@ -1,0 +1,105 @@
+"""``pipeoffload-plan device=h100 model=...`` plans by counted operations and data sheets."""
+
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pipeoffload.cli.configuration import build as make
+from lightning_pipeoffload.cli.configuration import configuration_directory
+from lightning_pipeoffload.cli.device_plan import DevicePlanner
+from lightning_pipeoffload.cli.devices import DEVICES, kind_of_precision
+from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option
+
+SMALL = (
+    *("model=gpt_tiny", "model.width=64", "model.heads=2", "model.dropout=0", "data.context=32"),
+    *("data.batch_size=8", "num_ranks=2", "num_microbatches=4", "format=json", "device=h100"),
+)
+
+
+# One stage on each rank: every other cut is looked at anew.
+AUTO = ("schedule=auto", "num_chunks=1")
+
+
+def plan_config(*overrides):
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        return compose("plan", overrides=[*SMALL, *overrides])
+
+
+def planned(capsys, *overrides):
+    plan(plan_config(*overrides))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches():
+    config = plan_config("+trainer.precision=bf16-mixed", "efficiency=0.4")
+    costs = DevicePlanner(config).costs_of(Option("zb_h1", 1, 4))
+    seconds = sum(map(sum, costs.compute(2).values()))
+    module, batch = make(config, "model"), torch.zeros(2, 33, dtype=torch.long)
+    module.log = lambda *args, **more: None
+    # Torch counts attention only where it is matrix products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module.training_step((batch[:, :-1], batch[:, 1:]), 0)
+    assert seconds == pytest.approx(3 * counter.get_total_flops() / (0.4 * 989e12), rel=1e-6)
+
+
+def test_what_is_told_is_what_it_goes_by(capsys):
+    told = planned(capsys, *AUTO, "+trainer.precision=bf16-mixed")
+    assert told["device"] == "h100"
+    assert told["precision"] == "bf16-mixed"
+    assert told["flops_per_second"] == 0.5 * 989e12
+    assert told["device_memory"] == 80e9
+    (taken,) = [c for c in told["candidates"] if c["fits"] and not c["reason"]]
+    assert [taken["schedule"], taken["period"]] == [told["schedule"], told["period"]]
+
+
+def test_weights_gradients_and_states_leave_less_for_activations(capsys):
+    free = planned(capsys, *AUTO)
+    weights = free["taken_by_weights"]
+    assert weights > 4 * 4 * 64 * 64 * 12  # four blocks of more than 12 squares, by AdamW, halved
+    memory = int(weights + max(free["peak_memory"]) * 0.6)
+    tight = planned(capsys, *AUTO, f"device_memory={memory}")
+    assert tight["taken_by_weights"] + max(tight["peak_memory"]) <= memory
+    assert max(tight["peak_memory"]) < max(free["peak_memory"])
+    with pytest.raises(ScheduleError, match=r"h100 has .* MiB, and any plan needs .* MiB or more"):
+        plan(plan_config(*AUTO, f"device_memory={int(weights * 0.9)}"))
+
+
+def test_a_schedule_can_be_named(capsys):
+    assert planned(capsys, "schedule=zb_v")["schedule"] == "zb_v"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["device=b9"], r"device \(b9\) is unknown; use one of a100, h100, h200"),
+        (["efficiency=0"], r"efficiency \(0\) must be a share above 0"),
+        (["efficiency=nan"], r"efficiency \(nan\) must be a share"),
+        (["memory_limit=3"], r"memory_limit \(3\) follows from the device"),
+        (["sweep=memory_limit"], r"sweep \(memory_limit\) has no part in a plan for a device"),
+        (["schedule=optpipe"], r"schedule \(optpipe\) cannot be planned for a device"),
+        (["num_ranks=1.5"], r"num_ranks \(1\.5\) must be a whole number"),
+        (["num_chunks=3", "schedule=zb_v"], r"num_chunks \(3\) is none that zb_v takes"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides, message):
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config(*overrides))
+
+
+def test_without_a_model_there_is_nothing_to_count():
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        config = compose("plan", overrides=["device=h100"])
+    with pytest.raises(ScheduleError, match=r"device \(h100\) is for a model"):
+        plan(config)
+
+
+def test_a_precision_has_its_rate():
+    kinds = {"32-true": "fp32", "bf16-true": "bf16", "16-mixed": "fp16", "64-true": "fp64"}
+    assert {name: kind_of_precision(name) for name in kinds} == kinds
+    assert all({*kinds.values()} == {*device.flops} for device in DEVICES.values())
