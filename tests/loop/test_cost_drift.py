@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.drifting_fits import drifting, drifting_and_not, held, slow_rank, solved
+from tests.support.drifting_fits import drifting, drifting_and_not, held, longer, slow_rank, solved
 
 LIMITED = {"schedule": "zb", "memory_limit": "100MiB"}
 LONG = {**LIMITED, "num_microbatches": 8}
@@ -40,6 +40,17 @@ def test_deterministic_training_keeps_its_plan(ranks):
     assert len(plans_of(found)) == 2  # that which measures, and that by its costs
 
 
+def test_longer_sequences_keep_the_memory_limit_by_the_new_plan(ranks):
+    limit = 12 * 2**20
+    found = ranks(2).run(longer, 2, limit, 33)[0]
+    before, after = plans_of(found)[-2:]
+    assert "OFFLOAD" not in before
+    assert "OFFLOAD" in after
+    report = found["report"]
+    assert max(report["peak_memory"]) <= limit
+    assert report["measured"]["peak_activation_bytes"] == report["peak_memory"]
+
+
 def test_a_rank_that_becomes_slow_is_named_once(ranks):
     found = ranks(2).run(slow_rank, 2, 1, {"schedule": "zb_h1"}, 60)
     (said,) = found[0]["said"]
@@ -49,12 +60,15 @@ def test_a_rank_that_becomes_slow_is_named_once(ranks):
     assert len(plans_of(found[0])) == 1
 
 
+@pytest.mark.slow
 def test_a_solver_is_not_disturbed_and_starts_again_with_the_new_times(ranks):
     found = ranks(2).run(solved, 2, 50)
     assert [result["started"] for result in found] == [2, 0]
     assert found[0]["report"]["schedule"] == "optpipe"
 
 
-@pytest.mark.parametrize(("schedule", "size"), [("zb_2p", 3), ("zb_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "size"), [("zb_2p", 3), pytest.param("zb_v", 2, marks=pytest.mark.slow)]
+)
 def test_nobody_waits_where_votes_are_cast_and_read(ranks, tmp_path, schedule, size):
     assert ranks(size).run(held, size, str(tmp_path), schedule) == [11] * size

@@ -75,7 +75,12 @@ class Kept(logging.Handler):
 
 
 def fit(
-    size: int, script: Script, max_steps: int, options: dict[str, Any], trainer: dict[str, Any]
+    size: int,
+    script: Script,
+    max_steps: int,
+    options: dict[str, Any],
+    trainer: dict[str, Any],
+    trained: tuple[L.LightningModule, Any] | None = None,
 ) -> dict[str, Any]:
     """Fit by a script; return losses, plans of the steps, warnings and the report.
 
@@ -105,7 +110,7 @@ def fit(
             mock.patch.object(measurements, "measure_hops", return_value={}),
             mock.patch.object(auto_choice, "options", return_value=[Option("1f1b", 1, 4)]),
         ):
-            run.fit(auto_fits.Wide(), fits.loader())
+            run.fit(*(trained or (auto_fits.Wide(), fits.loader())))
     finally:
         log.removeHandler(kept)
         torch.use_deterministic_algorithms(False)
@@ -161,6 +166,35 @@ def solved(size: int, max_steps: int) -> dict[str, Any]:
     with mock.patch.object(plan_updates, "PlanSolver", Solver):
         script = Script(EVEN, LONGER, drifts_at=6)
         return {**fit(size, script, max_steps, options, {}), "started": len(started)}
+
+
+class Sequences(fits.Net):
+    """Takes sequences of tokens."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["x"])
+        self.log("train_loss", loss)
+        return loss
+
+
+def growing(numbers: list[int]) -> dict[str, Any]:
+    """Make sequences of a batch: from the seventh on four times as long."""
+    length = 256 if max(numbers) < 48 else 1024
+    tokens = torch.tensor(numbers).unsqueeze(1).repeat(1, length) % 32
+    return {"x": tokens, "names": [f"sample {number}" for number in numbers]}
+
+
+def longer(size: int, limit: int, max_steps: int) -> dict[str, Any]:
+    """Fit within a limit, with sequences and times that become longer."""
+    options = {"schedule": "zb", "memory_limit": limit}
+    numbers: Any = range(8 * max_steps)
+    data = torch.utils.data.DataLoader(numbers, 8, collate_fn=growing)
+    script = Script(EVEN, LONGER, drifts_at=6)
+    return fit(size, script, max_steps, options, {}, (Sequences(), data))
 
 
 class Held(fits.Net):
