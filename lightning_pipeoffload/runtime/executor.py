@@ -4,15 +4,13 @@ What each kind does is one method, found in a table; where the plan came from ma
 Of one stage in the middle and one microbatch::
 
     plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
-    messages  posted -> taken     sent ->   posted -> taken     sent ->
     memory              [==== the activation ========][== what waits =====]
 
-A message is posted as early as it can have been sent; F and B wait for it, RECV itself does not.
+F and B wait for their messages; RECV itself does not.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.rank_messages import RankMessages
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
@@ -30,13 +29,7 @@ from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.ahead import actions_ahead
-from lightning_pipeoffload.schedule.messages import (
-    RECVS,
-    SENDS,
-    arrived_before,
-    recv_of,
-    sends_before,
-)
+from lightning_pipeoffload.schedule.messages import RECVS, SENDS
 
 _BACKWARD = {Kind.B, Kind.BW}
 
@@ -79,8 +72,7 @@ class Executor:
         self.timer = timer
         self.memory = memory
         self.current: Action | None = None
-        self._inbox: dict[Action, list[Tensor]] = {}
-        self._outbox: dict[Action, list[Tensor]] = {}
+        self._messages = RankMessages(timer)
         self._results: dict[int, Any] = {}
         self._computations: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -91,8 +83,8 @@ class Executor:
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             **dict.fromkeys(self._computations, self._compute),
             **dict.fromkeys(COPIES, self._move),
-            **dict.fromkeys(SENDS, self._send),
-            **dict.fromkeys(RECVS, self._receive),
+            **dict.fromkeys(SENDS, self._messages.send),
+            **dict.fromkeys(RECVS, self._messages.receive),
             Kind.W: self._weights,
             Kind.REDUCE: self._reduce,
         }
@@ -166,13 +158,13 @@ class Executor:
         """
         # By identity: step after step it is the same object, and comparing all actions takes time.
         if plan is not self._plan:
-            self._plan, self._arrived_before = plan, arrived_before(plan, self.rank)
-            self._sends_before = sends_before(plan, self.rank)
+            self._plan = plan
+            self._messages.use(plan, self.rank)
             found = (tail.weights for tail in tails(plan[self.rank]))
             self._tails = {weights[0]: weights for weights in found if weights}
             self._ahead = None
         self._ends = ends
-        self._num_sent = 0
+        self._messages.start_step(self.transport, self.stages)
         self._keep = not plan.is_forward_only
         self._microbatches: dict[int, Microbatch] = {}
         if self._keep:
@@ -229,13 +221,11 @@ class Executor:
 
     def _take_back(self) -> None:
         """Be where the step has begun, as all ranks are then."""
-        self._inbox.clear()
-        self._outbox.clear()
+        self._messages.start_step(self.transport, self.stages)
         for stage in self.stages.values():
             stage.take_back()
         self.memory.take_back()
         self.timer.start_step()
-        self._num_sent = 0
         forget_casts()
 
     def end(self) -> None:
@@ -248,8 +238,7 @@ class Executor:
         """Leave a step where it is, after an error."""
         self.current = None
         self._regrouped.clear()
-        self._inbox.clear()
-        self._outbox.clear()
+        self._messages.forget()
         for stage in self.stages.values():
             stage.abandon()
 
@@ -261,9 +250,7 @@ class Executor:
     ) -> Iterator[Action]:
         self._results.clear()
         self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
-        receives = (action for action in actions if action.kind in RECVS)
-        # Sorting is stable, so that each edge's messages stay in the order in which they are sent.
-        self._to_receive = deque(sorted(receives, key=self._sends_before.__getitem__))
+        self._messages.expect(actions, self._microbatches)
         for action in actions:
             yield action
             self.current = action
@@ -287,29 +274,20 @@ class Executor:
         self.memory.move(action)
         self.memory.record(action)
 
-    def _post(self, action: Action) -> None:
-        microbatch = self._microbatches[action.microbatch]
-        if action.kind is Kind.RECV_F:
-            specs = self.stages[action.stage].payload_in(microbatch)
-            self.transport.post(action, self._plan.rank_of(action.stage - 1), specs)
-        else:
-            sent = self.stages[action.stage].payload_out(microbatch)
-            specs = [spec for spec in sent if spec.gets_gradient]
-            self.transport.post(action, self._plan.rank_of(action.stage + 1), specs)
-
     def _forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         microbatch = self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
         # Taken as late as the stage asks for it, which has prepared its F by then.
-        receive: Callable[[], list[Tensor]] = partial(self._take, _input_of(action))
+        receive: Callable[[], list[Tensor]] = partial(self._messages.take, _input_of(action))
         if self.under_way:
             receive = self._with_weights(stage, receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
             self._results[action.microbatch] = output
         else:
-            self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
+            send = Action(Kind.SEND_F, action.stage, action.microbatch)
+            self._messages.pass_on(send, output)
 
     def _with_weights(
         self, stage: StageRunner, receive: Callable[[], list[Tensor]]
@@ -324,12 +302,13 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
-        gradients = [] if stage.is_last else self._take(_gradient_of(action))
+        gradients = [] if stage.is_last else self._messages.take(_gradient_of(action))
         gradients = stage.backward(
             self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
         )
         if not stage.is_first:
-            self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
+            send = Action(Kind.SEND_B, action.stage, action.microbatch)
+            self._messages.pass_on(send, gradients)
 
     def _weights(self, action: Action) -> None:
         """Run a W; the first of a REDUCE's tail with the others, regrouped by parameter."""
@@ -359,47 +338,6 @@ class Executor:
 
     def _weight(self, action: Action) -> None:
         self.stages[action.stage].weight(self._microbatches[action.microbatch])
-
-    def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
-        """Put a result where its SEND finds it, or right into the inbox of a stage of this rank."""
-        receive = recv_of(send)
-        if receive.stage in self.stages:
-            self._inbox[receive] = tensors
-        else:
-            self._outbox[send] = tensors
-
-    def _take(self, receive: Action) -> list[Tensor]:
-        """Return a message, once it is there."""
-        handed_over = self._inbox.pop(receive, None)
-        if handed_over is not None:
-            return handed_over
-        self.timer.pause()
-        tensors = self.transport.wait(receive)
-        # The peer has waited for these before it sent this message.
-        for send in self._arrived_before.get(receive, ()):
-            self.transport.release(send)
-        self.timer.resume()
-        return tensors
-
-    def _send(self, action: Action) -> None:
-        peer = self._plan.rank_of(recv_of(action).stage)
-        self.transport.send(action, peer, self._outbox.pop(action))
-        self._num_sent += 1
-        self._post_what_follows(self._num_sent)
-
-    def _receive(self, action: Action) -> None:
-        """See that the message can arrive; the F or B that needs it waits for it."""
-        self._post_what_follows(max(self._num_sent, self._sends_before[action]))
-
-    def _post_what_follows(self, num_sent: int) -> None:
-        """Post the messages that follow from no more than so many sends of this rank.
-
-        Not sooner: NCCL receives in a kernel, and loading another kernel for the first time waits
-        for that one, which would wait for what this rank has yet to send. Nor does memory wait for
-        what cannot come yet.
-        """
-        while self._to_receive and self._sends_before[self._to_receive[0]] <= num_sent:
-            self._post(self._to_receive.popleft())
 
 
 def _input_of(forward: Action) -> Action:
