@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lightning_pipeoffload import schedule as schedule_package
 from lightning_pipeoffload.schedule import Schedule
+from lightning_pipeoffload.schedule.plan_numbers import from_numbers
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.serve import BOOT, plan_of, request
+from lightning_pipeoffload.schedule.solver.serve import BOOT, request
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class PlanSolver:
             return
         *lines, self._unread = (self._unread + read).split(b"\n")
         if lines:
-            self.best = plan_of(json.loads(lines[-1]))
+            self.best = from_numbers(json.loads(lines[-1]), "optpipe")
 
     def close(self) -> None:
         """End it."""

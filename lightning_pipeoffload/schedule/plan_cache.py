@@ -17,8 +17,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .actions import Action, Kind, ScheduleError
+from .actions import ScheduleError
 from .costs import Costs
+from .plan_numbers import from_numbers, to_numbers
 from .schedule import Schedule
 from .validate import validate
 
@@ -31,7 +32,6 @@ _MEMORY = ("activation", "weight_residue", "weight_input")
 _TIME_STEP, _MEMORY_STEP = 0.02, 1 / 16
 _UNLIMITED = 10**9
 _MOST_OF_A_FAMILY = 64  # files
-_KINDS = tuple(Kind)
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,7 @@ def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any])
         {
             "name": schedule.name,
             "remarks": dict(remarks),
-            "ranks": [
-                [number for a in rank for number in (_KINDS.index(a.kind), *a[1:])]
-                for rank in schedule
-            ],
+            "ranks": to_numbers(schedule),
         }
     )
     # The numbers are first, and short: a search for hints reads no more of a file.
@@ -216,14 +213,7 @@ def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
 
 
 def _parsed(plan: Mapping[str, Any], is_exact: bool) -> CachedPlan:
-    ranks = [
-        [
-            Action(_KINDS[kind], stage, microbatch)
-            for kind, stage, microbatch in zip(*[iter(rank)] * 3, strict=True)
-        ]
-        for rank in plan["ranks"]
-    ]
-    schedule = Schedule.of(ranks, plan["name"])
+    schedule = from_numbers(plan["ranks"], plan["name"])
     validate(schedule)
     return CachedPlan(schedule, is_exact, plan["remarks"])
 

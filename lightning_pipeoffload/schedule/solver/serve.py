@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..actions import Action
 from ..costs import Costs
 from ..plan_cache import PlanCache
+from ..plan_numbers import from_numbers, to_numbers
 from ..schedule import Schedule
 from .improve import Improvement
 from .optpipe import SolvedPlans
 from .plan_problem import PlanProblem
 
-__all__ = ["BOOT", "answer", "main", "plan_of", "request"]
+__all__ = ["BOOT", "answer", "main", "request"]
 
 BOOT = """
 import importlib, importlib.util, sys
@@ -55,21 +55,11 @@ def request(problem: PlanProblem, start: Schedule, seconds: float, folder: str |
         "placement": problem.placement,
         "costs": costs,
         "memory_limit": problem.memory_limit,
-        "start": str(start),
+        "start": to_numbers(start),
         "seconds": seconds,
         "folder": folder,
     }
     return json.dumps(asked)
-
-
-def plan_of(text: str) -> Schedule:
-    """Read a plan as it prints.
-
-    Raises:
-        ScheduleError: It is none.
-    """
-    ranks = ([Action.parse(word) for word in line.split()] for line in text.splitlines())
-    return Schedule.of(ranks, "optpipe")
 
 
 def answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
@@ -86,7 +76,7 @@ def answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
         asked["memory_limit"],
     )
     known = SolvedPlans(PlanCache(asked["folder"]), problem)
-    in_use, seconds = plan_of(asked["start"]), asked["seconds"]
+    in_use, seconds = from_numbers(asked["start"], "optpipe"), asked["seconds"]
     start = known.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
         tell(start)
@@ -113,7 +103,7 @@ def main() -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
 
     def tell(plan: Schedule) -> None:
-        sys.stdout.write(json.dumps(str(plan)) + "\n")
+        sys.stdout.write(json.dumps(to_numbers(plan)) + "\n")
         sys.stdout.flush()
 
     answer(asked, tell)
