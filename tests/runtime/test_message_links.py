@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_pipeoffload.runtime.message_links import (
     BufferedLink,
     BufferRing,
+    HostLink,
     Link,
     MessageSettings,
     StagedLink,
@@ -57,7 +58,7 @@ def link_of(kind, group):
     return kind(group, 0, 1, CPU)
 
 
-KINDS = [Link, BufferedLink, StagedLink]
+KINDS = [Link, HostLink, BufferedLink, StagedLink]
 DTYPES = [
     torch.int16, torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fn, torch.bool,
 ]  # fmt: skip
