@@ -18,7 +18,7 @@ DEFAULT_SCHEDULE = "zb_h1"
 
 SCHEDULES = {
     **FAMILIES,
-    "optpipe": Recipe(optpipe, 1, None, optpipe_placement, is_solved=True),
+    "optpipe": Recipe(optpipe, 1, None, optpipe_placement),
 }
 
 

@@ -36,7 +36,6 @@ class Recipe:
         max_chunks: The most stages per rank that it takes; None for no limit.
         placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
         takes_seconds: Whether the builder searches for longer than all others together.
-        is_solved: Whether a solver improves what the other builders give.
     """
 
     builder: Callable[..., Schedule]
@@ -44,7 +43,6 @@ class Recipe:
     max_chunks: int | None = 1
     placement: Callable[[int, int], tuple[int, ...]] = loop
     takes_seconds: bool = False
-    is_solved: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
