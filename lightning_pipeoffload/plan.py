@@ -97,21 +97,21 @@ def plan(config: DictConfig) -> None:
         given = _given_schedule(config)
         costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
         schedule, offload = _offloaded(config, given, costs)
-    _report(config, with_reductions(schedule, costs), costs, offload, file)
+    planned = PlannedSteps(with_reductions(schedule, costs), costs, BorderOptions.of(config))
+    _report(config, planned, offload, units, file)
 
 
 def _report(
     config: DictConfig,
-    schedule: Schedule,
-    costs: Costs,
+    planned: PlannedSteps,
     told: dict[str, Any],
+    units: Units,
     file: PictureFile | None,
 ) -> None:
-    units = Units("s", "bytes") if config.device else Units.of(costs)
-    planned = PlannedSteps(schedule, costs, BorderOptions.of(config))
     if file:
         file.write([planned.drawn(units.time)])
-    REPORTS[config.format](planned, {**_copy_ratio(schedule, costs), **told}, units)
+    ratio = _copy_ratio(planned.schedule, planned.costs)
+    REPORTS[config.format](planned, {**ratio, **told}, units)
 
 
 def _plan_for_device(config: DictConfig) -> None:
@@ -131,11 +131,14 @@ def _plan_for_device(config: DictConfig) -> None:
             f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
             f"take; set device_memory, as in device_memory=40GiB"
         )
-    file = _picture_file(config, Units("s", "bytes"))
+    units = Units("s", "bytes")
+    file = _picture_file(config, units)
     _load_package()
     from lightning_pipeoffload.cli.device_plan import plan_for_device  # noqa: PLC0415 - as above
 
-    _report(config, *plan_for_device(config), file)
+    schedule, costs, told = plan_for_device(config)
+    planned = PlannedSteps(schedule, costs, BorderOptions.of(config))
+    _report(config, planned, told, units, file)
 
 
 def _estimate_model(config: DictConfig) -> None:
