@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from lightning_pipeoffload.planning.report_text import print_line
+from lightning_pipeoffload.runtime.cut.block_examples import find_examples
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 
 
 def compile_ahead(pipeline: Pipeline, group: PipelineGroup, first: BatchSlice) -> None:
@@ -18,12 +21,22 @@ def compile_ahead(pipeline: Pipeline, group: PipelineGroup, first: BatchSlice) -
         group: The pipeline's processes.
         first: A microbatch of the first batch.
     """
-    if not pipeline.is_compiled:
+    if not pipeline.compiler.has_work:
         return
     if group.reports:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
     with group.world.waiting_as_long_as_it_takes():
-        pipeline.compile_ahead(first)
+        _compile(pipeline, first)
     if group.reports:
         print_line(f"Compiled in {time.monotonic() - started:.1f} s.")
+
+
+def _compile(pipeline: Pipeline, first: BatchSlice) -> None:
+    chain, run = pipeline.chain, partial(first.run, PROBE)
+    examples = find_examples(pipeline.module, chain, run, pipeline.device)
+    local = [pipeline.partition[stage] for stage in pipeline.local_stages]
+    for index in [index for stage in local for index in stage.blocks]:
+        with examples[index].called() as (args, kwargs):
+            call = partial(chain.run_block, index, *args, **kwargs)
+            pipeline.compiler.compile_ahead(chain.blocks[index], call)

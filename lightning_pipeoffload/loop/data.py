@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -156,6 +157,12 @@ class _Owned:
 def _give_back(loader: Any) -> None:
     while isinstance(loader, _Owned):
         loader.__class__ = own_class(loader)
+
+
+def count_seen(trainer: Trainer) -> int:
+    """Return how many batches of this epoch a fit that resumes has done."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return 0 if progress.is_last_batch else progress.current.ready
 
 
 def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -19,19 +20,18 @@ from lightning_pipeoffload.loop.callback_checks import (
     refuse_synchronized_norms,
 )
 from lightning_pipeoffload.loop.clocks import Clocks
-from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload.loop.data import PipelineLoaders, count_seen, leave_out_seen
 from lightning_pipeoffload.loop.first_batches import FirstBatches
-from lightning_pipeoffload.loop.gradient_clipping import clip_by_own_norm, clip_over_ranks
 from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks
 from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
 from lightning_pipeoffload.loop.hooks.gradient_sizes import share_gradient_sizes
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.joint_stop import JointStop
 from lightning_pipeoffload.loop.lightning_loops import join_loops, refuse_module
-from lightning_pipeoffload.loop.loss_scale import leave_loss_scale, share_loss_scale
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, join_requeue
+from lightning_pipeoffload.loop.shared_gradients import leave_gradients, share_gradients
 from lightning_pipeoffload.loop.step_barrier import has_step_barrier
 from lightning_pipeoffload.loop.step_border import StepBorder
 from lightning_pipeoffload.loop.step_calls import StepCalls
@@ -130,7 +130,9 @@ class RunSetup(ModelInParts):
         if self.world_size > 1:
             refuse_differences(self._described(trainer), self.group.world.host_group)
         self.setup_precision_plugin()
-        self._join_gradients()
+        self._border = share_gradients(
+            self.precision_plugin, self.group, self.run.pipeline.gradient_age
+        )
         self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
@@ -145,13 +147,6 @@ class RunSetup(ModelInParts):
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
         )
-
-    def _join_gradients(self) -> None:
-        """Let the precision plugin go by the gradients of all stages."""
-        age = self.run.pipeline.gradient_age
-        self._border = StepBorder(self.group, age)
-        clip_over_ranks(self.precision_plugin, self.group, age, self._border)
-        share_loss_scale(self.precision_plugin, self.group, age, self._border)
 
     def _has_barrier(self, trainer: Trainer) -> bool:
         goes_ahead = self._border is not None and self._border.guesses_always
@@ -252,13 +247,8 @@ class RunSetup(ModelInParts):
             return dataloader
         self._loaders.own(dataloader, self._trainer.training)
         if self._trainer.training and self._trainer.ckpt_path is not None:
-            leave_out_seen(dataloader, self._count_seen_batches)
+            leave_out_seen(dataloader, partial(count_seen, self._trainer))
         return dataloader
-
-    def _count_seen_batches(self) -> int:
-        """Return how many batches of this epoch a fit that resumes has done."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return 0 if progress.is_last_batch else progress.current.ready
 
     def _share_gradient_sizes(self) -> None:
         if self._is_split:
@@ -293,10 +283,7 @@ class RunSetup(ModelInParts):
         if self._hook_forwards is not None:
             self._hook_forwards.leave()
             self._hook_forwards = None
-        if self._border is not None:
-            self._border.forget()
-        clip_by_own_norm(self.precision_plugin)
-        leave_loss_scale(self.precision_plugin)
+        leave_gradients(self.precision_plugin, self._border)
         super().teardown()
 
     @override

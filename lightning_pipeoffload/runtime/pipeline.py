@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.block_examples import find_examples
 from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
 from lightning_pipeoffload.runtime.cut.cut_check import check_shared_weights
 from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
@@ -49,7 +48,7 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall, UsersStep
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs
@@ -71,6 +70,7 @@ class Pipeline:
         settings: How it is cut.
         chain: The blocks.
         probes: What was seen of the steps.
+        compiler: What compiles the blocks.
         gradient_age: The age of the gradients of what other ranks own.
         trained_digest: A number that tells apart which parameters train.
         drawn: The generators that all stages draw from.
@@ -105,7 +105,7 @@ class Pipeline:
         self.gradient_age = GradientAge()
         self.settings = settings
         self.chain = find_chain(module, settings.blocks)
-        self._compiler = BlockCompiler(module, self.chain.blocks, settings.compile)
+        self.compiler = BlockCompiler(module, self.chain.blocks, settings.compile)
         self._forget_cut()
         self.parts = parts
         self._know_parameters()
@@ -233,23 +233,6 @@ class Pipeline:
         }
         self._leave_foreign()
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether any block is."""
-        return self._compiler.has_work
-
-    def compile_ahead(self, first: BatchSlice) -> None:
-        """Compile this rank's blocks before any step runs.
-
-        Args:
-            first: A microbatch.
-        """
-        examples = find_examples(self.module, self.chain, partial(first.run, PROBE), self.device)
-        for index in [i for stage in self.local_stages for i in self.partition[stage].blocks]:
-            with examples[index].called() as (args, kwargs):
-                call = partial(self.chain.run_block, index, *args, **kwargs)
-                self._compiler.compile_ahead(self.chain.blocks[index], call)
-
     def _leave_foreign(self) -> None:
         self.ownership.drop_foreign(self.gradient_age, self.settings.places)
         self._parameters = list(self.module.parameters())
@@ -280,7 +263,7 @@ class Pipeline:
         if self._absent is not None:
             self._absent.leave()
             self._absent = None
-        self._compiler.compile()
+        self.compiler.compile()
         self.chain.intercept()
         if self.stages:
             self.ownership.move()
@@ -291,7 +274,7 @@ class Pipeline:
     def detach(self) -> None:
         """Leave the module as any other one, but for what other ranks own."""
         self.chain.release()
-        self._compiler.leave()
+        self.compiler.leave()
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self.module, self._unsaved)
         weight_grad_kernels.remove_kernels()
