@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -58,6 +58,7 @@ IMPORTED = {
         "tree_unflatten",
     ],
     "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
+    "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": [
         "DefaultAllGather",
@@ -149,6 +150,7 @@ USED = {
     "_results": TRAINER,
     "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
     "_forward_cache": MeanMetric(),
+    "_current_fx_name": LightningModule(),
     "_to_sync": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),
     "_exit": os,

@@ -52,7 +52,7 @@ def _clip(
     counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
     own = get_total_norm(counted) if counted else torch.zeros((), dtype=_dtype_of(parameters))
     clipping = Clipping(parameters, clip_val, own)
-    if border.guesses():
+    if border.guesses_clipping():
         border.expect_clipping(clipping)
         return
     norm = group.global_norm(own)

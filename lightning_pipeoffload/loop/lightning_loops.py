@@ -132,10 +132,7 @@ def _validate(trainer: Trainer) -> Any:
 def _fit(trainer: Trainer) -> None:
     """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
     trainer.strategy.settle()  # type: ignore[attr-defined]
-    try:
-        type(trainer.fit_loop).run(trainer.fit_loop)
-    finally:
-        trainer.strategy.stop_watching_weights()  # type: ignore[attr-defined]
+    type(trainer.fit_loop).run(trainer.fit_loop)
 
 
 def _predict(trainer: Trainer, is_root: bool) -> Any:

@@ -18,12 +18,14 @@ code computes the weights before from those after; not to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from lightning_pipeoffload.loop.weights_watch import is_watched
 from lightning_pipeoffload.optimizers.kept_step import KeptStep
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
@@ -93,6 +95,7 @@ class StepBorder:
         self.num_taken_back = 0
         self._kept: KeptStep | None = None
         self._gains: Callable[[], bool] | None = None
+        self._is_last: Callable[[], bool] = lambda: False
         self._calm = _Calm()
         self._was_wrong = False
         self._forget_step()
@@ -103,21 +106,28 @@ class StepBorder:
         self._clipping: Clipping | None = None
         self._exchange: _Exchange | None = None
 
-    def open_for(self, kept: KeptStep, gains: Callable[[], bool] | None) -> None:
+    def open_for(
+        self, kept: KeptStep, gains: Callable[[], bool] | None, is_last: Callable[[], bool]
+    ) -> None:
         """Take steps for right from now on; all processes call it.
 
         Args:
             kept: What keeps the steps of the one optimizer.
             gains: A function that says whether it is worth while, asked once several steps in a
                 row were right, and only then are they taken for right; None: all are.
+            is_last: A function that says whether no hook runs between what clips now and the step.
         """
-        self._kept, self._gains = kept, gains
+        self._kept, self._gains, self._is_last = kept, gains, is_last
         self._group.connect_borders()
 
     @property
     def guesses_always(self) -> bool:
         """Whether every step is taken for right."""
         return self._kept is not None and self._gains is None
+
+    def guesses_clipping(self) -> bool:
+        """Whether the step at hand is taken for right, and nobody looks at what is not clipped."""
+        return self._is_last() and self.guesses()
 
     def guesses(self) -> bool:
         """Whether the step at hand is taken for right; all ranks ask, and decide alike."""
@@ -127,6 +137,8 @@ class StepBorder:
 
     def _decide(self) -> bool:
         if self._kept is None or not (self._gains is None or self._calm):
+            return False
+        if is_watched(self._kept.optimizer):  # since training has begun
             return False
         if self._gains is not None and self._kept.has_room is None:
             # Over the link to the host copies would take longer than a rank waits.
@@ -148,6 +160,8 @@ class StepBorder:
 
     def expect_clipping(self, clipping: Clipping) -> None:
         """Find out later whether gradients are to be clipped."""
+        assert self._kept is not None
+        self._kept.keep_anew()  # hooks have run since the loss scale was taken out
         self._clipping = clipping
         self._start_exchange()
 
@@ -179,6 +193,8 @@ class StepBorder:
         own, total = self._exchange.wait()
         with outside_autocast(self._group.device):
             is_right = self._mend(own, total)
+        assert self._kept is not None
+        self._kept.end()
         self._calm.know(is_right)
         self.num_taken_back += not is_right
         self._was_wrong = not is_right
@@ -190,7 +206,8 @@ class StepBorder:
         if total[1]:
             if not own[1]:  # else neither the optimizer nor the scale has gone on
                 assert self._scaling is not None
-                self._take_back()
+                self._await_copies()
+                self._kept.take_back()
                 self._scaling.lower()
             return False
         if self._clipping is None:
@@ -198,16 +215,14 @@ class StepBorder:
         norm = total[0].sqrt().to(self._clipping.own_norm.dtype)
         if self._clipping.is_needless(norm):
             return True
-        self._take_back()
-        self._clipping.clip(norm)
+        self._await_copies()
+        self._kept.repeat(partial(self._clipping.clip, norm))
         self._age.change()
-        self._kept.repeat()
         return False
 
-    def _take_back(self) -> None:
-        assert self._kept is not None
-        self._group.replicas.under_way.settle()  # else what comes would overwrite what is put back
-        self._kept.take_back()
+    def _await_copies(self) -> None:
+        """Have what other replicas send, which would overwrite what is put back."""
+        self._group.replicas.under_way.settle()
 
     def settle(self) -> bool:
         """Have the right weights; returns whether those since the step were others.

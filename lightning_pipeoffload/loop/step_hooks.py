@@ -49,7 +49,12 @@ class StepHooks(LaterSteps, RunSetup):
             kept = KeptStep(self._trainer.optimizers[0])
             is_asked = wanted == "post_validation"
             gains = None if is_asked else self.run.plans.gain_without_barrier
-            self._step_border.open_for(kept, gains)
+            self._step_border.open_for(kept, gains, self._is_clipping)
+
+    def _is_clipping(self) -> bool:
+        """Whether Lightning clips, as the last thing before the step; hooks may have before."""
+        # Private: no public name tells the hook that runs.
+        return self._trainer.lightning_module._current_fx_name == "configure_gradient_clipping"
 
     @property
     def _step_border(self) -> StepBorder:
@@ -213,3 +218,8 @@ class StepHooks(LaterSteps, RunSetup):
     @override
     def on_predict_end(self) -> None:
         self.run.finish_checking()
+
+    @override
+    def teardown(self) -> None:
+        self.stop_watching_weights()  # after an error; its hooks may have read them
+        super().teardown()

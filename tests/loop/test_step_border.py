@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.overrides import _get_current_function_mode  # private: a mode that was left behind
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import failing, fits
@@ -67,6 +68,16 @@ class Net(fits.Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class ClippingTwice(Net):
+    """Clips, works on what is clipped, and lets the trainer clip once more."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.trainer.precision_plugin.clip_gradients(optimizer, 3.0)
+        for parameter in self.parameters():
+            if type(parameter) is nn.Parameter:
+                parameter.grad.mul_(2.5)
+
+
 class Losses(L.Callback):
     """Keeps what was logged, which reads neither weights nor gradients."""
 
@@ -79,7 +90,8 @@ class Losses(L.Callback):
 
 def fit(sync, folder, size, module=(), strategy=(), options=()):
     L.seed_everything(7, verbose=False)
-    net, losses = Net(**dict(module)), Losses()
+    options = dict(options)
+    net, losses = options.pop("kind", Net)(**dict(module)), Losses()
     given = {"num_microbatches": 4, "schedule": "zb_h1", **dict(strategy)}
     trainer = L.Trainer(
         **{**fits.SILENT, "num_sanity_val_steps": 0},
@@ -89,7 +101,7 @@ def fit(sync, folder, size, module=(), strategy=(), options=()):
         enable_checkpointing=False,
         max_steps=NUM_STEPS,
         gradient_clip_val=6.0,
-        **dict(options),
+        **options,
     )
     trainer.fit(net, fits.loader(batch_size=8))
     trainer.save_checkpoint(Path(folder, sync))
@@ -159,6 +171,7 @@ def test_weights_are_those_of_ranks_that_wait(ranks, tmp_path, size, schedule, m
             marks=pytest.mark.slow,
         ),
         pytest.param(4, {"data_parallel_size": 2}, {}, marks=pytest.mark.slow),
+        (2, {"schedule": "zb_h2"}, {"kind": ClippingTwice}),
     ],
 )
 def test_so_they_are_with_replicas_offload_and_accumulation(
@@ -314,6 +327,44 @@ def test_who_looks_between_two_steps_sees_what_is_right(ranks, tmp_path, what):
         )
         assert_same(found["state_dict"], expected["state_dict"])
         assert_same(found["optimizer_states"], expected["optimizer_states"])
+
+
+class Failing(L.Callback):
+    """Fails after a step that was wrong, and reads the weights then."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == CLIPPED_EACH + 1:
+            raise RuntimeError("on purpose")
+
+    def on_exception(self, trainer, module, exception):
+        own = [p for p in module.parameters() if type(p) is nn.Parameter]
+        self.seen = [parameter.detach().clone() for parameter in own]
+
+
+def fit_failing(sync):
+    L.seed_everything(7, verbose=False)
+    failing = Failing()
+    trainer = L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0},
+        devices=2,
+        strategy=PipeOffloadStrategy(num_microbatches=4, schedule="zb_h2", optimizer_sync=sync),
+        callbacks=[failing],
+        enable_checkpointing=False,
+        gradient_clip_val=6.0,
+    )
+    fits.outlive_failures(trainer)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(Net(), fits.loader())
+    assert _get_current_function_mode() is None
+    return failing.seen
+
+
+def test_who_looks_after_an_error_sees_what_is_right(ranks):
+    found, expected = (ranks(2).run(fit_failing, s) for s in ("post_validation", "barrier"))
+    assert_same(found, expected)
 
 
 class Held(Net):

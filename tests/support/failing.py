@@ -170,15 +170,15 @@ class Strategy(PipeOffloadStrategy):
 
 def visit_what_is_taken_back(module: Failing) -> None:
     """Visit the module in the middle of a step that is taken back, in the second epoch."""
-    plain = KeptStep.take_back
+    plain = KeptStep.repeat
 
-    def take_back(kept: KeptStep) -> None:
+    def repeat(kept: KeptStep, change_gradients: Callable[[], None]) -> None:
         # A rank may be forked from one that has done this for a module of its own.
         if module._trainer is not None and module.trainer.current_epoch == 1:
             module.visit(TAKEN_BACK)
-        plain(kept)
+        plain(kept, change_gradients)
 
-    KeptStep.take_back = take_back
+    KeptStep.repeat = repeat
 
 
 def read_options() -> Namespace:

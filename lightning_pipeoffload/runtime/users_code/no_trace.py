@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_forward_hooks,  # private: hooks of all modules' forwards
+    _global_forward_pre_hooks,
+)
 
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
@@ -36,8 +40,10 @@ def leaving_no_trace(module: nn.Module) -> Iterator[None]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a forward runs hooks of the user's, which may keep a trace."""
-    # Private: no public name lists the hooks of a module.
-    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    # Private: no public name lists the hooks of a module, or those of all modules.
+    of_all = _global_forward_hooks or _global_forward_pre_hooks
+    own = (part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return bool(of_all) or any(own)
 
 
 def hooked(module: nn.Module) -> str:

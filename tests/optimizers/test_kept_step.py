@@ -1,0 +1,184 @@
+"""A step that is taken back and repeated leaves what one leaves that was right at once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.optimizers import kept_step
+from lightning_pipeoffload.optimizers.kept_step import KeptStep
+
+NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+    "nesterov": lambda p, lr: torch.optim.SGD(p, **{**NESTEROV, "lr": lr}),
+}
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 3, generator=generator)) for _ in range(3)]
+
+
+def give_gradients(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def halve(parameters):
+    for parameter in parameters:
+        parameter.grad.mul_(0.5)
+
+
+def step_right(optimizer, parameters):
+    halve(parameters)
+    optimizer.step()
+
+
+def step_wrong(kept, optimizer, parameters):
+    kept.keep()
+    optimizer.step()
+    kept.end_step()
+    kept.repeat(lambda: halve(parameters))
+    kept.end()
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_was_kept_of_the_first_step_goes_on_with_the_optimizer(name):
+    found, expected = [], []
+    for results, repeats in ((found, True), (expected, False)):
+        parameters = weights()
+        optimizer = OPTIMIZERS[name](parameters, lr=0.1)
+        kept = KeptStep(optimizer)
+        state = None
+        for step in range(3):
+            give_gradients(parameters, step)
+            if not repeats:
+                step_right(optimizer, parameters)
+            elif step:
+                step_wrong(kept, optimizer, parameters)
+            else:  # somebody takes the state before it is known to be wrong
+                kept.keep()
+                optimizer.step()
+                kept.end_step()
+                state = optimizer.state_dict()
+                kept.repeat(lambda own=parameters: halve(own))
+            state = state or optimizer.state_dict()
+            results.append(copy.deepcopy((state["state"], parameters)))
+    assert_same(found, expected)
+
+
+def test_gradients_are_kept_when_an_option_lets_the_step_write_into_them():
+    results = []
+    for repeats in (True, False):
+        parameters = weights()
+        optimizer = torch.optim.SGD(parameters, weight_decay=0.1, **NESTEROV)
+        kept = KeptStep(optimizer)
+        for step in range(6):
+            give_gradients(parameters, step)
+            if step == 4:
+                optimizer.param_groups[0]["weight_decay"] = 0.0
+            if repeats:
+                step_wrong(kept, optimizer, parameters)
+            else:
+                step_right(optimizer, parameters)
+        results.append(parameters)
+    assert_same(*results)
+
+
+def test_gradients_that_a_hook_has_written_since_are_kept():
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters, **NESTEROV)
+    kept = KeptStep(optimizer)
+    give_gradients(parameters, 0)
+    kept.keep()
+    halve(parameters[:2])
+    parameters[2].grad = None
+    kept.keep_anew()
+    before = [p.grad.clone() for p in parameters[:2]]
+    optimizer.step()
+    kept.end_step()
+    kept.take_back()
+    assert_same([p.grad for p in parameters[:2]], before)
+    assert not optimizer.state
+
+
+def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters, **NESTEROV)
+    kept = KeptStep(optimizer)
+    give_gradients(parameters, 0)
+    kept.keep()
+    optimizer.step()
+    kept.end_step()
+    kept.end()
+    gradient = weakref.ref(parameters[0].grad)
+    optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+
+
+def test_room_is_asked_for_again_when_state_appears(monkeypatch):
+    """Before the first step most optimizers have none."""
+    parameters = weights()
+    room = 1.5 * sum(p.nbytes for p in parameters)
+    monkeypatch.setattr(kept_step, "_bytes_left", lambda device: room)
+    optimizer = torch.optim.AdamW(parameters)
+    kept = KeptStep(optimizer)
+    found = []
+    for step in range(2):
+        give_gradients(parameters, step)
+        step_wrong(kept, optimizer, parameters)
+        found.append(kept.has_room)
+    assert found == [True, False]
+
+
+def clear(optimizer, parameters):
+    optimizer.state.clear()
+
+
+def set_anew(optimizer, parameters):
+    optimizer.state[parameters[0]]["exp_avg"] = torch.ones(4, 3)
+    del optimizer.state[parameters[1]]
+
+
+def add_group(optimizer, parameters):
+    new = nn.Parameter(torch.ones(2))
+    new.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [new]})
+
+
+@pytest.mark.parametrize("change", [clear, set_anew, add_group])
+def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
+    results = []
+    for repeats in (True, False):
+        parameters = weights()
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        kept = KeptStep(optimizer)
+        for step in range(3):
+            give_gradients(parameters, step)
+            if repeats:
+                kept.keep()
+                optimizer.step()
+                kept.end_step()
+                change(optimizer, parameters)
+                kept.repeat(lambda own=parameters: halve(own))
+            else:
+                step_right(optimizer, parameters)
+                change(optimizer, parameters)
+        results.append((parameters, optimizer.state_dict()))
+    assert_same(*results)
