@@ -129,17 +129,17 @@ class KeptInput:
     """An input of a deferred operation, kept beside the graph that the operation is part of.
 
     Args:
-        node: The node that has saved it.
+        result: A result of the node that has saved it.
         saved: See :class:`_WeightInput`; None: it is kept as everything is.
     """
 
-    def __init__(self, node: Any, saved: _WeightInput | None) -> None:
-        self._node = node
+    def __init__(self, result: Tensor, saved: _WeightInput | None) -> None:
+        self._result = result  # before torch 2.13 a node alone does not outlive its results
         self._saved = saved
 
     def read(self) -> tuple[Tensor, Fetch | None]:
         """Return it, and how W gets it if this is a stand-in."""
-        return _read_input(self._node, self._saved)
+        return _read_input(self._result.grad_fn, self._saved)
 
 
 def keep_input(x: Tensor) -> KeptInput:
@@ -149,7 +149,7 @@ def keep_input(x: Tensor) -> KeptInput:
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         # Detached: what x was made of would lead back to who holds this.
-        return KeptInput(_KeepBeside.apply(_ANCHOR, x.detach()).grad_fn, saved)
+        return KeptInput(_KeepBeside.apply(_ANCHOR, x.detach()), saved)
 
 
 class _KeepBeside(torch.autograd.Function):
