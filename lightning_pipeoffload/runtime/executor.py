@@ -69,7 +69,6 @@ class Executor:
         self.rank = rank
         self.stages = stages
         self.transport = transport
-        self.timer = timer
         self.memory = memory
         self.current: Action | None = None
         self._messages = RankMessages(timer)
@@ -92,6 +91,15 @@ class Executor:
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
         self._ahead: list[Action] | None = None
+
+    @property
+    def timer(self) -> ActionTimer:
+        """What measures the actions; another may take its place between two steps."""
+        return self._messages.timer
+
+    @timer.setter
+    def timer(self, timer: ActionTimer) -> None:
+        self._messages.timer = timer
 
     def join(self, rank: int, transport: Transport) -> None:
         """Be another rank of the pipeline from the next step on.

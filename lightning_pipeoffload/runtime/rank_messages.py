@@ -26,10 +26,13 @@ class RankMessages:
 
     Args:
         timer: Measures the actions, and leaves out what they wait for.
+
+    Attributes:
+        timer: The same; another may take its place between two steps.
     """
 
     def __init__(self, timer: ActionTimer) -> None:
-        self._timer = timer
+        self.timer = timer
         self._inbox: dict[Action, list[Tensor]] = {}
         self._outbox: dict[Action, list[Tensor]] = {}
 
@@ -75,12 +78,12 @@ class RankMessages:
         handed_over = self._inbox.pop(receive, None)
         if handed_over is not None:
             return handed_over
-        self._timer.pause()
+        self.timer.pause()
         tensors = self._transport.wait(receive)
         # The peer has waited for these before it sent this message.
         for send in self._arrived_before.get(receive, ()):
             self._transport.release(send)
-        self._timer.resume()
+        self.timer.resume()
         return tensors
 
     def send(self, action: Action) -> None:
