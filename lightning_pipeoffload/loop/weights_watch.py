@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
+from lightning_pipeoffload.optimizers.kept_step import is_torchs
 from lightning_pipeoffload.runtime.weights_under_way import SettlingMode, WeightsUnderWay
 
 # From the step of one batch to the first F of the next.
@@ -70,6 +71,7 @@ def may_travel(trainer: Trainer) -> bool:
 def is_watched(optimizer: Optimizer) -> bool:
     """Whether more than a step of torch's runs between a step and its closure, or after it."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-    return bool(of_all) or not is_torchs or any(len(registered) > 1 for registered in hooks)
+    return (
+        bool(of_all) or not is_torchs(optimizer) or any(len(registered) > 1 for registered in hooks)
+    )

@@ -255,14 +255,21 @@ def can_keep(optimizer: Optimizer) -> bool:
     Args:
         optimizer: The optimizer; its state holds tensors and numbers alone.
     """
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
-        optimizer, torch.optim.LBFGS
-    )
+    return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's own."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if sources:  # private: one kernel for all of them, as optimizers do it
-        torch._foreach_copy_([*targets], [*sources], non_blocking=True)
+    pairs = list(zip(targets, sources, strict=True))
+    # Numbers of steps are on the host: with them in the list each tensor would have its own kernel.
+    for on_host in (False, True):
+        found = [pair for pair in pairs if (pair[0].device == _CPU) == on_host]
+        if found:  # private: one kernel for all of them, as optimizers do it
+            torch._foreach_copy_([t for t, _ in found], [s for _, s in found], non_blocking=True)
 
 
 def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.optimizers import kept_step
-from lightning_pipeoffload.optimizers.kept_step import KeptStep
+from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
 OPTIMIZERS = {
@@ -182,3 +182,16 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
                 change(optimizer, parameters)
         results.append((parameters, optimizer.state_dict()))
     assert_same(*results)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_of_torch_are_known(name):
+    assert can_keep(OPTIMIZERS[name](weights(), lr=0.1))
+
+
+def test_others_are_not():
+    class Own(torch.optim.SGD):
+        pass
+
+    assert not can_keep(Own(weights(), lr=0.1))
+    assert not can_keep(torch.optim.LBFGS(weights()))
