@@ -6,26 +6,27 @@ or the model itself, from whose shapes it says what each rank needs of memory.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from lightning_pipeoffload.cli.auto_plan import choose, describe, print_choice
+from lightning_pipeoffload.cli.auto_plan import (
+    choose,
+    costs_by_option,
+    describe,
+    print_choice,
+)
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import (
-    compare,
-    comparison_table,
     costs_of_stage,
     stages_per_rank,
     with_reductions,
 )
+from lightning_pipeoffload.cli.comparison_report import report_comparison
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
@@ -47,7 +48,6 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.candidates import Option
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -89,7 +89,7 @@ def plan(config: DictConfig) -> None:
         _sweep(config, costs, file)
         return
     if config.compare:
-        _compare(config, costs, file)
+        report_comparison(config, costs, file)
         return
     if config.strategy.schedule == "auto":
         schedule, costs, offload = _chosen(config, costs)
@@ -284,45 +284,8 @@ def _schedule(
 
 
 def _sweep(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:
-    def costs_of(option: Option) -> Costs:
-        return costs_of_stage(costs, option.num_chunks)
-
-    sweep = sweep_memory_limit(config, costs_of, Units.of(costs))
+    sweep = sweep_memory_limit(config, costs_by_option(costs), Units.of(costs))
     print_sweep(sweep, file, config.format == "json")
-
-
-def _compare(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:
-    _refuse_beside_compare(config)
-    named = config.compare
-    is_list = isinstance(named, Sequence) and not isinstance(named, str)
-    names = map(str, named if is_list else [named])
-    sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    border, units = BorderOptions.of(config), Units.of(costs)
-    limits = config.memory_limit, config.num_chunks
-    plans = compare(names, costs, *limits, border, units, **sizes)
-    rows = [plan.figures for plan in plans]
-    if file:
-        file.write([plan.drawn for plan in plans if plan.drawn])
-    if config.format == "json":
-        sys.stdout.write(json.dumps({**sizes, "compare": rows}) + "\n")
-        return
-    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
-    console = Console()
-    console.print(comparison_table(rows, title, units))
-    for row in rows:
-        if "refused" in row:
-            console.out(f"{row['schedule']}: {row['refused']}", highlight=False)
-
-
-def _refuse_beside_compare(config: DictConfig) -> None:
-    """Refuse what is for one schedule."""
-    if config.strategy.offload != "none":
-        raise ScheduleError(
-            f"offload ({config.strategy.offload}) is for one schedule; in compare write it behind "
-            f"a name, as in compare=[uniform,uniform+half]"
-        )
-    if config.options:
-        raise ScheduleError(f"options ({config.options}) are for one schedule; leave out compare")
 
 
 def _mapping(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from lightning_pipeoffload.schedule.recipe import check_limit, check_sizes
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["choose", "describe", "print_choice", "wanted_options"]
+__all__ = ["choose", "costs_by_option", "describe", "print_choice", "wanted_options"]
 
 
 def choose(config: DictConfig, costs: Costs) -> Choice:
@@ -33,15 +34,21 @@ def choose(config: DictConfig, costs: Costs) -> Choice:
     if config.options:
         raise ScheduleError(f"options ({config.options}) are for one schedule; name that one")
 
-    def costs_of(option: Option) -> Costs:
-        return costs_of_stage(costs, option.num_chunks)
-
     wanted = wanted_options(config)
     check_limit(config.memory_limit)
     limits = Limits(config.memory_limit, config.strategy.offload)
     border = BorderOptions.of(config)
-    asked = wanted, config.num_ranks, costs_of, limits
+    asked = wanted, config.num_ranks, costs_by_option(costs), limits
     return evaluate(*asked, has_barrier=lambda option: border.has_barrier)
+
+
+def costs_by_option(costs: Costs) -> Callable[[Option], Costs]:
+    """Return what gives the costs of an option's stages.
+
+    Args:
+        costs: What a rank's part of the model costs.
+    """
+    return lambda option: costs_of_stage(costs, option.num_chunks)
 
 
 def wanted_options(config: DictConfig) -> list[Option]:

@@ -21,6 +21,7 @@ from lightning_pipeoffload.pictures.drawing import Drawing
 from lightning_pipeoffload.pictures.legend import color_of
 from lightning_pipeoffload.pictures.limit_drawing import Stair, Stairs, draw_stairs
 from lightning_pipeoffload.pictures.picture_file import PictureFile
+from lightning_pipeoffload.planning.candidate_table import lines_by_reason
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
@@ -132,11 +133,7 @@ class MemorySweep:
 
     def lines_of_refused(self) -> list[str]:
         """Say why families have no plan at all, those with one reason together."""
-        by_reason: dict[str, list[str]] = {}
-        for family in self.families:
-            if not family.plans:
-                by_reason.setdefault(family.reason, []).append(family.name)
-        return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+        return lines_by_reason((f.name, f.reason) for f in self.families if not f.plans)
 
     def drawing(self) -> Drawing:
         """Return the picture: families that offer the same are one line."""

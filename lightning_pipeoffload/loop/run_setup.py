@@ -130,9 +130,8 @@ class RunSetup(ModelInParts):
         if self.world_size > 1:
             refuse_differences(self._described(trainer), self.group.world.host_group)
         self.setup_precision_plugin()
-        self._border = share_gradients(
-            self.precision_plugin, self.group, self.run.pipeline.gradient_age
-        )
+        age = self.run.pipeline.gradient_age
+        self._border = share_gradients(self.precision_plugin, self.group, age)
         self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from lightning_pipeoffload.schedule.candidates import Candidate, Choice
 
-__all__ = ["choice_table", "lines_of_refused"]
+__all__ = ["choice_table", "lines_by_reason", "lines_of_refused"]
 
 Write = Callable[[float], str]
 
@@ -61,8 +61,17 @@ def _figures(candidate: Candidate, seconds: Write, memory: Write) -> list[str]:
 def lines_of_refused(candidates: Sequence[Candidate]) -> list[str]:
     """Say why others do not fit, families with one reason together."""
     fitting = {candidate.option for candidate in candidates if candidate.fits}
+    others = (c for c in candidates if c.option not in fitting)
+    return [f"{line}." for line in lines_by_reason((c.option.schedule, c.reason) for c in others)]
+
+
+def lines_by_reason(refused: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each reason, with the names that it is said of.
+
+    Args:
+        refused: Names with their reasons.
+    """
     by_reason: dict[str, dict[str, None]] = {}
-    for candidate in candidates:
-        if candidate.option not in fitting:
-            by_reason.setdefault(candidate.reason, {})[candidate.option.schedule] = None
-    return [f"{', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+    for name, reason in refused:
+        by_reason.setdefault(reason, {})[name] = None
+    return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]

@@ -46,6 +46,8 @@ class RankPool:
                 rank = running.pop(pipe)
                 results[rank] = _receive(pipe, rank)
         self.is_broken = False
+        for pipe in self._pipes:  # now that no rank needs another
+            pipe.send(None)
         return [results[rank] for rank in sorted(results)]
 
     @property
@@ -82,11 +84,14 @@ def _serve(pipe: Any, rank: int, size: int) -> None:
     gc.freeze()
     while True:
         try:
-            port, function, args = pipe.recv()
+            call = pipe.recv()
         except EOFError:  # whoever had the pool has gone
             return
+        if call is None:
+            _end_groups()
+            continue
+        port, function, args = call
         os.environ["MASTER_PORT"] = str(port)
-        _end_groups()
         try:
             pipe.send((None, function(*args)))
         except BaseException:
@@ -94,7 +99,11 @@ def _serve(pipe: Any, rank: int, size: int) -> None:
 
 
 def _end_groups() -> None:
-    """Let go of the process groups of the call before: their threads take time all the while."""
+    """Let go of the process groups of the call before.
+
+    Each thread of gloo's wakes up a hundred times a second. Those of pools at rest, some hundreds,
+    were what the end of a run of all tests spent its time with.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()

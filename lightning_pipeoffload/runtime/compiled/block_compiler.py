@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -125,3 +126,9 @@ def _has_cuda_graphs(compiled: Any) -> bool:
     # Torch makes it for what it compiles, but not for copies of a compiled module.
     config: dict[str, Any] = getattr(compiled, "get_compiler_config", dict)() or {}
     return bool(config.get("triton.cudagraphs"))
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: a compiler would follow each of our operations."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.probe_pass import (
     BeginningPass,
@@ -32,7 +33,6 @@ from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
-from lightning_pipeoffload.runtime.shapes.shape_only import uncompiled
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged

@@ -21,11 +21,11 @@ from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
     shape_only_leaves,
-    written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 

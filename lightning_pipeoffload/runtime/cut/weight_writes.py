@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
     shape_only_leaves,
-    written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line

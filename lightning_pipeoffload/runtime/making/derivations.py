@@ -14,11 +14,11 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.unfilled_memory import UnfilledMemory
 from lightning_pipeoffload.runtime.shapes.foreign_draws import draws_by_shape
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
     shape_only_leaves,
-    written_arguments,
 )
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.users_lines import running_frames

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
     shape_only_leaves,
-    written_arguments,
 )
 
 aten = torch.ops.aten

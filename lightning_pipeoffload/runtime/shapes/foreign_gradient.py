@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.known_size import Derived, KnownSize, derive, find_answer
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, written_arguments
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 
 

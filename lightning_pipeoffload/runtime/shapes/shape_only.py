@@ -12,9 +12,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,17 +19,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.foreach import (
-    goes_member_by_member,
-    is_foreach,
-    run_members,
-)
+from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
 from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
-from lightning_pipeoffload.runtime.shapes.meta_kernels import (
-    find_result,
-    gives_new_tensors,
-    run_on_meta,
+from lightning_pipeoffload.runtime.shapes.meta_kernels import find_result, run_on_meta
+from lightning_pipeoffload.runtime.shapes.operations import (
+    FACTORIES,
+    as_stored,
+    call_factory,
+    is_ordinary,
+    written_arguments,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
@@ -45,15 +41,6 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, 
 from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
 
 aten = torch.ops.aten
-
-# The value of these is known from their arguments, or drawn: they are real on every stage.
-_FACTORIES = {
-    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like,
-    aten.randn_like, aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full,
-aten.new_empty,
-}  # fmt: skip
-
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class ShapeOnly(Tensor):
@@ -203,8 +190,8 @@ class ShapeOnly(Tensor):
             return run_members(func, args, kwargs, has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
-        if func.overloadpacket in _FACTORIES:
-            return _call_factory(func, device, args, kwargs)
+        if func.overloadpacket in FACTORIES:
+            return call_factory(func, device, args, kwargs)
         origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
@@ -236,7 +223,7 @@ def _known_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return what an operation gave for the same shapes before; None where there is more to do."""
-    if not _is_ordinary(func) or are_observed():
+    if not is_ordinary(func) or are_observed():
         return None
     metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
     known = find_result(func, metas, _on_meta(kwargs))
@@ -249,28 +236,9 @@ def _known_result(
     return result
 
 
-@cache
-def _is_ordinary(func: torch._ops.OpOverload) -> bool:
-    """Whether all that an operation does is to make new tensors, of shapes that shapes decide."""
-    tags = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
-    special = {*_FACTORIES, aten._local_scalar_dense, aten.index}
-    return (
-        gives_new_tensors(func)
-        and tags.isdisjoint(func.tags)
-        and func.overloadpacket not in special
-        and not is_foreach(func)
-    )
-
-
 def _tell_of_write(tensor: ShapeOnly) -> None:
     """Let observers know of a write that is in no operation's arguments."""
     tell_observers(aten.set_.source_Tensor, (tensor, tensor), None)
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as they are written: a compiler would follow each of our operations."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
@@ -296,16 +264,6 @@ def has_shapes(tree: Any) -> bool:
     return next(shape_only_leaves(tree), None) is not None
 
 
-def written_arguments(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_OPTIONS
-) -> Iterator[Any]:
-    """Yield the arguments that an operation writes in place; ``out=`` is one."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
 def _rebuild(kind: type[ShapeOnly], made: tuple[Any, ...], is_param: bool) -> ShapeOnly:
     rebuilt = kind(*made)
     if is_param:
@@ -326,15 +284,6 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     return kwargs
-
-
-def _call_factory(
-    func: torch._ops.OpOverload, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    source = args[0]
-    real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
-    made: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
-    return made
 
 
 def _with_counted_masks(
@@ -395,13 +344,6 @@ def _wrap(
 
 def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
     def wrap(leaf: Any) -> Any:
-        return ShapeOnly(_as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
+        return ShapeOnly(as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 
     return map_operands(wrap, out)
-
-
-def _as_stored(meta: Tensor) -> Tensor:
-    """Return the same memory, not to be read conjugated or negated: operations would resolve it."""
-    meta = meta.conj() if meta.is_conj() else meta
-    # Private: the one way to take the mark off without a copy.
-    return meta._neg_view() if meta.is_neg() else meta

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -34,7 +35,6 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     has_shapes,
     shape_only_leaves,
-    uncompiled,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
