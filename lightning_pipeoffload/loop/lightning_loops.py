@@ -121,7 +121,7 @@ def stop_without_waiting(trainer: Trainer) -> None:
 
 def _validate(trainer: Trainer) -> Any:
     """Run the backwards that are left of batches that accumulate, and validate."""
-    trainer.strategy.meet()  # type: ignore[attr-defined]
+    trainer.strategy.settle_together()  # type: ignore[attr-defined]
     trainer.strategy.finish_accumulating()  # type: ignore[attr-defined]
     trainer.strategy.arrive()  # type: ignore[attr-defined]
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop)
@@ -161,7 +161,7 @@ def _start_epoch(trainer: Trainer) -> None:
 
 def _end_epoch(trainer: Trainer) -> None:
     """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
-    trainer.strategy.meet()  # type: ignore[attr-defined]
+    trainer.strategy.settle_together()  # type: ignore[attr-defined]
     type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
     trainer.strategy.settle()  # type: ignore[attr-defined]
 

@@ -84,7 +84,7 @@ class StepHooks(LaterSteps, RunSetup):
         if self._border is not None:
             self._border.weights.settle()
 
-    def meet(self) -> None:
+    def settle_together(self) -> None:
         """Have all weights, where all ranks pass."""
         self.settle_weights()
         self._step_border.settle()

@@ -15,7 +15,9 @@ def plans_of(result):
 @pytest.mark.parametrize(
     ("size", "options", "trainer", "num_plans"),
     [
-        (2, LIMITED, {}, 3),  # that which measures, that by its costs, and that by the later ones
+        # That which measures, that by its costs, and that by the later ones; on a busy machine the
+        # first two may be one, as copies are measured by the clock.
+        pytest.param(2, LIMITED, {}, 3, marks=pytest.mark.slow),
         pytest.param(2, {"schedule": "auto", "num_chunks": 1}, {}, 2, marks=pytest.mark.slow),
         pytest.param(2, LIMITED, {"accumulate_grad_batches": 2}, 3, marks=pytest.mark.slow),
         pytest.param(3, LONG, {"gradient_clip_val": 0.1}, 3, marks=pytest.mark.slow),

@@ -22,7 +22,7 @@ def on_one_device(row):
 
 
 @pytest.mark.parametrize(
-    ("row", "schedule"), some(zip(habits.ROWS, cycle(["1f1b", "zb_h1", "zb_v"])), 2)
+    ("row", "schedule"), some(zip(habits.ROWS, cycle(["1f1b", "zb_h1", "zb_v"])), 3)
 )
 def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
     expected = on_one_device(row)

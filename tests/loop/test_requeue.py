@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, 2))
+@pytest.mark.parametrize("case", some(CASES, 4))
 def test_a_fit_goes_on_where_it_was_saved(tmp_path, case):
     in_validation, steps, options = CASES[case]
     make_scontrol(tmp_path)

@@ -314,7 +314,7 @@ def fit_watched(sync, folder, what):
     return module.seen or reader.seen, trainer.strategy.report()["steps_taken_back"]
 
 
-@pytest.mark.parametrize("what", some(["step", "gradients", "state", "weights", "saves"], 2))
+@pytest.mark.parametrize("what", some(["step", "gradients", "state", "weights", "saves"], 5))
 def test_who_looks_between_two_steps_sees_what_is_right(ranks, tmp_path, what):
     syncs = "barrier", "post_validation"
     results = [ranks(2).run(fit_watched, sync, str(tmp_path), what) for sync in syncs]

@@ -24,7 +24,7 @@ def _fit_both(row):
     return [logged.fit(2, row, schedule=schedule) for schedule in ("1f1b", "zb_v")]
 
 
-@pytest.mark.parametrize("row", some(logged.ROWS, 2))
+@pytest.mark.parametrize("row", some(logged.ROWS, 3))
 def test_all_ranks_see_what_one_device_logs(job, row):
     expected = logged.fit(0, row)
     for global_rank, results in enumerate(job(row)):
