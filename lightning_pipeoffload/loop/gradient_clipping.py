@@ -56,7 +56,7 @@ def _clip(
         border.expect_clipping(clipping)
         return
     norm = group.global_norm(own)
-    border.wait_for(clipping.is_needless(norm))
+    border.note(partial(clipping.is_needless, norm))
     clipping.clip(norm)
     age.change()
 

@@ -76,7 +76,7 @@ def _unscale(  # noqa: PLR0913 - torch's own, and whom to ask
         border.expect_scaling(_scaling(scaler, own))
         return {found_inf.device: own}
     found_anywhere = group.largest(own)
-    border.wait_for(found_anywhere == 0)
+    border.note(partial(found_anywhere.eq, 0))
     return {found_inf.device: found_anywhere}
 
 

@@ -12,10 +12,10 @@ import logging
 from dataclasses import replace
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
-from lightning_pipeoffload.planning.memory_plan import MemoryPlan, limits_of_plans
+from lightning_pipeoffload.planning.memory_plan import MemoryPlan, keeps_limits, limits_of_plans
 from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import (
@@ -23,15 +23,12 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
-    accept,
     sums_alike,
 )
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.evaluation import evaluate
 
 log = logging.getLogger(__name__)
-
-_WORTH_CHANGING = 0.99  # of the time of the plan in use
 
 _NONE_FITS = (
     "measured anew, the plan in use keeps no memory limit, and none would: %s; training goes on "
@@ -72,23 +69,18 @@ class PlanAnew:
         Returns:
             The settings of the new plan; None where that in use stays.
         """
-        used = self._training.schedule
         chosen = self._rename(settings, costs, limits) if self._may_rename else settings
-        before, after = self._training.period(used, costs), None
-        try:
-            found = self._training.plan_by(chosen, costs, limits)
-            if self._is_worth_it(used, found, costs, settings, limits):
-                self._training.count_by(chosen, costs, limits)
-                self._training.adopt(found[0], costs, found[1])
-                after = self._training.period(found[0], costs)
-        except ScheduleError as error:
-            if self._group.reports:
-                log.warning(_NONE_FITS, str(error).partition("\n")[0])
-        if after is None:
-            self._training.count_by(settings, costs, limits)
+        before = self._training.period(self._training.schedule, costs)
+        found = self._find(chosen, costs, limits, before)
+        self._training.count_by(settings if found is None else chosen, costs, limits)
+        if found is not None:
+            plan, offloaded = found
+            self._training.adopt(plan, costs, offloaded)
         if self._group.reports:
-            print_anew(self._training.schedule.name, before, after)
-        return None if after is None else chosen
+            used = self._training.schedule
+            after = None if found is None else self._training.period(used, costs)
+            print_anew(used.name, before, after)
+        return None if found is None else chosen
 
     def _rename(
         self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
@@ -121,18 +113,22 @@ class PlanAnew:
             and not SCHEDULES[option.schedule].takes_seconds
         ]
 
-    def _is_worth_it(
-        self,
-        used: Schedule,
-        found: MemoryPlan,
-        costs: Costs,
-        settings: PipelineSettings,
-        limits: MachineLimits,
-    ) -> bool:
+    def _find(
+        self, settings: PipelineSettings, costs: Costs, limits: MachineLimits, before: float
+    ) -> MemoryPlan | None:
+        """Return a plan that is worth changing to from the one in use, whose period is given."""
+        used, limit = self._training.schedule, settings.limit_on(limits.device)
+        try:
+            found = self._training.plan_by(settings, costs, limits)
+        except ScheduleError as error:
+            if self._group.reports:
+                log.warning(_NONE_FITS, str(error).partition("\n")[0])
+            return None
         if found[0] == used or not self._adds_up_alike(used, found[0]):
-            return False
-        before, after = (self._training.period(plan, costs) for plan in (used, found[0]))
-        return after <= before * _WORTH_CHANGING or not _keeps(used, costs, settings, limits)
+            return None
+        after = self._training.period(found[0], costs)
+        gains = is_worth_changing(before, after)
+        return found if gains or not keeps_limits(used, costs, limit, limits) else None
 
     def _adds_up_alike(self, used: Schedule, found: Schedule) -> bool:
         by_weight: dict[int, frozenset[int]] = {}
@@ -140,13 +136,3 @@ class PlanAnew:
             key = self._pipeline.tensors.identity[name]
             by_weight[key] = by_weight.get(key, frozenset()) | stages
         return sums_alike(used, found, by_weight.values())
-
-
-def _keeps(
-    schedule: Schedule, costs: Costs, settings: PipelineSettings, limits: MachineLimits
-) -> bool:
-    try:
-        accept(schedule, costs, settings.limit_on(limits.device))
-    except ScheduleError:
-        return False
-    return not limits.shortage(schedule, costs)

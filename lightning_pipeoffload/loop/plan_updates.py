@@ -11,16 +11,15 @@ from collections.abc import Callable
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_plan import keeps_limits
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.planning.report_text import print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import World
-from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, accept
+from lightning_pipeoffload.schedule import Costs, Schedule
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-
-_WORTH_CHANGING = 0.99  # of the time of the plan in use
 
 
 class PlanUpdates:
@@ -100,7 +99,7 @@ class PlanUpdates:
         """The solver's plan, if it is better than the one in use and all that were looked at."""
         if self._solver is None or self._solver.best is None or self._problem is None:
             return None
-        is_better = self._problem.seconds(self._solver.best) <= self._to_beat * _WORTH_CHANGING
+        is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
         return self._solver.best if is_better else None
 
     def _exchange(self, world: World) -> None:
@@ -118,13 +117,10 @@ class PlanUpdates:
 
     def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
         assert self._problem is not None
-        try:
-            accept(plan, costs, self._problem.memory_limit)
-        except ScheduleError:
-            return False  # by what was measured last it needs more than there is
         before = self._training.period(self._training.schedule, costs)
         after = self._training.period(plan, costs)
-        if after > before * _WORTH_CHANGING or self._limits.shortage(plan, costs):
+        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._limits)
+        if not fits or not is_worth_changing(before, after):
             return False
         if self._group.reports:
             print_gain(before, after)

@@ -16,13 +16,11 @@ from lightning_pipeoffload.loop.step_inputs import StepInputs
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule.simulation.steady_step import steady_period
-
-_LEAST_GAIN = 0.99
 
 
 class RunPlans:
@@ -83,7 +81,7 @@ class RunPlans:
             return False
         schedule, costs = self.training.schedule, self.training.costs or self._pipeline.costs
         apart, along = (steady_period(schedule, costs, has) for has in (True, False))
-        return along < _LEAST_GAIN * apart
+        return is_worth_changing(apart, along)
 
     def choose(self, inputs: StepInputs, total: int) -> int:
         """Make the plan that the first steps run by.

@@ -29,8 +29,15 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
         trainer: The trainer.
         gradient_hooks: The hooks that may look at gradients; None: there are none.
     """
-    if gradient_hooks is not None and gradient_hooks.is_any:
-        return True
+    return _looks_at_gradients(gradient_hooks) or _needs_others(trainer)
+
+
+def _looks_at_gradients(gradient_hooks: GradientHooks | None) -> bool:
+    return gradient_hooks is not None and gradient_hooks.is_any
+
+
+def _needs_others(trainer: Trainer) -> bool:
+    """Whether what Lightning does itself depends on the gradients of all stages."""
     if scaler_of(trainer.precision_plugin) is not None:
         return True
     if is_overridden("configure_gradient_clipping", trainer.lightning_module):
@@ -50,11 +57,11 @@ def may_step_ahead(
         wanted: The argument ``optimizer_sync``.
         reports: Whether this rank says why, where it was asked for.
     """
-    if wanted == "barrier" or not has_step_barrier(trainer, None):
+    if wanted == "barrier" or not _needs_others(trainer):
         return False
     obstacle = _obstacle(trainer)
     if wanted == "auto":
-        return not obstacle and not (gradient_hooks is not None and gradient_hooks.is_any)
+        return not obstacle and not _looks_at_gradients(gradient_hooks)
     if obstacle and reports:
         log.info(_WAITS, obstacle)
     return not obstacle

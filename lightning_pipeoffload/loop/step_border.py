@@ -149,10 +149,10 @@ class StepBorder:
         self._kept.keep()
         return True
 
-    def wait_for(self, is_right: Tensor) -> None:
-        """Note what a step that waits has come to: that a guess would have been right, or not."""
+    def note(self, is_right: Callable[[], Tensor]) -> None:
+        """Note of a step that waits whether a guess would have been right, where it is of use."""
         if self._kept is not None and self._gains is not None:
-            self._calm.note(is_right)
+            self._calm.note(is_right())
 
     def expect_scaling(self, scaling: Scaling) -> None:
         """Find out later whether other ranks have found infinities."""
@@ -167,9 +167,10 @@ class StepBorder:
 
     def _start_exchange(self) -> None:
         scaling, clipping = self._scaling, self._clipping
-        norm = torch.zeros(()) if clipping is None else clipping.own_norm
-        found = norm.new_zeros(()) if scaling is None else scaling.found.reshape(())
-        numbers = torch.stack([norm.double() ** 2, found.to(norm.device, torch.float64)])
+        none = torch.zeros((), device=self._group.device)
+        norm = none if clipping is None else clipping.own_norm.to(none.device)
+        found = none if scaling is None else scaling.found.reshape(())
+        numbers = torch.stack([norm.double() ** 2, found.double()])
         self._exchange = _Exchange(self._group, numbers)
 
     def end_step(self) -> None:

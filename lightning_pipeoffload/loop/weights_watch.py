@@ -52,12 +52,6 @@ class WeightsWatch:
             self._mode.stop()
             self._is_watching = False
 
-    def settle(self) -> None:
-        """Have all weights."""
-        self.stop()
-        for weights in self._weights:
-            weights.settle()
-
 
 def may_travel(trainer: Trainer) -> bool:
     """Whether weights may come while the next batch begins: no code of the user's runs meanwhile.

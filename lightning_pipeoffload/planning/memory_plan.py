@@ -18,6 +18,7 @@ from lightning_pipeoffload.schedule import (
     OffloadReport,
     Schedule,
     ScheduleError,
+    accept,
     offload_activations,
     one_at_a_time,
     split_every_backward,
@@ -98,6 +99,24 @@ def plan_by_costs(
             f'or, with offload=auto, raise memory_limit, or use recompute="cheap"'
         )
     return planned
+
+
+def keeps_limits(
+    schedule: Schedule, costs: Costs, memory_limit: float | None, limits: MachineLimits
+) -> bool:
+    """Whether a plan needs no more than there is, by these costs.
+
+    Args:
+        schedule: The plan.
+        costs: Costs in seconds and bytes.
+        memory_limit: Bytes that each rank may use for activations; None: any.
+        limits: The limits of the machines.
+    """
+    try:
+        accept(schedule, costs, memory_limit)
+    except ScheduleError:
+        return False
+    return not limits.shortage(schedule, costs)
 
 
 def limits_of_plans(settings: PipelineSettings, limits: MachineLimits) -> Limits:

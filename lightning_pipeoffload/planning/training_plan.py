@@ -28,6 +28,19 @@ from lightning_pipeoffload.schedule import (
     steady_period,
 )
 
+# Changing a plan costs the ranks a wait: by less than this, of the plan's time, none does.
+_LEAST_GAIN = 0.01
+
+
+def is_worth_changing(before: float, after: float) -> bool:
+    """Whether a plan gains enough over another one to be taken in its place.
+
+    Args:
+        before: Seconds of a step by the plan in use.
+        after: Seconds by the other one.
+    """
+    return after <= before * (1 - _LEAST_GAIN)
+
 
 class TrainingPlan:
     """The schedule in use, and the run of it that is under way.

@@ -92,7 +92,7 @@ def by_script(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict
     Scripted.plans = [offload_activations(first, costs, "full")[0], second]
     with (
         mock.patch.object(plan_updates, "PlanSolver", Scripted),
-        mock.patch.object(plan_updates, "_WORTH_CHANGING", 1e9),
+        mock.patch.object(plan_updates, "is_worth_changing", return_value=True),
     ):
         return fit(num_devices, max_steps, {**options, "memory_limit": "4MiB"})
 
