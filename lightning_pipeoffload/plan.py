@@ -30,13 +30,12 @@ from lightning_pipeoffload.cli.comparison_report import report_comparison
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
-from lightning_pipeoffload.cli.plan_report import COUNTS, REPORTS
+from lightning_pipeoffload.cli.plan_report import REPORTS, figures_of
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import (
     Costs,
-    OffloadReport,
     Schedule,
     ScheduleError,
     accept,
@@ -217,9 +216,8 @@ def _chosen(config: DictConfig, costs: Costs) -> tuple[Schedule, Costs, dict[str
     assert best.schedule is not None
     if config.format == "text":
         print_choice(choice)
-    told = describe(choice) | (_of_report(best.report) if best.report else {})
     costs = costs_of_stage(costs, best.option.num_chunks)
-    return split_fused_backward(best.schedule), costs, told
+    return split_fused_backward(best.schedule), costs, describe(choice)
 
 
 def _offloaded(
@@ -231,11 +229,7 @@ def _offloaded(
         return _schedule(config, given, costs, config.memory_limit), {}
     schedule = _schedule(config, given, costs, None)
     schedule, report = offload_activations(schedule, costs, amount, config.memory_limit)
-    return schedule, _of_report(report)
-
-
-def _of_report(report: OffloadReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in (*COUNTS, "slowdown", "reason")}
+    return schedule, figures_of(report)
 
 
 def _copy_ratio(schedule: Schedule, costs: Costs) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import costs_of_stage
+from lightning_pipeoffload.cli.plan_report import figures_of
 from lightning_pipeoffload.planning.candidate_table import Write, choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
@@ -51,8 +52,12 @@ def costs_by_option(costs: Costs) -> Callable[[Option], Costs]:
     return lambda option: costs_of_stage(costs, option.num_chunks)
 
 
-def wanted_options(config: DictConfig) -> list[Option]:
+def wanted_options(config: DictConfig, recompute: str = "none") -> list[Option]:
     """Return what to make plans of, for the sizes that are given.
+
+    Args:
+        config: Conf/plan.yaml with the command line's overrides.
+        recompute: What the backward computes again.
 
     Raises:
         ScheduleError: A size cannot be.
@@ -61,12 +66,14 @@ def wanted_options(config: DictConfig) -> list[Option]:
     if sizes["num_chunks"] is None:
         del sizes["num_chunks"]
     check_sizes(**sizes)
-    return options([config.num_microbatches], num_chunks=config.num_chunks)
+    return options([config.num_microbatches], None, config.num_chunks, [recompute])
 
 
 def describe(choice: Choice) -> dict[str, Any]:
-    """Return what JSON says of the choice."""
-    return {"candidates": [candidate.figures() for candidate in choice.candidates]}
+    """Return what JSON says of the choice, and of what the plan that was taken offloads."""
+    report = choice.best.report
+    candidates = [candidate.figures() for candidate in choice.candidates]
+    return {"candidates": candidates, **(figures_of(report) if report else {})}
 
 
 def print_choice(

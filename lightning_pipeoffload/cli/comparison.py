@@ -24,6 +24,7 @@ from lightning_pipeoffload.schedule import (
 )
 
 __all__ = [
+    "NARROW",
     "Compared",
     "bare_table",
     "compare",
@@ -49,7 +50,9 @@ class Compared(NamedTuple):
     drawn: Drawn | None = None
 
 
-_NARROW = (0, 0)  # so that the table fits 80 characters
+NARROW = (0, 0)
+"""The padding of a table with so many columns that it would not fit 80 characters."""
+
 _NO_BARRIER = BorderOptions()
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 
@@ -166,13 +169,12 @@ def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> T
     """Return a table with one row per schedule; one that cannot be has a dash for each figure.
 
     The bubble is with a barrier at the optimizer and without one, the period from one step to the
-    next as ``optimizer_sync`` has it, memory and host the largest
-    peaks of a rank, in the unit of ``costs.activation``, and messages are those of all ranks in a
-    step.
+    next as ``optimizer_sync`` has it, memory and host the largest peaks of a rank, in the unit of
+    ``costs.activation``, and messages are those of all ranks in a step.
     """
     title = f"{title}; time in {units.time}, memory in {units.memory}"
     columns = (Column("schedule", no_wrap=True), *HEADINGS)
-    table = bare_table(*columns, title=title, padding=_NARROW)
+    table = bare_table(*columns, title=title, padding=NARROW)
     for row in rows:
         table.add_row(
             row["schedule"], *(_cells(row) if "refused" not in row else ["-"] * len(HEADINGS))

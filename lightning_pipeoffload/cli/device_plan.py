@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lightning_pipeoffload.cli.auto_plan import describe, print_choice
+from lightning_pipeoffload.cli.auto_plan import describe, print_choice, wanted_options
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.devices import device_named, kind_of_precision
 from lightning_pipeoffload.cli.model_probe import ModelProbe
@@ -25,15 +25,13 @@ from lightning_pipeoffload.schedule import (
     MemoryLimitError,
     Schedule,
     ScheduleError,
-    build,
     split_fused_backward,
 )
-from lightning_pipeoffload.schedule.candidates import Choice, Option, options
+from lightning_pipeoffload.schedule.candidates import Choice, Option
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
-from lightning_pipeoffload.schedule.placement import loop, stages_on
-from lightning_pipeoffload.schedule.recipe import check_sizes
+from lightning_pipeoffload.schedule.placement import stages_on
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -71,10 +69,8 @@ class DevicePlanner:
     def __init__(self, config: DictConfig) -> None:
         self._config = config
         self._device = device_named(config.device, config.efficiency)
-        sizes = {name: config[name] for name in ("num_ranks", "num_microbatches")}
-        chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
-        check_sizes(**sizes, **chunks)
-        self._num_ranks, self._recompute = config.num_ranks, config.strategy.recompute
+        self._asked = wanted_options(config, config.strategy.recompute)
+        self._num_ranks = config.num_ranks
 
     @cached_property
     def _probe(self) -> ModelProbe:
@@ -128,8 +124,7 @@ class DevicePlanner:
                 f"schedule ({name}) cannot be planned for a device; use auto or one of "
                 f"{', '.join(FAMILIES)}"
             )
-        asked = options([config.num_microbatches], None, config.num_chunks, [self._recompute])
-        wanted = [option for option in asked if name in ("auto", option.schedule)]
+        wanted = [option for option in self._asked if name in ("auto", option.schedule)]
         if not wanted:
             raise ScheduleError(f"num_chunks ({config.num_chunks}) is none that {name} takes")
         limits = Limits(self.memory, config.strategy.offload, taken=self._taken)
@@ -179,19 +174,16 @@ class DevicePlanner:
         Raises:
             ScheduleError: The model cannot be cut so.
         """
-        placement = option.placement(self._num_ranks)
-        is_loop = placement == loop(self._num_ranks, option.num_chunks)
-        name = "1f1b_v" if not is_loop else "gis" if option.num_chunks > 1 else "gpipe"
-        sizes = self._num_ranks, option.num_microbatches, option.num_chunks
-        strategy = self._config.strategy
+        plan = option.placement(self._num_ranks), option.num_microbatches
         try:
-            return self._probe.needs_of(build(name, *sizes), self._settings(option, strategy))
+            return self._probe.needs_of(*plan, self._settings(option))
         except ScheduleError:
             raise
         except ValueError as error:
             raise ScheduleError(str(error)) from error
 
-    def _settings(self, option: Option, strategy: DictConfig) -> PipelineSettings:
+    def _settings(self, option: Option) -> PipelineSettings:
+        strategy = self._config.strategy
         return PipelineSettings(
             schedule=option.schedule,
             num_microbatches=option.num_microbatches,

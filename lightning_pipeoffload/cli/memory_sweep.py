@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.auto_plan import wanted_options
 from lightning_pipeoffload.cli.border_options import BorderOptions
-from lightning_pipeoffload.cli.comparison import bare_table
+from lightning_pipeoffload.cli.comparison import NARROW, bare_table
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.axis import round_step
 from lightning_pipeoffload.pictures.drawing import Drawing
@@ -22,9 +22,10 @@ from lightning_pipeoffload.pictures.legend import color_of
 from lightning_pipeoffload.pictures.limit_drawing import Stair, Stairs, draw_stairs
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.planning.candidate_table import lines_by_reason
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, ScheduleError
+from lightning_pipeoffload.schedule import Costs, Kind, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.families import FAMILIES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,7 +39,6 @@ _COLORS = {
     Kind.OFFLOAD: ("gis", "gis_h", "grouped", "uniform"),
     Kind.RELOAD_B: ("po_h", "po_f"),
 }
-_NARROW = (0, 0)  # so that ten limits fit 80 characters
 # Limits that are not given are round, and about so many.
 _MANY = 10
 # What needs more than so many times the memory of the fastest plan has no part in choosing them.
@@ -121,7 +121,7 @@ class MemorySweep:
         """Return a row per family and a column per limit, the last row the fastest of all."""
         title = f"{self.title}; step time in {self.units.time}, limits in {self.units.memory}"
         heads = (f"{limit:.4g}" for limit in self.limits)
-        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=_NARROW)
+        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=NARROW)
         best = [self.fastest(limit) for limit in self.limits]
         for family in self.families:
             plans = [family.within(limit) for limit in self.limits]
@@ -287,8 +287,8 @@ def _round_limits(found: Iterable[Iterable[Candidate]]) -> list[float]:
 
 def _has_one_plan(name: str) -> bool:
     """Whether a search for seconds gives the same for any limit."""
-    recipe = SCHEDULES[name]
-    return recipe.takes_seconds and "memory_limit" not in recipe.options
+    recipe = FAMILIES[name]
+    return recipe.takes_seconds and not recipe.heeds_limit
 
 
 def _memory(plan: Candidate) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightning_pipeoffload.cli.comparison import bare_table, parse_name
+from lightning_pipeoffload.cli.comparison import NARROW, bare_table, parse_name
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import (
@@ -33,7 +33,6 @@ __all__ = ["estimate_model"]
 _GIB = 1 << 30
 _MIB = 1 << 20
 _HEADINGS = (*ON_DEVICE, "device", "host")
-_NARROW = (0, 0)  # with its many columns a table fits 80 characters so
 _LEAN_SCHEDULES = ("zb_h1", "1f1b", "v_half", "v_min")
 
 
@@ -119,7 +118,7 @@ class _Estimator:
         """
         count = settings.choose_num_microbatches(num_ranks, self._probe.batch_size)
         schedule, _ = plan_before_measuring(settings, num_ranks, count)
-        needs: MemoryNeeds = self._probe.needs_of(schedule, settings)
+        needs: MemoryNeeds = self._probe.needs_of(schedule.placement, count, settings)
         plan = lower(schedule)
         bubble = simulate(plan, needs.costs).bubble
         return Estimated(settings, num_ranks, count, needs.of_ranks(plan), bubble)
@@ -229,7 +228,7 @@ def _print(
 def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
     unit = _Unit.of(needs)
     title = f"{unit.name} of each rank"
-    table = bare_table("rank", *_HEADINGS, title=title, padding=_NARROW)
+    table = bare_table("rank", *_HEADINGS, title=title, padding=NARROW)
     for index, rank in enumerate(needs):
         table.add_row(str(index), *unit.cells(rank))
     return table
@@ -241,7 +240,7 @@ def _table_of_plans(found: Sequence[Estimated], limit: int | None) -> Table:
     fits = () if limit is None else ("fits",)
     title = f"{unit.name} of the rank that needs most"
     columns = (Column("schedule", no_wrap=True), "ranks", *_HEADINGS, *fits)
-    table = bare_table(*columns, title=title, padding=_NARROW)
+    table = bare_table(*columns, title=title, padding=NARROW)
     for plan in found:
         row = [plan.name, str(plan.num_ranks), *unit.cells(plan.largest)]
         table.add_row(*row, *(() if limit is None else ("yes" if plan.device <= limit else "no",)))

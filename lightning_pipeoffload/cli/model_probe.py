@@ -25,7 +25,6 @@ from lightning_pipeoffload.runtime.making.module_of_shapes import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.schedule import Schedule
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -91,29 +90,34 @@ class ModelProbe:
         """The samples of a batch."""
         return batch_size(self._batch)
 
-    def needs_of(self, schedule: Schedule, settings: PipelineSettings) -> MemoryNeeds:
-        """Return what the stages of a schedule need.
+    def needs_of(
+        self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
+    ) -> MemoryNeeds:
+        """Return what the stages of a plan need.
 
         Args:
-            schedule: The schedule.
+            placement: The rank of every stage.
+            num_microbatches: Microbatches of one step.
             settings: How to cut.
 
         Raises:
             ValueError: The model cannot be cut so.
         """
-        key = schedule.placement, schedule.num_microbatches, settings.recompute
+        key = placement, num_microbatches, settings.recompute
         if key not in self._needs:
-            self._needs[key] = self._look(schedule, settings)
+            self._needs[key] = self._look(placement, num_microbatches, settings)
         return self._needs[key]
 
-    def _look(self, schedule: Schedule, settings: PipelineSettings) -> MemoryNeeds:
-        split = self._make_layers(schedule, settings)
+    def _look(
+        self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
+    ) -> MemoryNeeds:
+        split = self._make_layers(placement, settings)
         self._module = self._precision.convert_module(self._module)
-        cut = CutSettings(schedule.placement, settings.blocks, split, settings.recompute)
+        cut = CutSettings(placement, settings.blocks, split, settings.recompute)
         pipeline = Pipeline(self._module, 0, cut, _CPU)
         try:
             with self._precision.train_step_context():
-                first = self._cut_batch(pipeline, self.batch_size // schedule.num_microbatches)
+                first = self._cut_batch(pipeline, self.batch_size // num_microbatches)
                 return MemoryNeeds.of(pipeline, first, self._states)
         except ValueError:
             raise
@@ -132,7 +136,9 @@ class ModelProbe:
         parts = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return parts[0]
 
-    def _make_layers(self, schedule: Schedule, settings: PipelineSettings) -> str | Sequence[int]:
+    def _make_layers(
+        self, placement: tuple[int, ...], settings: PipelineSettings
+    ) -> str | Sequence[int]:
         """Make what is made in ``configure_model``, by which the split is decided; return that."""
         if not is_overridden("configure_model", self._module):
             return settings.split
@@ -141,7 +147,7 @@ class ModelProbe:
             drawn = draw_blueprint(
                 self._module,
                 self._module.configure_model,
-                schedule.placement,
+                placement,
                 settings.blocks,
                 settings.split,
             )

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
 from lightning_pipeoffload.cli.units import UNITS, Units
-from lightning_pipeoffload.schedule import draw
+from lightning_pipeoffload.schedule import OffloadReport, draw
 
-__all__ = ["COUNTS", "REPORTS", "print_json", "print_text"]
+__all__ = ["REPORTS", "figures_of", "print_json", "print_text"]
 
 
 def print_json(planned: PlannedSteps, offload: dict[str, Any], units: Units = UNITS) -> None:
@@ -62,6 +62,11 @@ def _what_k_allows(offload: dict[str, Any]) -> str:
 
 COUNTS = ("wanted", "offloaded", "queued", "kept")
 """What is told of each rank, by its name in ``OffloadReport``."""
+
+
+def figures_of(report: OffloadReport) -> dict[str, Any]:
+    """Return what JSON says of what a plan offloads."""
+    return {name: getattr(report, name) for name in (*COUNTS, "slowdown", "reason")}
 
 
 def _of_rank(rank: int, wanted: int, offloaded: int, queued: int, kept: int) -> str:

@@ -44,7 +44,7 @@ class RehearsedModel(ModelProbe):
         Raises:
             ValueError: The model cannot be cut so.
         """
-        split = self._make_layers(schedule, settings)
+        split = self._make_layers(schedule.placement, settings)
         self._module = self._precision.convert_module(self._module)
         cut = CutSettings(
             schedule.placement, settings.blocks, split, settings.recompute, compile=settings.compile

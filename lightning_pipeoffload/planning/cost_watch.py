@@ -17,9 +17,10 @@ from lightning_pipeoffload.schedule import Costs, Kind
 
 STEPS_BETWEEN_LOOKS = 4
 NUM_LOOKS = 5
-"""Looks that have to be off; with the steps between them it is twenty."""
+"""Looks that have to be off, one after the other."""
 
-_TOLERANCE = 0.1
+TOLERANCE = 0.1
+"""By what share times have to be off."""
 
 _Seconds = Mapping[tuple[Kind, int], float]
 
@@ -131,4 +132,4 @@ class CostWatch:
         assert self._planned is not None
         planned = {key: self._planned[key] for key in found if key in self._planned}
         apart = sum(abs(found[key] - seconds) for key, seconds in planned.items())
-        return apart > _TOLERANCE * sum(planned.values())
+        return apart > TOLERANCE * sum(planned.values())

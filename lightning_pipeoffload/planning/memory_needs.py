@@ -67,7 +67,7 @@ class MemoryNeeds:
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
     costs: Costs
     sent: Mapping[Kind, Sequence[int]]
-    flops_of_one: float = 0.0
+    flops_of_one: float
 
     @classmethod
     def of(

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
+from lightning_pipeoffload.planning.cost_watch import NUM_LOOKS, STEPS_BETWEEN_LOOKS, TOLERANCE
 from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.schedule.candidates import Choice
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
@@ -95,7 +96,8 @@ def print_anew(name: str, before: float, after: float | None) -> None:
         before: Seconds of a step by the plan that was in use, at the new times.
         after: The same by the new plan; None where there is no better one.
     """
-    drifted = "Times have left those of the plan by more than 10% for 20 steps. "
+    steps = STEPS_BETWEEN_LOOKS * NUM_LOOKS
+    drifted = f"Times have left those of the plan by more than {TOLERANCE:.0%} for {steps} steps. "
     if after is None:
         _tell(f"{drifted}No plan is better than {name}, at {1e3 * before:.1f} ms a step.")
         return

@@ -249,7 +249,7 @@ class _Trials:
     def _no_gain(self, option: Option) -> str:
         if self._limits.memory is None:
             return "it is for tight limits, and there is none"
-        if "memory_limit" not in FAMILIES[option.schedule].options:
+        if not FAMILIES[option.schedule].heeds_limit:
             return "v is the same search, in all of the memory that there is"
         best = best_of(self.found)
         promised = inf if best is None else best.score / (self._bound(option) or inf) - 1

@@ -50,6 +50,11 @@ class Recipe:
         parameters = inspect.signature(self.builder).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
+    @property
+    def heeds_limit(self) -> bool:
+        """Whether the builder gives another order where there is less memory."""
+        return "memory_limit" in self.options
+
 
 def build_by(
     recipe: Recipe,

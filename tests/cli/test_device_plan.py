@@ -70,6 +70,14 @@ def test_weights_gradients_and_states_leave_less_for_activations(capsys):
         plan(plan_config(*AUTO, f"device_memory={int(weights * 0.9)}"))
 
 
+def test_what_is_copied_is_told(capsys):
+    told = planned(capsys, "schedule=gpipe", "strategy.offload=half", "efficiency=1")
+    report = next(c for c in told["candidates"] if c["fits"])
+    assert report["offload"] == "half"
+    assert told["wanted"] == [2, 2]
+    assert [a + k for a, k in zip(told["offloaded"], told["kept"], strict=True)] == [2, 2]
+
+
 def test_a_schedule_can_be_named(capsys):
     assert planned(capsys, "schedule=zb_v")["schedule"] == "zb_v"
 

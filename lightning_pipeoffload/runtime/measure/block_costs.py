@@ -42,7 +42,7 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.placement import stages_on
 
 NUM_MEASURED = 3
-"""Microbatches of which the median counts; before them one warms up."""
+"""Microbatches of which the median counts; before them as many warm up."""
 
 _SUMMED = (
     *("forward", "backward_input", "backward_weight"),

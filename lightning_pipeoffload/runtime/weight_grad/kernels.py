@@ -144,10 +144,8 @@ def install_kernels(device_type: str) -> None:
         return
     key = f"Autograd{device_type.upper()}"
     library = torch.library.Library("aten", "IMPL")
-    options = {
-        "with_keyset": True,
-        "allow_override": True,
-    }  # the second by default since torch 2.12
+    # To override is what it does by default from torch 2.12 on.
+    options = {"with_keyset": True, "allow_override": True}
     for name, make_kernel in _KERNELS.items():
         library.impl(name, make_kernel(_original(name, key)), key, **options)
     _libraries[device_type] = library
