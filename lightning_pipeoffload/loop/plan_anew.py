@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.memory_plan import MemoryPlan, keeps_limits, limits_of_plans
-from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -36,6 +36,20 @@ _NONE_FITS = (
 )
 
 
+class Anew(NamedTuple):
+    """What has come of it.
+
+    Attributes:
+        settings: The settings of the new plan; None where that in use stays.
+        before: Seconds of a step by the plan that was in use, with the new costs.
+        after: The same by the new plan; None where there is no better one.
+    """
+
+    settings: PipelineSettings | None
+    before: float
+    after: float | None
+
+
 class PlanAnew:
     """Makes it on one rank; all ranks do the same in the same order.
 
@@ -56,31 +70,23 @@ class PlanAnew:
         self._pipeline, self._group = pipeline, group
         self._training, self._may_rename = training, may_rename
 
-    def make(
-        self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
-    ) -> PipelineSettings | None:
+    def make(self, settings: PipelineSettings, costs: Costs, limits: MachineLimits) -> Anew:
         """Adopt the plan for these costs if it is better, or if that in use keeps no limit now.
 
         Args:
             settings: The settings in use.
             costs: What stages have come to cost, in seconds and bytes.
             limits: The limits of the machines.
-
-        Returns:
-            The settings of the new plan; None where that in use stays.
         """
         chosen = self._rename(settings, costs, limits) if self._may_rename else settings
         before = self._training.period(self._training.schedule, costs)
         found = self._find(chosen, costs, limits, before)
         self._training.count_by(settings if found is None else chosen, costs, limits)
-        if found is not None:
-            plan, offloaded = found
-            self._training.adopt(plan, costs, offloaded)
-        if self._group.reports:
-            used = self._training.schedule
-            after = None if found is None else self._training.period(used, costs)
-            print_anew(used.name, before, after)
-        return None if found is None else chosen
+        if found is None:
+            return Anew(None, before, None)
+        plan, offloaded = found
+        self._training.adopt(plan, costs, offloaded)
+        return Anew(chosen, before, self._training.period(plan, costs))
 
     def _rename(
         self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
@@ -121,7 +127,7 @@ class PlanAnew:
         try:
             found = self._training.plan_by(settings, costs, limits)
         except ScheduleError as error:
-            if self._group.reports:
+            if self._group.reports and not keeps_limits(used, costs, limit, limits):
                 log.warning(_NONE_FITS, str(error).partition("\n")[0])
             return None
         if found[0] == used or not self._adds_up_alike(used, found[0]):

@@ -9,17 +9,19 @@ import torch
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.cost_drift import CostDrift
-from lightning_pipeoffload.loop.plan_anew import PlanAnew
+from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_inputs import StepInputs
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.schedule import Costs
 from lightning_pipeoffload.schedule.simulation.steady_step import steady_period
 
 
@@ -158,31 +160,42 @@ class RunPlans:
         self._drift.start(self._watched, self.training.schedule.num_stages)
 
     def _plan_anew(self) -> None:
-        schedule, may_rename = self.training.schedule, self._chosen is not None
-        costs = self._measurements.gather_costs(schedule, self.training.may_copy)
+        costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
         limits = self._limits()
-        anew = PlanAnew(self._pipeline, self._group, self.training, may_rename)
-        settings = anew.make(self.settings, costs, limits)
-        self._drift.settle(changes=settings is not None)
-        if settings is not None:
-            self.settings = settings
-            self._measurements.start_anew(costs.copy_lanes)
+        anew = self._make_anew(costs, limits)
+        if self._group.reports:
+            print_anew(self.training.schedule.name, anew.before, anew.after)
+        self._drift.settle(changes=anew.settings is not None)
         self._watch()
         if self.settings.is_solved:
             self._updates.start(costs, limits)
 
+    def _make_anew(self, costs: Costs, limits: MachineLimits) -> Anew:
+        """Run by a better plan from now on, if there is one for what steps have cost."""
+        may_rename = self._chosen is not None
+        plans = PlanAnew(self._pipeline, self._group, self.training, may_rename)
+        anew = plans.make(self.settings, costs, limits)
+        if anew.settings is not None:
+            self.settings = anew.settings
+            self._measurements.start_anew(costs.copy_lanes)
+        return anew
+
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
 
-        The ranks wait for each other here, once.
+        The ranks wait for each other here, once. What was chosen by measured blocks stays where
+        nothing is better, for by other costs its family may not fit.
         """
         self._has_measured_steps = True
         if not (self.training.may_copy or self.settings.is_solved):
             return
         costs = self._measurements.gather_costs(self.training.schedule)
         limits = self._limits()
-        self.training.make_by(costs, limits)
-        self._measurements.start_anew(costs.copy_lanes)
+        if self._chosen is not None and self._chosen.is_measured:
+            self._make_anew(costs, limits)
+        else:
+            self.training.make_by(costs, limits)
+            self._measurements.start_anew(costs.copy_lanes)
         if self.settings.is_solved:
             self._updates.start(costs, limits)
         self.report.print_plan(limits)

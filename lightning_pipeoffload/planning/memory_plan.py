@@ -22,6 +22,7 @@ from lightning_pipeoffload.schedule import (
     offload_activations,
     one_at_a_time,
     split_every_backward,
+    split_fused_backward,
     steady_period,
 )
 from lightning_pipeoffload.schedule.evaluation import Limits
@@ -113,7 +114,7 @@ def keeps_limits(
         limits: The limits of the machines.
     """
     try:
-        accept(schedule, costs, memory_limit)
+        accept(split_fused_backward(schedule), costs, memory_limit)
     except ScheduleError:
         return False
     return not limits.shortage(schedule, costs)
@@ -140,7 +141,9 @@ def _plan(
         return settings.make_schedule(*sizes, costs, given), None
     if settings.offload != "auto":
         schedule = settings.make_schedule(*sizes)
-        return offload_activations(schedule, costs, settings.offload, given)
+        planned = offload_activations(schedule, costs, settings.offload, given)
+        accept(split_fused_backward(planned[0]), costs, given)
+        return planned
     free = settings.make_schedule(*sizes, costs)
     found = list(_within(settings, free, costs, limits))
     if found:

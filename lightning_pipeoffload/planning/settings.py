@@ -39,6 +39,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     accept,
     build,
+    split_fused_backward,
 )
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.solver.cp_sat import check_solver
@@ -232,6 +233,8 @@ class PipelineSettings:
                 f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
                 f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
             )
+        if memory_limit is not None:  # as it runs: after B more may be there than after F
+            accept(split_fused_backward(schedule), costs, memory_limit)
         return schedule
 
     def provisional_schedule(self, num_ranks: int) -> Schedule:

@@ -11,6 +11,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.schedule import (
     Costs,
     ScheduleError,
+    lower,
     peak_host_memory,
     peak_memory,
     validate,
@@ -75,6 +76,22 @@ def test_a_limit_is_kept_by_copies_or_by_order_whichever_is_faster(costs, copies
     schedule, report = measured(costs, schedule="zb", memory_limit=3 * MIB)
     assert schedule.has_copies == copies == (report is not None)
     assert max(peak_memory(schedule, costs)) <= 3 * MIB
+
+
+LEFT_FOR_W = replace(COSTS, weight_residue=3.0 * MIB)  # as where the backward computes F again
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_a_limit_is_kept_where_b_leaves_more_than_f_has(name):
+    limit = int(max(peak_memory(measured(schedule=name)[0], LEFT_FOR_W)))
+    schedule, _ = measured(LEFT_FOR_W, schedule=name, memory_limit=limit)
+    assert max(peak_memory(lower(schedule), LEFT_FOR_W)) <= limit
+
+
+@pytest.mark.parametrize("offload", ["none", 0.0])
+def test_a_limit_that_is_not_kept_for_what_b_leaves_is_refused(offload):
+    with pytest.raises(ScheduleError, match=r"4\.00 MiB\) is less than the 5\.00 MiB"):
+        measured(LEFT_FOR_W, schedule="1f1b", offload=offload, memory_limit=4 * MIB)
 
 
 @pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
