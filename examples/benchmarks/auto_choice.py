@@ -5,15 +5,17 @@
 Stages take 30 of F, 29 of B and 20 of W, even or with the one in the middle half as long again;
 links are fast or slow; limits loose, tight, or none. By hand every family is built for the limit
 and with copies under it, one by one, without the shortcuts of the choice. All times are the
-simulator's.
+simulator's. ``--wall`` instead measures Trainers: see auto_wall.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import product
 
 from lightning_pipeoffload.schedule import (
@@ -72,23 +74,30 @@ class Setting:
         return min(self._plans())
 
     def _plans(self) -> Iterator[tuple[float, str]]:
-        for option in options([self.num_microbatches]):
-            costs = self.costs_of(option)
-            for copies in (False, True) if self.memory_limit else (False,):
-                try:
-                    plan = self._plan(option, costs, copies)
-                except ScheduleError:
-                    continue
-                seconds = simulate(split_fused_backward(plan), costs).makespan
-                yield seconds, f"{option.schedule} x{option.num_chunks}{'+auto' * copies}"
+        wanted = options([self.num_microbatches])
+        found = plans_by_hand(wanted, self.num_ranks, self.costs_of, self.memory_limit)
+        for option, plan, copies in found:
+            seconds = simulate(split_fused_backward(plan), self.costs_of(option)).makespan
+            yield seconds, f"{option.schedule} x{option.num_chunks}{'+auto' * copies}"
 
-    def _plan(self, option: Option, costs: Costs, copies: bool) -> Schedule:
-        sizes = self.num_ranks, self.num_microbatches, option.num_chunks, costs
-        if not copies:
-            return build(option.schedule, *sizes, self.memory_limit)
-        return offload_activations(
-            build(option.schedule, *sizes), costs, "auto", self.memory_limit
-        )[0]
+
+def plans_by_hand(
+    wanted: Iterable[Option],
+    num_ranks: int,
+    costs_of: Callable[[Option], Costs],
+    memory_limit: float | None,
+) -> Iterator[tuple[Option, Schedule, bool]]:
+    """Yield each option's plans that keep a limit, without copies and with them."""
+    for option in wanted:
+        sizes = num_ranks, option.num_microbatches, option.num_chunks, costs_of(option)
+        for copies in (False, True) if memory_limit else (False,):
+            try:
+                plan = build(option.schedule, *sizes, None if copies else memory_limit)
+                if copies:
+                    plan, _ = offload_activations(plan, costs_of(option), "auto", memory_limit)
+            except ScheduleError:
+                continue
+            yield option, plan, copies
 
 
 def rows(num_ranks: int, num_microbatches: int) -> Iterator[list[str]]:
@@ -118,6 +127,10 @@ HEADER = ["stages", "links", "limit", "auto", "time", "best hand", "time", "rati
 
 
 def main() -> None:
+    if "--wall" in sys.argv:
+        wall = import_module("examples.benchmarks.auto_wall")
+        wall.main([argument for argument in sys.argv[1:] if argument != "--wall"])
+        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--p", type=int, default=4)
     parser.add_argument("--m", type=int, default=8)
