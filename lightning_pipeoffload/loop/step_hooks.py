@@ -111,7 +111,7 @@ class StepHooks(LaterSteps, RunSetup):
                 self._first_batches.start_step()
                 start, differentiate = backward.start, backward.differentiate
                 done = self.run.train(inputs, slices, accumulation, start, differentiate)
-            self._log(done)
+            self._log(done, self._trainer.accumulate_grad_batches)
         return backward.end(done.value, accumulation)
 
     def _start_ahead(self) -> None:
@@ -194,9 +194,12 @@ class StepHooks(LaterSteps, RunSetup):
             self._log(done)
         return done.value
 
-    def _log(self, done: StepOutput) -> None:
+    def _log(self, done: StepOutput, num_accumulated: int = 1) -> None:
         self._steps.log(done.sizes)
-        self._connector.tick(outputs=numbers_in(done.value))
+        numbers = numbers_in(done.value)
+        if "loss" in numbers:
+            numbers["loss"] = numbers["loss"] / num_accumulated  # as Lightning gives it to hooks
+        self._connector.tick(outputs=numbers)
 
     @override
     def on_train_end(self) -> None:

@@ -43,13 +43,17 @@ class ClippingOfGroups(Net):
 
 
 class ClippingTwice(Net):
-    """By Lightning, then by hand, with norms in between that are asked for in other hooks."""
+    """By Lightning, then by hand, with norms in between that are asked for in other hooks.
+
+    One of these reads the loss, which Lightning gives it divided among batches that accumulate.
+    """
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, 0.3, "norm")
 
-    def on_train_batch_end(self, *args):
-        self.keep(math.sqrt(sum(p.grad.norm() ** 2 for p in self.parameters())))
+    def on_train_batch_end(self, outputs, *args):
+        norm = math.sqrt(sum(p.grad.norm() ** 2 for p in self.parameters()))
+        self.keep(norm, outputs["loss"])
 
     def on_before_zero_grad(self, optimizer):
         self.keep(*(p.grad.abs().max() for p in self.parameters() if p.grad is not None))
