@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -30,6 +31,7 @@ from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.run_checks import check_run
+from lightning_pipeoffload.odc.sharded_arithmetic import as_if_whole, refuse_optimizers
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.sharding import (
     is_sharded,
@@ -128,6 +130,7 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -244,8 +247,9 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
         return self.backward_of_batch.train(batch, arguments, is_last=not self._steps_later)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with as_if_whole(optimizer):
+            output = super().optimizer_step(optimizer, *args, **kwargs)
         self._connected_run.reshard()  # a hook before it may have run a forward
         return output
 
