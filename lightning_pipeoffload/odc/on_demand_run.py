@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
 from lightning_pipeoffload.odc.run_checks import refuse_gradient_hooks
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup, local_part, sharded_groups
+from lightning_pipeoffload.odc.step_buffers import StepBuffers
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import blaming_peers
@@ -67,6 +68,7 @@ class OnDemandRun:
             self._start_sums()
         self.publish()
         self._versions = self._versions_now()
+        self._buffers.open()
 
     def publish(self) -> None:
         """Let all ranks gather the weights that there are; they wait for each other."""
@@ -86,14 +88,15 @@ class OnDemandRun:
         """
         self._refuse_written()
         self._settle()
-        found = self._world.gather((note, self._hooks.reached))
+        found = self._world.gather((note, self._hooks.reached, self._buffers.changed()))
+        self._buffers.settle([changed for _, _, changed in found])
         if self._is_alone:  # FSDP2 communicates nothing, and has left the sums where they belong
             return [note]
         self._drop_gradients()
         if is_last:
             self._transport.finish()
-            self._give_gradients(set().union(*(reached for _, reached in found)))
-        return [note for note, _ in found]
+            self._give_gradients(set().union(*(reached for _, reached, _ in found)))
+        return [note for note, _, _ in found]
 
     def reshard(self) -> None:
         """Let the next forward gather anew what one without a backward has left whole."""
@@ -118,6 +121,7 @@ class OnDemandRun:
         self._transport = self._make_transport(self._groups)
         self._hooks = OnDemandHooks(self._groups, self._transport)
         self._hooks.watch()
+        self._buffers = StepBuffers(self._module, self._device)
 
     def _start_sums(self) -> None:
         if not all(group.is_up_to_date for group in self._groups):
