@@ -158,7 +158,7 @@ def _over_batch(entries: list[_Call], combined: Any) -> Any:
     return torch.where(is_same, origins[0].over_batch().to(combined.dtype), combined)
 
 
-def combine_logged(values: list[Any], weights: list[int], reduce_fx: Any) -> Any:
+def combine_logged(values: list[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
     """Combine the microbatches' values of one name; a metric has combined them itself."""
     if not all(isinstance(v, Number) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
         return values[-1]  # a metric, or what Lightning refuses

@@ -32,7 +32,7 @@ class LoggedName:
         name: The name.
         repeat: How many calls of that name the step makes before.
         values: The value of each microbatch.
-        weights: Its number of samples.
+        weights: What each counts: as many samples, or tokens, as it has.
         args: The other arguments.
         kwargs: The keyword arguments, of which none is about ranks: the value is that of all.
     """
@@ -40,7 +40,7 @@ class LoggedName:
     name: str
     repeat: int
     values: list[Any]
-    weights: list[int]
+    weights: list[float]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -59,11 +59,11 @@ class MinibatchLogs(LogCapture):
             id(part): name for name, part in module.named_modules() if isinstance(part, Metric)
         }
 
-    def take(self, sizes: Sequence[int]) -> list[LoggedName]:
+    def take(self, sizes: Sequence[float]) -> list[LoggedName]:
         """Return what was logged since the last time, for other processes.
 
         Args:
-            sizes: The number of samples of each microbatch.
+            sizes: What each microbatch counts.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         self._metrics.forget()
@@ -102,7 +102,7 @@ class MinibatchLogs(LogCapture):
         value = value.to(device) if isinstance(value, Tensor) else value
         kwargs = dict(first.kwargs)
         if self._takes_batch_size:
-            kwargs["batch_size"] = sum(weights)
+            kwargs["batch_size"] = max(1, round(sum(weights)))  # Lightning counts in whole numbers
         self._log(self._module, name, value, *first.args, **kwargs)
 
     def _portable(self, name: str, value: Any) -> Any:

@@ -119,15 +119,19 @@ class MinibatchSampler(Sampler[list[int]]):
         return [[[samples[i] for i in part] for part in share if part] for share in shares]
 
     def _part(self, samples: Sequence[int], rank: int) -> PackedIndices:
-        microbatches = self.parts(samples)[rank]
-        total = sum(self._weights[sample] for sample in samples)
+        microbatches = [part for part in self.parts(samples)[rank] if self._weight(part)]
+        total = self._weight(samples)
         if not total > 0:
             raise ValueError(
                 f"the {len(samples)} samples of a minibatch weigh {total} together, so their loss "
                 f"has no mean; give some of them a weight, or more to a minibatch"
             )
-        weights = [sum(self._weights[i] for i in part) / total for part in microbatches]
+        weights = [self._weight(part) / total for part in microbatches]
         return PackedIndices(microbatches, weights, total)
+
+    def _weight(self, samples: Sequence[int]) -> float:
+        """Return what samples weigh together; of nothing a loss may have no mean."""
+        return sum(self._weights[sample] for sample in samples)
 
 
 def _weights(weight: str | Sequence[float], lengths: list[int]) -> list[float]:

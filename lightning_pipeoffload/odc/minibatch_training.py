@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ class _RankNote:
     """What a rank tells the others of its part of a minibatch."""
 
     loss: float
+    dtype: torch.dtype
     weight: float
     logged: list[LoggedName]
     num_minibatches: float
+    is_end: bool
 
 
 class MinibatchTraining(BackwardHooks):
@@ -113,22 +116,40 @@ class MinibatchTraining(BackwardHooks):
         return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
-        sizes = [max(1, round(weight * part.total)) for weight in part.weights]
-        num_minibatches = self._module.trainer.num_training_batches
-        logged = self._logs.take(sizes)
-        note = _RankNote(float(total), sum(part.weights), logged, num_minibatches)
-        notes = self._run.close(note, is_last)
-        _refuse_unlike([note.num_minibatches for note in notes])
+        logged = self._logs.take([weight * part.total for weight in part.weights])
+        notes = self._run.close(self._note(part, total, logged), is_last)
+        _refuse_unlike(notes)
+        loss = _mean_loss(notes).to(self._device)
         self._logs.log([note.logged for note in notes], self._device)
-        weight = sum(note.weight for note in notes) or 1.0  # nobody has a microbatch
-        _refuse_weights(weight)
-        loss = torch.tensor(sum(note.loss for note in notes) / weight, device=self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
+    def _note(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankNote:
+        num = self._module.trainer.num_training_batches
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
+        is_end = progress.is_last_batch or progress.current.ready >= num
+        dtype = total.dtype if isinstance(total, Tensor) else torch.float32
+        return _RankNote(float(total), dtype, sum(part.weights), logged, num, is_end)
 
-def _refuse_unlike(counts: Sequence[float]) -> None:
+
+def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
+    """Return the loss of all ranks, in as many bits as one of them has, alike on each."""
+    weight = sum(note.weight for note in notes) or 1.0  # nobody has a microbatch
+    _refuse_weights(weight)
+    dtype = reduce(torch.promote_types, [note.dtype for note in notes], torch.float32)
+    return torch.tensor(sum(note.loss for note in notes) / weight, dtype=dtype)
+
+
+def _refuse_unlike(notes: Sequence[_RankNote]) -> None:
     """Refuse ranks of which some would wait for others that have no more minibatches."""
+    counts = [note.num_minibatches for note in notes]
+    ended = [rank for rank, note in enumerate(notes) if note.is_end]
+    if 0 < len(ended) < len(notes):
+        raise ValueError(
+            f"global ranks {', '.join(map(str, ended))} of {len(notes)} have no more minibatches, "
+            f"and the others have; give all as many, if need be some without microbatches: "
+            f"Minibatch()"
+        )
     if len(set(counts)) > 1:
         raise ValueError(
             f"global ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} minibatches "
