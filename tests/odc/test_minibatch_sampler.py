@@ -111,3 +111,12 @@ def test_a_collate_without_the_sampler_is_refused():
 def test_each_microbatch_has_a_weight():
     with pytest.raises(ValueError, match="2 microbatches have 1 weights"):
         Minibatch([1, 2], [0.5])
+
+
+def test_texts_that_weigh_nothing_make_no_microbatch_of_their_own():
+    """A loss may have no mean there, and nothing times that is not nothing."""
+    weights = [0.0, *[1.0] * 10]
+    parts = [part for rank in range(2) for part in read(rank, mode="local_sort", weight=weights)]
+    read_tokens = torch.cat(list(chain(*parts)))
+    assert torch.bincount(read_tokens).tolist() == [0, *LENGTHS[1:]]
+    assert all(weight > 0 for part in parts for weight in part.weights)

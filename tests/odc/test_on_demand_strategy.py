@@ -188,6 +188,88 @@ def test_modules(ranks, kind):
         assert_same(rank, expected)
 
 
+class Optimized(Texts):
+    """Trains its matrices by an optimizer of torch's, which looks at them as a whole."""
+
+    def __init__(self, name, **options):
+        super().__init__()
+        self.kind, self.options = getattr(torch.optim, name), options
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.ndim == 2)
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        return self.kind(matrices, lr=1e-2, **self.options)
+
+
+def optimized(name, **options):
+    return partial(made, Optimized, name=name, **options)
+
+
+@pytest.mark.parametrize("make", [optimized("Muon"), optimized("Adafactor", foreach=True)])
+def test_optimizers_that_look_at_whole_matrices(ranks, make):
+    expected = plain_fit((3, 1), make)
+    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=make)):
+        assert_same(rank, expected)
+
+
+class Closures(Texts):
+    """Lets the optimizer decide by losses, which it asks for again and again."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+
+def plain_closures():
+    module = made(Closures)
+    optimizer = module.configure_optimizers()
+    for minibatch in fits.minibatches((3, 1), 2):
+
+        def closure(minibatch=minibatch):
+            optimizer.zero_grad()
+            pairs = [(t, w) for part in minibatch for t, w in zip(part, part.weights, strict=True)]
+            loss = sum(module.loss(text) * weight for text, weight in pairs)
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+    return {name: whole(p) for name, p in module.named_parameters()}
+
+
+def test_an_optimizer_sees_losses_as_they_are_however_often_it_asks(ranks):
+    expected = {"weights": plain_closures(), "gradients": []}
+    options = {"max_steps": 2, "gradient_clip_val": None}
+    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=partial(made, Closures), **options)):
+        assert_same({**rank, "gradients": []}, expected, 1e-10)
+
+
+class Counting(Texts):
+    """Changes buffers in its steps, one of them by another tensor in its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+        self.last = torch.zeros(1)
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.last = batch.double()
+        return super().training_step(batch, batch_idx)
+
+
+def count(counts):
+    module = made(Counting)
+    fit_rank(counts, make=lambda: module)
+    return float(module.steps), module.last.tolist()
+
+
+@pytest.mark.parametrize(("counts", "first"), [((3, 1), 0), ((0, 2), 1)])
+def test_buffers_are_those_of_the_first_rank_that_changes_them(ranks, counts, first):
+    last = fits.minibatches(counts)[-1][first][-1]
+    assert ranks(2).run(count, counts) == [(counts[first] * 4.0, last.double().tolist())] * 2
+
+
 def fit_twice():
     module = made()
     fit_rank((3, 1), make=lambda: module)
@@ -311,6 +393,26 @@ def test_ranks_with_different_numbers_of_minibatches_are_refused(ranks):
         assert "global ranks 0 to 1 have 4, 3 minibatches in an epoch" in told
 
 
+class Stream(fits.Loader):
+    """Yields minibatches, and does not say how many."""
+
+    __len__ = None
+
+
+def of_streams(*counts):
+    batches = [minibatch[fits.rank_of()] for minibatch in fits.minibatches((1, 1))]
+    try:
+        fits.trainer(2, {}).fit(made(), Stream(batches[: counts[fits.rank_of()]]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_streams_of_which_one_ends_before_the_others_are_refused(ranks):
+    for told in ranks(2).run(of_streams, 3, 2):
+        assert "global ranks 1 of 2 have no more minibatches, and the others have" in told
+
+
 def fit_batches(batches):
     try:
         fits.trainer(2, {}).fit(made(), fits.Loader(batches))
@@ -400,6 +502,7 @@ REFUSED = {
     "collective": (partial(made, Gathering), r"all_gather\(\) inside training_step would wait"),
     "hook": (hooked, "blocks.0.scale has a hook on its gradient"),
     "late hook": (stepping_in_backward, "blocks.0.scale has a hook on its gradient"),
+    "optimizer": (optimized("Rprop"), "Rprop does not go with strategy='odc'"),
     "manual": (manual, "manual optimization does not go with strategy='odc'"),
     "layer": (synchronized, "norm is a SyncBatchNorm"),
     "sparse": (sparse, "embed makes sparse gradients"),
