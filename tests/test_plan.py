@@ -413,7 +413,7 @@ def test_auto_chooses_by_the_period(capsys):
 def test_a_picture_shows_several_steps(command, tmp_path):
     assert command("schedule=zb_h2", "picture=a.svg", "picture.steps=3")[0] == 0
     drawn = (tmp_path / "a.svg").read_text()
-    assert "period 24 units without a barrier between steps" in drawn
+    assert "period 24 units without a barrier between steps, as if nothing clipped by norm" in drawn
     assert "0F23 on rank 0" in drawn
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BorderOptions"]
 
+_IF_FREE = "as if nothing clipped by norm nor scaled the loss"
 _WAYS = ("auto", "barrier", "post_validation")
 
 
@@ -20,14 +21,19 @@ class BorderOptions(NamedTuple):
     Attributes:
         has_barrier: Whether no rank begins a step before all have ended the one before.
         num_drawn: Steps that a picture shows.
+        is_known: Whether that was said; "auto" depends on what a run does between two steps.
     """
 
     has_barrier: bool = False
     num_drawn: int = 1
+    is_known: bool = True
 
     @classmethod
     def of(cls, config: DictConfig) -> BorderOptions:
-        """Read ``strategy.optimizer_sync``, of which only "barrier" is one, and ``picture.steps``.
+        """Read ``strategy.optimizer_sync`` and ``picture.steps``.
+
+        Only "barrier" is one; "auto" is one in a run that clips by norm or has a loss scale, of
+        which a plan does not know.
 
         Raises:
             ScheduleError: One of them is not what it can be.
@@ -40,9 +46,10 @@ class BorderOptions(NamedTuple):
         steps = None if isinstance(picture, str) else picture.get("steps")
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ScheduleError(f"picture.steps ({steps}) must be a whole number from 1 on")
-        return cls(way == "barrier", steps or 1)
+        return cls(way == "barrier", steps or 1, way != "auto")
 
     @property
     def words(self) -> str:
         """What a period is one of."""
-        return f"with{'' if self.has_barrier else 'out'} a barrier between steps"
+        words = f"with{'' if self.has_barrier else 'out'} a barrier between steps"
+        return words if self.is_known else f"{words}, {_IF_FREE}"

@@ -98,4 +98,4 @@ def _scaling(scaler: GradScaler, found: Tensor) -> Scaling:
             scale, growth, torch.ones_like(scale), *factors, scaler.get_growth_interval()
         )
 
-    return Scaling(found.clone(), lower, numbers)
+    return Scaling(found, lower, numbers)

@@ -42,6 +42,11 @@ def _needs_others(trainer: Trainer) -> bool:
         return True
     if is_overridden("configure_gradient_clipping", trainer.lightning_module):
         return True
+    return clips_by_norm(trainer)
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Whether Lightning clips gradients by the norm of all."""
     by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
     return bool(trainer.gradient_clip_val) and not by_value
 

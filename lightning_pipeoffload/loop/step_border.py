@@ -9,7 +9,9 @@ run with its weights::
     rank 1     backward | step | F0 F1   [norm: clip!]  back, step', F0 F1    | B0 ...
 
 A wrong guess costs those forwards and a step; a right one the copies of what a step changes. All
-ranks make the same guesses, and know the same then.
+ranks make the same guesses, and know the same then. A rank at whose steps the user has come to look
+waits before its own, and runs forwards again with the others; they hear of that with the norm, and
+all wait from the next step on.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4 (post-validation), whose
 code computes the weights before from those after; not to the bit.
@@ -17,6 +19,7 @@ code computes the weights before from those after; not to the bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +35,10 @@ from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
+
+log = logging.getLogger(__name__)
+
+_WAITS = "ranks wait for each other at each step from now on: hooks run at the steps of %s"
 
 NUM_CALM = 10
 """Right steps in a row after which the next ones are taken for right; as in the paper's code."""
@@ -63,7 +70,8 @@ class Scaling(NamedTuple):
     """How a loss scale goes on.
 
     Attributes:
-        found: How many infinities this rank has found, if only whether there are any.
+        found: How many infinities this rank has found, if only whether there are any; the scaler
+            goes by it.
         lower: A function that lowers the scale as it was, where only other ranks have found some.
         numbers: What the scale is kept in.
     """
@@ -82,6 +90,7 @@ class StepBorder:
 
     Attributes:
         weights: What the last step has changed, until it is known to be right.
+        clips: Whether gradients will be clipped by :meth:`expect_clipping` after the loss scale.
         is_open: Whether the ranks have not met since a step that was taken for right.
         num_taken_back: How many steps were taken back.
     """
@@ -96,8 +105,10 @@ class StepBorder:
         self._kept: KeptStep | None = None
         self._gains: Callable[[], bool] | None = None
         self._is_last: Callable[[], bool] = lambda: False
+        self.clips: Callable[[], bool] = lambda: False
         self._calm = _Calm()
         self._was_wrong = False
+        self._somebody_looks = False
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -105,6 +116,7 @@ class StepBorder:
         self._scaling: Scaling | None = None
         self._clipping: Clipping | None = None
         self._exchange: _Exchange | None = None
+        self._looks = self._has_looked = False
 
     def open_for(
         self, kept: KeptStep, gains: Callable[[], bool] | None, is_last: Callable[[], bool]
@@ -138,16 +150,24 @@ class StepBorder:
     def _decide(self) -> bool:
         if self._kept is None or not (self._gains is None or self._calm):
             return False
-        if is_watched(self._kept.optimizer):  # since training has begun
+        if self._somebody_looks:
+            self._wait_from_now_on()
             return False
+        self._looks = is_watched(self._kept.optimizer)  # on this rank, since training has begun
         if self._gains is not None and self._kept.has_room is None:
             # Over the link to the host copies would take longer than a rank waits.
-            is_worth_it = self._gains() and self._kept.find_room()
+            is_worth_it = not self._looks and self._gains() and self._kept.find_room()
             if not self._group.world.agree(is_worth_it, unanimous=True):
                 self._kept = None
                 return False
         self._kept.keep()
         return True
+
+    def _wait_from_now_on(self) -> None:
+        assert self._kept is not None
+        if self._group.reports:
+            log.info(_WAITS, type(self._kept.optimizer).__name__)
+        self._kept = None
 
     def note(self, is_right: Callable[[], Tensor]) -> None:
         """Note of a step that waits whether a guess would have been right, where it is of use."""
@@ -157,21 +177,39 @@ class StepBorder:
     def expect_scaling(self, scaling: Scaling) -> None:
         """Find out later whether other ranks have found infinities."""
         self._scaling = scaling
+        if self._looks and not self.clips():
+            self._look()
 
     def expect_clipping(self, clipping: Clipping) -> None:
         """Find out later whether gradients are to be clipped."""
         assert self._kept is not None
-        self._kept.keep_anew()  # hooks have run since the loss scale was taken out
         self._clipping = clipping
-        self._start_exchange()
+        if self._looks:
+            self._look()
+        else:
+            self._kept.keep_anew()  # hooks have run since the loss scale was taken out
+            self._start_exchange()
 
-    def _start_exchange(self) -> None:
+    def _look(self) -> None:
+        """Wait for what the ranks have found; what follows is the step that it should be."""
+        _, total = self._start_exchange().wait()
+        self._has_looked = True
+        if total[1]:
+            assert self._scaling is not None
+            self._scaling.found.fill_(1)
+        if not self._is_right(total):
+            self._clip(total)
+            self._age.change()
+
+    def _start_exchange(self) -> _Exchange:
         scaling, clipping = self._scaling, self._clipping
         none = torch.zeros((), device=self._group.device)
         norm = none if clipping is None else clipping.own_norm.to(none.device)
         found = none if scaling is None else scaling.found.reshape(())
-        numbers = torch.stack([norm.double() ** 2, found.double()])
+        looks = torch.full_like(none, self._looks, dtype=torch.float64)
+        numbers = torch.stack([norm.double() ** 2, found.double(), looks])
         self._exchange = _Exchange(self._group, numbers)
+        return self._exchange
 
     def end_step(self) -> None:
         """Go on without knowing, after the optimizer's step."""
@@ -192,34 +230,43 @@ class StepBorder:
         """Wait for what the ranks have found, and mend what was wrong."""
         assert self._exchange is not None
         own, total = self._exchange.wait()
-        with outside_autocast(self._group.device):
-            is_right = self._mend(own, total)
+        is_right = self._is_right(total)
+        if not (is_right or self._has_looked):
+            with outside_autocast(self._group.device):
+                self._mend(own, total)
         assert self._kept is not None
+        self._somebody_looks |= bool(total[2])
         self._kept.end()
         self._calm.know(is_right)
         self.num_taken_back += not is_right
         self._was_wrong = not is_right
         self._forget_step()
 
-    def _mend(self, own: Tensor, total: Tensor) -> bool:
-        """Have the weights that a rank has that waits; returns whether these are they."""
+    def _is_right(self, total: Tensor) -> bool:
+        """Whether the weights are those of a step that nobody has clipped or left out."""
+        if total[1] or self._clipping is None:
+            return not total[1]
+        return bool(self._clipping.is_needless(self._norm(self._clipping, total)))
+
+    def _norm(self, clipping: Clipping, total: Tensor) -> Tensor:
+        return total[0].sqrt().to(clipping.own_norm.dtype)
+
+    def _clip(self, total: Tensor) -> None:
+        if self._clipping is not None:
+            self._clipping.clip(self._norm(self._clipping, total))
+
+    def _mend(self, own: Tensor, total: Tensor) -> None:
+        """Have the weights that a rank has that waits."""
         assert self._kept is not None
-        if total[1]:
-            if not own[1]:  # else neither the optimizer nor the scale has gone on
-                assert self._scaling is not None
-                self._await_copies()
-                self._kept.take_back()
-                self._scaling.lower()
-            return False
-        if self._clipping is None:
-            return True
-        norm = total[0].sqrt().to(self._clipping.own_norm.dtype)
-        if self._clipping.is_needless(norm):
-            return True
-        self._await_copies()
-        self._kept.repeat(partial(self._clipping.clip, norm))
-        self._age.change()
-        return False
+        if not total[1]:
+            self._await_copies()
+            self._kept.repeat(partial(self._clip, total))
+            self._age.change()
+        elif not own[1]:  # else neither the optimizer nor the scale has gone on
+            assert self._scaling is not None
+            self._await_copies()
+            self._kept.take_back()
+            self._scaling.lower()
 
     def _await_copies(self) -> None:
         """Have what other replicas send, which would overwrite what is put back."""
@@ -247,6 +294,7 @@ class _Exchange:
         self._group = group
         self._read = start_reading(numbers)
         self._total: Callable[[], Tensor] | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
         if not is_remote(numbers):  # an accelerator has yet to compute them
             self._total = self._start()
 
@@ -256,8 +304,10 @@ class _Exchange:
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return this rank's numbers, and the sums."""
-        total = self._start() if self._total is None else self._total
-        return self._own, total()
+        if self._found is None:
+            total = self._start() if self._total is None else self._total
+            self._found = self._own, total()
+        return self._found
 
 
 class _Calm:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,7 +17,7 @@ from lightning_pipeoffload.loop.hooks.outputs_elsewhere import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.run_setup import RunSetup
-from lightning_pipeoffload.loop.step_barrier import may_step_ahead
+from lightning_pipeoffload.loop.step_barrier import clips_by_norm, may_step_ahead
 from lightning_pipeoffload.loop.step_border import StepBorder
 from lightning_pipeoffload.loop.step_inputs import StepOutput
 from lightning_pipeoffload.loop.weights_watch import WeightsWatch, may_travel
@@ -24,13 +25,17 @@ from lightning_pipeoffload.optimizers.kept_step import KeptStep
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.users_code.no_trace import has_forward_hooks
+from lightning_pipeoffload.runtime.users_code.no_trace import (
+    has_forward_hooks,
+    without_forward_hooks,
+)
 
 
 class StepHooks(LaterSteps, RunSetup):
     """Runs a batch of each kind where Lightning would call the module's step."""
 
     _weights_watch: WeightsWatch | None = None
+    _has_forward_hooks = False
 
     @override
     def on_train_start(self) -> None:
@@ -50,6 +55,9 @@ class StepHooks(LaterSteps, RunSetup):
             is_asked = wanted == "post_validation"
             gains = None if is_asked else self.run.plans.gain_without_barrier
             self._step_border.open_for(kept, gains, self._is_clipping)
+            self._step_border.clips = partial(clips_by_norm, self._trainer)
+            found = has_forward_hooks(self._module)
+            self._has_forward_hooks = self.group.world.agree(found, unanimous=False)
 
     def _is_clipping(self) -> bool:
         """Whether Lightning clips, as the last thing before the step; hooks may have before."""
@@ -106,23 +114,32 @@ class StepHooks(LaterSteps, RunSetup):
             elif self._gradient_hooks is not None:
                 self._gradient_hooks.start_batch()
             self._start_batch(len(slices), accumulation)
-            self._start_ahead()
-            with sharing_casts(self.root_device), self._counted():
+            with self._start_ahead(), sharing_casts(self.root_device), self._counted():
                 self._first_batches.start_step()
                 start, differentiate = backward.start, backward.differentiate
                 done = self.run.train(inputs, slices, accumulation, start, differentiate)
             self._log(done, self._trainer.accumulate_grad_batches)
         return backward.end(done.value, accumulation)
 
-    def _start_ahead(self) -> None:
+    def _start_ahead(self) -> ExitStack:
         """Begin before the weights are final, if what runs can be taken back."""
-        self.run.executor.settle = None
-        if not self._step_border.is_open:
-            return
-        if self.run.pipeline.leaves_trace or has_forward_hooks(self._module):
-            self._step_border.settle()
-        else:
-            self.run.executor.settle = self._settle_in_step
+        border, executor, muted = self._step_border, self.run.executor, ExitStack()
+        executor.settle = None
+        if not border.is_open:
+            return muted
+        if self.run.pipeline.leaves_trace or self._has_forward_hooks:
+            border.settle()
+        elif not has_forward_hooks(self._module):
+            executor.settle = self._settle_in_step
+        elif border.settle():  # other ranks may have no hooks, and send what they take back
+            muted.enter_context(without_forward_hooks(self._module))
+            executor.settle = partial(self._begin_again, muted)
+        return muted
+
+    def _begin_again(self, muted: ExitStack) -> bool:
+        muted.close()
+        self.group.transport.take_back()
+        return True
 
     def _settle_in_step(self) -> bool:
         was_wrong = self._step_border.settle()

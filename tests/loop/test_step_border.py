@@ -329,6 +329,64 @@ def test_who_looks_between_two_steps_sees_what_is_right(ranks, tmp_path, what):
         assert_same(found["optimizer_states"], expected["optimizer_states"])
 
 
+class Registers(L.Callback):
+    """Has one rank look at its steps, and the other at its forwards, once training runs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, *args):
+        own = [p for p in module.parameters() if type(p) is nn.Parameter]
+        if (trainer.global_rank, trainer.fit_loop.total_batch_idx) == (0, 3):
+            module.blocks[0].register_forward_hook(self.see_output)
+            module.blocks[-1].register_forward_hook(self.see_output)
+        if (trainer.global_rank, trainer.fit_loop.total_batch_idx) == (1, 6):
+            (optimizer,) = trainer.optimizers
+            optimizer.register_step_pre_hook(lambda *_: self.see(p.grad for p in own))
+            optimizer.register_step_post_hook(lambda *_: self.see(own))
+
+    def see_output(self, block, args, output):
+        if output.untyped_storage().device.type == "cpu":
+            self.see([output])
+
+    def see(self, tensors):
+        self.seen.append([tensor.detach().clone() for tensor in tensors])
+
+
+def fit_registering(sync, folder, is_scaled):
+    L.seed_everything(7, verbose=False)
+    module, seen = Net("sgd", dtype=torch.float32) if is_scaled else Net(), Registers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
+    trainer = L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0},
+        devices=2,
+        strategy=PipeOffloadStrategy(num_microbatches=4, schedule="zb_h2", optimizer_sync=sync),
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if is_scaled else [],
+        callbacks=[seen],
+        enable_checkpointing=False,
+        max_epochs=2,
+        gradient_clip_val=None if is_scaled else 6.0,
+    )
+    trainer.fit(module, fits.loader())
+    trainer.save_checkpoint(Path(folder, sync))
+    return seen.seen, trainer.strategy.report()["steps_taken_back"]
+
+
+@pytest.mark.parametrize(("is_scaled", "num_wrong"), some([(False, 3), (True, 6)], 2))
+def test_hooks_that_one_rank_has_since_training_runs_see_what_is_right(
+    ranks, tmp_path, is_scaled, num_wrong
+):
+    syncs = "barrier", "post_validation"
+    results = [ranks(2).run(fit_registering, sync, str(tmp_path), is_scaled) for sync in syncs]
+    assert_same([seen for seen, _ in results[1]], [seen for seen, _ in results[0]])
+    assert all(seen for seen, _ in results[0])
+    # That at which the hooks are heard of is the last.
+    assert {taken_back for _, taken_back in results[1]} == {num_wrong}
+    saved = [torch.load(tmp_path / sync, weights_only=False) for sync in syncs]
+    assert_same(saved[1]["state_dict"], saved[0]["state_dict"])
+    assert_same(saved[1]["optimizer_states"], saved[0]["optimizer_states"])
+
+
 class Failing(L.Callback):
     """Fails after a step that was wrong, and reads the weights then."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -40,10 +41,27 @@ def leaving_no_trace(module: nn.Module) -> Iterator[None]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a forward runs hooks of the user's, which may keep a trace."""
+    return any(_forward_hooks(module))
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Run forwards whose results are thrown away, of which no hook of the user's hears."""
+    found = [(hooks, [*hooks.items()]) for hooks in _forward_hooks(module) if hooks]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, registered in found:
+            hooks.update(registered)
+
+
+def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     # Private: no public name lists the hooks of a module, or those of all modules.
-    of_all = _global_forward_hooks or _global_forward_pre_hooks
-    own = (part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    return bool(of_all) or any(own)
+    yield from (_global_forward_hooks, _global_forward_pre_hooks)
+    for part in module.modules():
+        yield from (part._forward_hooks, part._forward_pre_hooks)
 
 
 def hooked(module: nn.Module) -> str:
