@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.schedule import build
-from tests.support.pairs import pairs
+from tests.support.pairs import first, pairs
 from tests.support.small_modules import MODELS, SCHEDULES, assert_same, run_pipeline, run_plain
 
 SIZES = [("zb_h1", 1), *zip(SCHEDULES, cycle([2, 4]), strict=False)]
@@ -20,7 +20,7 @@ def prepared(name):
     return module, batch, run_plain(module, batch, size=2)
 
 
-@pytest.mark.parametrize(("name", "size"), pairs([*MODELS] * 2, SIZES))
+@pytest.mark.parametrize(("name", "size"), first(len(MODELS), pairs([*MODELS] * 2, SIZES)))
 def test_gradients_are_the_plain_modules(name, size):
     schedule, num_ranks = size
     module, batch, plain = prepared(name)

@@ -17,10 +17,17 @@ def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def some(values: Iterable[Any], every: int) -> list[Any]:
     """Return parameters of which each so-manyth is for the default run; the others are slow."""
-    return [
-        value if index % every == 0 else pytest.param(*values_of(value), marks=pytest.mark.slow)
-        for index, value in enumerate(values)
-    ]
+    return [value if index % every == 0 else slow(value) for index, value in enumerate(values)]
+
+
+def first(count: int, values: Sequence[Any]) -> list[Any]:
+    """Return parameters of which the first so many are for the default run; the others are slow."""
+    return [*values[:count], *map(slow, values[count:])]
+
+
+def slow(value: Any) -> Any:
+    """Return a parameter that the default run leaves out."""
+    return pytest.param(*values_of(value), marks=pytest.mark.slow)
 
 
 def values_of(value: Any) -> tuple[Any, ...]:

@@ -132,7 +132,10 @@ def compare(write, how, schedule, num_ranks, **options):
 
 HOWS = ["full", "", "partly", "reentrant"]
 CASES = [
-    (write, how, *SETTINGS[(place + turn) % (4 if write is not on_an_object else 2)])
+    pytest.param(
+        *(write, how, *SETTINGS[(place + turn) % (4 if write is not on_an_object else 2)]),
+        marks=[pytest.mark.slow] if (place + turn // 2) % 2 else [],
+    )
     for turn, write in enumerate(WAYS)
     for place, how in enumerate(HOWS)
 ]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.pairs import pairs
 from tests.support.small_modules import (
     MODELS,
     SCHEDULES,
@@ -245,11 +246,16 @@ def dropping(make, samples):
     return module, batch, run_pipeline(module, build("gpipe", 1, 4), batch, 2)
 
 
-@pytest.mark.parametrize(("make", "samples"), [(dropping_gpt, tokens), (dropping_mlp, vectors)])
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("zb_h1", 1), *zip(SCHEDULES, cycle([4, 2]), strict=False)]
+    ("cut", "make", "samples"),
+    pairs(
+        [("zb_h1", 1), *zip(SCHEDULES, cycle([4, 2]), strict=False)],
+        [dropping_mlp, dropping_gpt, dropping_mlp],
+        [vectors, tokens, vectors],
+    ),
 )
-def test_dropout_does_not_depend_on_ranks_and_schedule(name, num_ranks, make, samples):
+def test_dropout_does_not_depend_on_ranks_and_schedule(cut, make, samples):
+    name, num_ranks = cut
     module, batch, reference = dropping(make, samples)
     found = run_pipeline(module, build(name, num_ranks, 4), batch, 2)
     assert found.losses == reference.losses
