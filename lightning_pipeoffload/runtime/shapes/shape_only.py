@@ -30,6 +30,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     is_ordinary,
     written_arguments,
 )
+from lightning_pipeoffload.runtime.shapes.saved_shapes import warn_of_saving
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     imagine,
@@ -98,6 +99,7 @@ class ShapeOnly(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the shape, and what is known of where the value is."""
+        warn_of_saving()
         made = self.meta, self.device, self.origins, self.requires_grad
         return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
 

@@ -90,7 +90,8 @@ def test_a_copy_freezes_by_itself():
 def test_a_module_is_pickled_with_its_shapes(rank):
     module = after_a_step(Tied())[rank]
     file = io.BytesIO()
-    torch.save(module.state_dict(), file)
+    with pytest.warns(UserWarning, match="shapes without values"):
+        torch.save(module.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=False)
     for name, tensor in pickle.loads(pickle.dumps(module)).state_dict().items():
