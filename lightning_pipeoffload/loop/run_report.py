@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import Chosen
+from lightning_pipeoffload.optimizers.kept_step import bytes_usable
 from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_needs
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
 from lightning_pipeoffload.planning.report import predict
 from lightning_pipeoffload.planning.report_text import (
     print_accumulation,
@@ -26,7 +27,7 @@ from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.schedule import period_bubble, simulate
+from lightning_pipeoffload.schedule import Schedule, period_bubble, simulate
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class RunReport:
         needs: What stages need by their shapes; None before that is known, and where it is not.
         chosen: What ``schedule="auto"`` has come to; None where a schedule was named.
         size: Samples of a microbatch; 0 before the first batch.
+        keeps_steps: A function that says whether each step is kept so that it can be taken back.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RunReport:
         self.needs: MemoryNeeds | None = None
         self.chosen: Chosen | None = None
         self.size = 0
+        self.keeps_steps: Callable[[], bool] = lambda: False
 
     def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
         """Find out what training will need, without values; all ranks call it, before they split.
@@ -91,10 +94,10 @@ class RunReport:
         """
         if not self._pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
-        plan, needs = self._training.plan, self.needs
+        plan = self._training.plan
         report = predict(plan, self._pipeline, self._training.costs, self._training.period)
         report["num_replicas"] = self._group.num_replicas
-        report["memory"] = None if needs is None else describe_needs(needs.of_ranks(plan))
+        report["memory"] = self._memory(plan)
         if self.chosen is not None:
             report["candidates"] = [dict(candidate) for candidate in self.chosen.candidates]
         if self._training.offloaded is not None:
@@ -108,6 +111,14 @@ class RunReport:
             seconds = max(filter(None, measured["step_seconds"]))
             report["samples_per_second"] = num_samples / seconds
         return report
+
+    def _memory(self, plan: Schedule) -> dict[str, list[int]] | None:
+        if self.needs is None:
+            return None
+        memory = describe_needs(self.needs.of_ranks(plan))
+        if self.keeps_steps():
+            add_step_copies(memory, bytes_usable(self._pipeline.device))
+        return memory
 
     def print_start(self, accumulation: Accumulation) -> None:
         """Print what is going to run, with the accumulation of the first batch."""

@@ -90,6 +90,7 @@ class StepBorder:
 
     Attributes:
         weights: What the last step has changed, until it is known to be right.
+        keeps_copies: Whether steps are kept so that they can be taken back.
         clips: Whether gradients will be clipped by :meth:`expect_clipping` after the loss scale.
         is_open: Whether the ranks have not met since a step that was taken for right.
         num_taken_back: How many steps were taken back.
@@ -100,7 +101,7 @@ class StepBorder:
         self._age = age
         self.weights = WeightsUnderWay()
         self.weights.may_wait = True
-        self.is_open = False
+        self.is_open = self.keeps_copies = False
         self.num_taken_back = 0
         self._kept: KeptStep | None = None
         self._gains: Callable[[], bool] | None = None
@@ -130,6 +131,7 @@ class StepBorder:
             is_last: A function that says whether no hook runs between what clips now and the step.
         """
         self._kept, self._gains, self._is_last = kept, gains, is_last
+        self.keeps_copies = self.guesses_always
         self._group.connect_borders()
 
     @property
@@ -161,13 +163,14 @@ class StepBorder:
                 self._kept = None
                 return False
         self._kept.keep()
+        self.keeps_copies = True
         return True
 
     def _wait_from_now_on(self) -> None:
         assert self._kept is not None
         if self._group.reports:
             log.info(_WAITS, type(self._kept.optimizer).__name__)
-        self._kept = None
+        self._kept, self.keeps_copies = None, False
 
     def note(self, is_right: Callable[[], Tensor]) -> None:
         """Note of a step that waits whether a guess would have been right, where it is of use."""

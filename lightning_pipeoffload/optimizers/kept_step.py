@@ -245,8 +245,15 @@ def _bytes_left(device: torch.device) -> float:
     """Return the bytes of a device that no step has needed so far, but for a reserve."""
     if device.type == "cpu":
         return inf
+    return bytes_usable(device) - torch.accelerator.max_memory_reserved(device)
+
+
+def bytes_usable(device: torch.device) -> float:
+    """Return the bytes of a device that copies may fill up; those of the host are not counted."""
+    if device.type == "cpu":
+        return inf
     _, total = torch.accelerator.get_memory_info(device)
-    return (1 - _RESERVE) * total - torch.accelerator.max_memory_reserved(device)
+    return (1 - _RESERVE) * total
 
 
 def can_keep(optimizer: Optimizer) -> bool:

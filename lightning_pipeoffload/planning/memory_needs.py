@@ -128,6 +128,22 @@ def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
     return join_measurements([{**asdict(rank), "device": rank.device} for rank in needs])
 
 
+def add_step_copies(memory: dict[str, list[int]], room: float) -> None:
+    """Add what ranks keep so that a step can be taken back: weights that train, and states.
+
+    The copies are on the device where that has room for them, else on the host.
+
+    Args:
+        memory: What ranks need, as :func:`describe_needs` has it.
+        room: Bytes of a device that may be used.
+    """
+    pairs = zip(memory["gradients"], memory["optimizer"], strict=True)
+    memory["step_copies"] = [trained + states for trained, states in pairs]
+    for rank, copies in enumerate(memory["step_copies"]):
+        has_room = memory["device"][rank] + copies <= room
+        memory["device" if has_room else "host"][rank] += copies
+
+
 def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tuple[int, int, int]]]:
     owned: list[dict[int, tuple[int, int, int]]] = [{} for _ in pipeline.partition]
     for slot in find_slots(pipeline.module):

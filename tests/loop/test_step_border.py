@@ -459,6 +459,9 @@ def fit_held(folder, size, schedule):
         gradient_clip_val=6.0,
     )
     trainer.fit(Held(folder), fits.loader())
+    memory = trainer.strategy.report()["memory"]
+    trained_and_states = zip(memory["gradients"], memory["optimizer"], strict=True)
+    assert memory["step_copies"] == [sum(each) for each in trained_and_states]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, describe_needs
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 
@@ -59,3 +59,10 @@ def test_messages_are_what_is_on_its_way():
     first, last = needs("1f1b")["messages"]
     assert first % hidden == last % hidden == 0
     assert hidden <= last <= 4 * hidden
+
+
+def test_copies_of_a_step_are_on_the_device_where_it_has_room():
+    memory = {"gradients": [10, 10], "optimizer": [20, 0], "device": [40, 70], "host": [0, 5]}
+    add_step_copies(memory, 75)
+    assert memory["step_copies"] == [30, 10]
+    assert (memory["device"], memory["host"]) == ([70, 70], [0, 15])
