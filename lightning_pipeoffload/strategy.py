@@ -179,7 +179,7 @@ class PipeOffloadStrategy(StepHooks):
         ``memory`` is what each rank needs, in bytes, from shapes alone and so before the first step
         too: its parameters, gradients, the optimizer's state, activations and messages, together
         its ``device``, and what is copied to its ``host``; None where the step does not run without
-        values.
+        values. Where steps are kept to be taken back, ``step_copies`` are in one of the two sums.
 
         ``steps_taken_back`` counts the steps of ``optimizer_sync="post_validation"`` that were.
 
