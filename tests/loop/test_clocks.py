@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import fits
+from tests.support.pairs import first
 
 HELD = 1
 HOUR = timedelta(hours=1)
@@ -59,10 +60,13 @@ def fit(schedule, clock, folder, size):
 
 @pytest.mark.parametrize(
     ("schedule", "clock", "size"),
-    [
-        *(("1f1b", "saves", 3), ("zb_h1", "ends", 2), ("zb_v", "saves", 2)),
-        *(("zb_2p", "", 3), ("interleaved_1f1b", "ends", 2), ("uniform", "", 2)),
-    ],
+    first(
+        3,
+        [
+            *(("1f1b", "saves", 3), ("zb_v", "ends", 2), ("zb_2p", "", 3)),
+            *(("zb_h1", "saves", 2), ("interleaved_1f1b", "ends", 2), ("uniform", "", 2)),
+        ],
+    ),
 )
 def test_the_others_begin_a_step_that_global_rank_0_has_yet_to_end(
     ranks, tmp_path, schedule, clock, size

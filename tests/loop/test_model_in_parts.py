@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from tests.support import fits
+from tests.support.pairs import first
 
 
 class Net(fits.Net):
@@ -81,7 +82,7 @@ def train(num_devices, path, schedule, tie):
 
 @pytest.mark.parametrize(
     ("num_ranks", "schedule", "tie"),
-    [(2, "zb_h1", "by use"), (2, "zb_v", "by name"), (3, "zb_h1", "")],
+    first(2, [(3, "zb_v", "by name"), (2, "zb_h1", "by use"), (3, "zb_h1", "")]),
 )
 def test_it_trains_as_on_one_device(ranks, tmp_path, num_ranks, schedule, tie):
     path, plain_path = str(tmp_path / "parts.ckpt"), str(tmp_path / "plain.ckpt")

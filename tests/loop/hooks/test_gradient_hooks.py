@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 class Net(fits.Net):
@@ -185,9 +186,9 @@ def test_hooks_find_what_they_find_on_one_device(ranks, tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "options"),
     [
-        (Clipping, 3, {"tie": True}),
+        slow((Clipping, 3, {"tie": True})),
         (Clipping, 2, {"tie": True, "schedule": "zb_v"}),
-        (Skipping, 2, {"tie": True, "schedule": "zb_v"}),
+        slow((Skipping, 2, {"tie": True, "schedule": "zb_v"})),
         (Noise, 3, {"trainer": {"accumulate_grad_batches": 2}}),
         (ClippingTwice, 2, {"tie": True, "trainer": {"accumulate_grad_batches": 2}}),
         (Layerwise, 1, {"tie": True}),

@@ -4,6 +4,7 @@ from math import gcd
 import pytest
 
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower, simulate
+from tests.support.pairs import slow
 from tests.support.plans import plan
 
 UNIT = Costs.unit()
@@ -54,7 +55,10 @@ def test_closed_forms_of_full_groups(p, g, v):
 
 @pytest.mark.parametrize(
     ("p", "g"),
-    [*((p, g) for p in (3, 4, 5, 8) for g in range(-(-p // 2), p + 1)), (16, 8), (16, 13)],
+    [
+        *((p, g) for p in (3, 4, 5, 8) for g in range(-(-p // 2), p + 1)),
+        *map(slow, [(16, 8), (16, 13)]),
+    ],
 )
 def test_groups_that_do_not_divide_cost_at_most_12_slots_and_no_memory(p, g):
     for m, v in product([p, p + 1, p + 2, 2 * p - 1, 4 * p, 4 * p + 1], [2, 3, 4]):

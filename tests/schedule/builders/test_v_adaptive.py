@@ -5,17 +5,17 @@ from lightning_pipeoffload.schedule.builders.v_adaptive import fitting_blocks
 from lightning_pipeoffload.schedule.placement import v as v_placement
 from lightning_pipeoffload.schedule.search.block_search import SearchSetting
 from lightning_pipeoffload.schedule.search.building_block import ranks_of_steps
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, slow
 
 PROFILED = Costs(14.407, 14.380, 9.676, communication=1.610)
 GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9), (16, 17)]
-EVERY_LIMIT = [(4, k) for k in range(4, 9)] + [(6, 6), (6, 9), (6, 12)]
 # Without p activations on 3 and 5 ranks: see the docstring of v.
-EVERY_LIMIT += [(3, 4), (3, 6), (5, 6), (5, 9), (7, 7), (8, 15)]
+LIMITS = [(4, 4), (4, 6), (4, 8), (6, 6), (6, 12), (3, 4), (5, 6), (7, 7), (8, 15)]
+MORE_LIMITS = [(4, 5), (4, 7), (6, 9), (3, 6), (5, 9)]
 SLOW_LIMITS = [(10, 0.1274), (12, 0.1029), (16, 0.0515)]
 
 
-@pytest.mark.parametrize(("p", "k"), EVERY_LIMIT)
+@pytest.mark.parametrize(("p", "k"), [*LIMITS, *map(slow, MORE_LIMITS)])
 def test_equal_times_come_within_one_slot_of_the_lower_bound(p, k):
     timeline = simulate(build("v", p, 4 * p, memory_limit=k), Costs.unit())
     assert max(timeline.span) - 24 * p <= 6 * p - 3 * k
