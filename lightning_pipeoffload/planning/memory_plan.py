@@ -138,30 +138,35 @@ def _plan(
 ) -> MemoryPlan:
     given = settings.limit_bytes
     if settings.offload == "none":
-        return settings.make_schedule(*sizes, costs, given), None
+        return settings.make_schedule(*sizes, costs, given, has_barrier), None
     if settings.offload != "auto":
         schedule = settings.make_schedule(*sizes)
         planned = offload_activations(schedule, costs, settings.offload, given)
         accept(split_fused_backward(planned[0]), costs, given)
         return planned
-    free = settings.make_schedule(*sizes, costs)
-    found = list(_within(settings, free, costs, limits))
+    free = settings.make_schedule(*sizes, costs, None, has_barrier)
+    found = list(_within(settings, free, costs, limits, has_barrier))
     if found:
         return min(found, key=lambda plan: _seconds(plan, costs, has_barrier))
     if free.has_copies:
-        return settings.make_schedule(*sizes, costs, given), None
+        return settings.make_schedule(*sizes, costs, given, has_barrier), None
     amount = "full" if given is None else "auto"
     return _offload(free, costs, amount, given, limits)
 
 
 def _within(
-    settings: PipelineSettings, free: Schedule, costs: Costs, limits: MachineLimits
+    settings: PipelineSettings,
+    free: Schedule,
+    costs: Costs,
+    limits: MachineLimits,
+    has_barrier: bool,
 ) -> Iterator[MemoryPlan]:
     """Yield what keeps the limits: an order made for them; ``free``, which is not, with copies."""
     limit = settings.limit_on(limits.device)
+    sizes = free.num_ranks, free.num_microbatches
     ordered = None
     try:
-        ordered = settings.make_schedule(free.num_ranks, free.num_microbatches, costs, limit)
+        ordered = settings.make_schedule(*sizes, costs, limit, has_barrier)
         yield ordered, None
     except ScheduleError:
         pass  # no order keeps the limit without copies; with them one may

@@ -213,6 +213,7 @@ class PipelineSettings:
         num_microbatches: int,
         costs: Costs | None = None,
         memory_limit: float | None = None,
+        has_barrier: bool = True,
     ) -> Schedule:
         """Build the schedule for that many microbatches.
 
@@ -221,12 +222,14 @@ class PipelineSettings:
             num_microbatches: The number of microbatches of a batch.
             costs: The costs of the stages; None: the schedule's own idea of them.
             memory_limit: The most memory of a rank, in the unit of the costs; None: any.
+            has_barrier: Whether no rank begins a step before all have ended the one before; asked
+                where there is a choice among families.
 
         Raises:
             ScheduleError: There is no schedule, a given one is of another size, or it needs more
                 memory than it may.
         """
-        schedule = self._make(num_ranks, num_microbatches, costs, memory_limit)
+        schedule = self._make(num_ranks, num_microbatches, costs, memory_limit, has_barrier)
         if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
                 f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
@@ -305,6 +308,7 @@ class PipelineSettings:
         num_microbatches: int,
         costs: Costs | None,
         memory_limit: float | None,
+        has_barrier: bool,
     ) -> Schedule:
         if is_name(self.schedule):
             name = self.default_schedule if self.schedule == "auto" else str(self.schedule)
@@ -313,7 +317,7 @@ class PipelineSettings:
                 placement = optpipe_placement(num_ranks, num_chunks or 1)
                 costs = costs or Costs.unit()
                 return best_of_families(
-                    PlanProblem(num_microbatches, placement, costs, memory_limit)
+                    PlanProblem(num_microbatches, placement, costs, memory_limit, has_barrier)
                 )
             return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
         given = self._fixed_schedule()

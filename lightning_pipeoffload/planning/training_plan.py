@@ -25,11 +25,15 @@ from lightning_pipeoffload.schedule import (
     forward_only,
     keep_microbatches,
     lower,
+    repeat_batch,
     steady_period,
 )
 
 # Changing a plan costs the ranks a wait: by less than this, of the plan's time, none does.
 _LEAST_GAIN = 0.01
+
+# Microbatches of a plan for several batches where all families are asked, in some seconds.
+_MOST_OF_ALL_FAMILIES = 64
 
 
 def is_worth_changing(before: float, after: float) -> bool:
@@ -105,6 +109,30 @@ class TrainingPlan:
         """
         return steady_period(schedule, costs, self.has_barrier())
 
+    def periods_with(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
+        """Return the seconds of a step by the plan in use, and by another schedule.
+
+        Where the plan in use is of several batches, the other one is run for each of them.
+
+        Args:
+            schedule: A schedule of one batch.
+            costs: Seconds of its stages.
+        """
+        used = self._in_use.plan if self._in_use else self.schedule
+        num_batches = used.num_microbatches // self.schedule.num_microbatches
+        return self.period(used, costs), self.period(repeat_batch(schedule, num_batches), costs)
+
+    def adopt_for_each(self, schedule: Schedule, costs: Costs) -> None:
+        """Run each batch by another schedule from now on, be it one of several that accumulate.
+
+        Args:
+            schedule: What a solver has found.
+            costs: The costs by which it was compared.
+        """
+        counts = [*self._joined]
+        self.adopt(schedule, costs)
+        self._joined.update(dict.fromkeys(counts))
+
     @property
     def may_copy(self) -> bool:
         """Whether activations go to the host, or may once costs are known."""
@@ -149,7 +177,7 @@ class TrainingPlan:
         """Run by another schedule of as many microbatches from now on, between two steps.
 
         Args:
-            schedule: What a solver has found, or was made anew.
+            schedule: What takes its place.
             costs: The costs by which it was compared.
             offloaded: What it offloads and why, where that was planned.
         """
@@ -209,8 +237,8 @@ class TrainingPlan:
         self._in_use = None if accumulation.watched_by else self._joined[num_batches]
 
     def _join(self, num_batches: int, costs: Costs) -> JoinedPlan | None:
-        if self._settings.is_solved:  # for one batch; several would take a solver too long
-            return None
+        if self._settings.is_solved:
+            num_batches = min(num_batches, _MOST_OF_ALL_FAMILIES // self.schedule.num_microbatches)
         return join_batches(lambda count: self._make(count)[0], self.schedule, num_batches, costs)
 
     def _reducing(self, joined: JoinedPlan) -> JoinedPlan:

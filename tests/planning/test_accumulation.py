@@ -10,9 +10,20 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload.planning.accumulation import JoinedRun, join_batches
+from lightning_pipeoffload.planning.accumulation import Accumulation, JoinedRun, join_batches
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.schedule import Costs, Kind, ScheduleError, build, cut_at_batches
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Kind,
+    ScheduleError,
+    build,
+    cut_at_batches,
+    lower,
+    repeat_batch,
+)
 from tests.support import fits
 
 
@@ -157,3 +168,22 @@ def test_no_plan_from_a_schedule_of_fixed_size():
         raise ScheduleError("of another size")
 
     assert joined_size("1f1b", 4, 3, refuse) is None
+
+
+def test_a_solvers_plan_of_a_batch_has_to_beat_the_plan_that_batches_share():
+    costs = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 2.0, 2.0)
+    executor = SimpleNamespace()
+    settings = PipelineSettings(schedule="optpipe", memory_limit=34)
+    training = TrainingPlan(settings, 4, executor, False, has_barrier=lambda: True)
+    training.make(8)
+    training.make_by(costs, MachineLimits())
+    training.choose(Accumulation(2), costs)
+    assert training.plan.num_microbatches == 16
+    family, shared = training.schedule, training.plan
+    together, apart = training.periods_with(family, costs)
+    assert together == training.period(shared, costs) < apart
+    assert apart == training.period(lower(repeat_batch(family, 2)), costs)
+    training.adopt_for_each(family, costs)
+    training.choose(Accumulation(2), costs)
+    assert training.plan == lower(family)
+    assert training.periods_with(family, costs)[0] < apart / 1.9

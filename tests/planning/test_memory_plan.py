@@ -14,8 +14,11 @@ from lightning_pipeoffload.schedule import (
     lower,
     peak_host_memory,
     peak_memory,
+    steady_period,
     validate,
 )
+from lightning_pipeoffload.schedule.candidates import options
+from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 
 MIB = 1 << 20
 COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
@@ -153,3 +156,13 @@ def test_a_schedule_with_copies_is_not_asked_for_others():
     settings = PipelineSettings(schedule="po_h", offload="full")
     with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
         plan_before_measuring(settings, 4, 8)
+
+
+@pytest.mark.parametrize("has_barrier", [True, False])
+def test_what_a_solver_starts_from_is_the_best_family_as_steps_follow_each_other(has_barrier):
+    costs, limit = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 2.0, 2.0), 34
+    settings = PipelineSettings(schedule="optpipe", memory_limit=limit)
+    plan, _ = plan_by_costs(settings, 4, 8, costs, has_barrier=has_barrier)
+    asked = options([8], num_chunks=1)
+    best = evaluate(asked, 4, lambda _: costs, Limits(limit), has_barrier=lambda _: has_barrier)
+    assert steady_period(plan, costs, has_barrier) <= best.best.period

@@ -55,7 +55,7 @@ class Improvement:
             return
         costs = self._problem.costs
         whole = WholeCosts.of(costs, self._problem.placement, self._problem.memory_limit)
-        model = PlanModel(whole, costs, self.plan)
+        model = PlanModel(whole, costs, self.plan, self._problem.has_barrier)
         left = deadline - monotonic()
         if left > 0 and model.solve(SolverLimits(left), self._consider):
             self.is_final = True

@@ -90,8 +90,9 @@ class SolvedPlans:
 
     def __init__(self, cache: PlanCache, problem: PlanProblem) -> None:
         self._cache, self._problem = cache, problem
+        counted = "step" if problem.has_barrier else "period"
         self._question = PlanQuestion(
-            "optpipe " + ",".join(map(str, problem.placement)),
+            f"optpipe {counted} {','.join(map(str, problem.placement))}",
             problem.num_ranks,
             problem.num_microbatches,
             problem.num_chunks,

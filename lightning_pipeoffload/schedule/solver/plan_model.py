@@ -16,7 +16,8 @@ from typing import Any
 
 from ..actions import Kind
 from ..costs import Costs
-from ..lower_bound import earliest_end, earliest_starts
+from ..lower_bound import earliest_end, earliest_starts, most_work
+from ..placement import stages_on
 from ..schedule import Schedule
 from .cp_sat import cp_model
 from .hinted_model import Hinted, HintedModel
@@ -29,6 +30,9 @@ from .whole_costs import WholeCosts
 __all__ = ["PlanModel", "SolverLimits"]
 
 _KINDS = (Kind.F, Kind.B, Kind.W)
+
+# Ranks that begin later, so that steps fit into each other, may end later, too.
+_ROOM_TO_OVERLAP = 1.25
 
 _WHOLE_UP_TO = 64  # stages times microbatches
 _WINDOWS_FROM = 128
@@ -59,20 +63,21 @@ class PlanModel:
         whole: What the stages cost, and the limit.
         costs: Which copies run at a time.
         plan: The plan that there is, with B and W apart.
+        has_barrier: Whether a step ends when all ranks have ended it; else when each has.
 
     Attributes:
         passes: Every stage and microbatch.
         hint: When the plan that there is does what.
-        lower_bound: The ticks that no plan is faster than.
     """
 
-    def __init__(self, whole: WholeCosts, costs: Costs, plan: Schedule) -> None:
+    def __init__(
+        self, whole: WholeCosts, costs: Costs, plan: Schedule, has_barrier: bool = True
+    ) -> None:
         self._whole, self._costs, self._plan = whole, costs, plan
-        self.hint = StartTimes.of(plan, costs, whole)
-        self._model = HintedModel(self.hint.makespan)
-        self.lower_bound = round(
-            earliest_end(whole.seconds, whole.hops, whole.placement, plan.num_microbatches)
-        )
+        self._has_barrier = has_barrier
+        self.hint = (StartTimes.of if has_barrier else StartTimes.steady)(plan, costs, whole)
+        room = 1.0 if has_barrier else _ROOM_TO_OVERLAP
+        self._model = HintedModel(round(self.hint.makespan * room))
         self.passes = self._make_passes()
         self._add_orders()
         self._add_lanes()
@@ -142,11 +147,7 @@ class PlanModel:
             Whether nothing shorter is left to be found.
         """
         model = self._model
-        makespan = model.number(self.hint.makespan, self.lower_bound)
-        for (_, microbatch), of in self.passes.items():
-            if microbatch == self._plan.num_microbatches - 1:
-                model.after(makespan, of.ends[Kind.W])
-        model.model.minimize(self._objective(makespan))
+        model.model.minimize(self._objective(self._step()))
         solver = cp_model().CpSolver()
         solver.parameters.max_time_in_seconds = limits.seconds
         solver.parameters.num_workers = limits.num_workers
@@ -156,21 +157,46 @@ class PlanModel:
         status = solver.solve(model.model, self._listener(found))
         return bool(status == cp_model().OPTIMAL)
 
+    def _step(self) -> Hinted:
+        """Add what a step takes: until all ranks have ended it, or the rank that takes longest."""
+        whole, count = self._whole, self._plan.num_microbatches
+        given = whole.placement, count
+        if self._has_barrier:
+            least = earliest_end(whole.seconds, whole.hops, *given)
+        else:
+            least = most_work(whole.seconds, *given)
+        began = [self._began(rank) for rank in range(whole.num_ranks)]
+        spans = (end - start.hint for end, start in zip(self.hint.ends, began, strict=True))
+        step = self._model.number(max(spans), round(least))
+        for (stage, microbatch), of in self.passes.items():
+            if microbatch == count - 1:
+                start = began[whole.placement[stage]]
+                end = of.ends[Kind.W]
+                self._model.after(Hinted(step.now + start.now, step.hint + start.hint), end)
+        return step
+
+    def _began(self, rank: int) -> Hinted:
+        """Return when a rank's step begins: with its first action, unless all begin at once."""
+        if self._has_barrier:
+            return Hinted(0, 0)
+        first = min(stages_on(self._whole.placement, rank))
+        return self.passes[first, 0].begins[Kind.F]
+
     @property
     def _is_large(self) -> bool:
         """Whether only parts are solved at a time."""
         return len(self.passes) > _WHOLE_UP_TO
 
-    def _objective(self, makespan: Hinted) -> Any:
+    def _objective(self, step: Hinted) -> Any:
         """Return what is to be small.
 
         A part alone seldom makes the whole shorter. So where parts are solved what ends earlier
         counts as well: it makes room for the next part.
         """
         if not self._is_large:
-            return makespan.now
+            return step.now
         ends = sum(of.ends[Kind.B].now for of in self.passes.values())
-        return makespan.now * len(self.passes) + ends
+        return step.now * len(self.passes) + ends
 
     def _listener(self, found: Callable[[Schedule], bool]) -> Any:
         passes, whole = self.passes, self._whole

@@ -55,6 +55,7 @@ def request(problem: PlanProblem, start: Schedule, seconds: float, folder: str |
         "placement": problem.placement,
         "costs": costs,
         "memory_limit": problem.memory_limit,
+        "has_barrier": problem.has_barrier,
         "start": to_numbers(start),
         "seconds": seconds,
         "folder": folder,
@@ -74,6 +75,7 @@ def answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
         tuple(asked["placement"]),
         Costs(**asked["costs"]),
         asked["memory_limit"],
+        asked["has_barrier"],
     )
     known = SolvedPlans(PlanCache(asked["folder"]), problem)
     in_use, seconds = from_numbers(asked["start"], "optpipe"), asked["seconds"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..actions import COMPUTE, COPIES, Action, Kind
@@ -15,6 +16,8 @@ from .whole_costs import WholeCosts
 
 __all__ = ["StartTimes"]
 
+_STEPS_TO_SETTLE = 8
+
 
 @dataclass(frozen=True)
 class StartTimes:
@@ -24,22 +27,45 @@ class StartTimes:
         begins: When each F, B and W starts, and when each copy back takes its memory.
         copies: When each copy starts.
         kinds: The kinds of copies of each stage and microbatch.
-        makespan: When the last action ends.
+        ends: When each rank's last action ends.
     """
 
     begins: dict[Action, int]
     copies: dict[Action, int]
     kinds: dict[tuple[int, int], frozenset[Kind]]
-    makespan: int
+    ends: tuple[int, ...]
+
+    @property
+    def makespan(self) -> int:
+        """When the last action ends."""
+        return max(self.ends)
 
     @classmethod
-    def of(cls, plan: Schedule, costs: Costs, whole: WholeCosts) -> StartTimes:
+    def steady(cls, plan: Schedule, costs: Costs, whole: WholeCosts) -> StartTimes:
+        """Time a plan in a step among many, where no rank waits for all others between two.
+
+        Args:
+            plan: The plan, before it is lowered.
+            costs: Which copies run at a time.
+            whole: What everything takes.
+        """
+        times = cls.of(plan, costs, whole)
+        for _ in range(_STEPS_TO_SETTLE):
+            first = min(times.ends)
+            times = cls.of(plan, costs, whole, [end - first for end in times.ends])
+        return times
+
+    @classmethod
+    def of(
+        cls, plan: Schedule, costs: Costs, whole: WholeCosts, starts: Sequence[int] = ()
+    ) -> StartTimes:
         """Time a plan whose B and W are apart.
 
         Args:
             plan: The plan, before it is lowered.
             costs: Which copies run at a time.
             whole: What everything takes.
+            starts: When each rank may begin; all at once where nothing is said.
         """
         kinds = _kinds_of_copies(plan)
         seconds = {
@@ -52,7 +78,7 @@ class StartTimes:
         begins: dict[Action, int] = {}
         copies: dict[Action, int] = {}
         ended: dict[Action, int] = {}
-        clocks = [0] * plan.num_ranks
+        clocks = list(starts) or [0] * plan.num_ranks
         for rank, action, awaited in replay(plan):
             start = clocks[rank]
             if awaited is not None:
@@ -66,7 +92,7 @@ class StartTimes:
                 begins[action] = start
                 end += whole.seconds[action.kind][action.stage]
             clocks[rank] = ended[outcome(action)] = end
-        return cls(begins, copies, kinds, max(clocks))
+        return cls(begins, copies, kinds, tuple(clocks))
 
 
 def _kinds_of_copies(plan: Schedule) -> dict[tuple[int, int], frozenset[Kind]]:

@@ -32,8 +32,7 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     asked = options([problem.num_microbatches], num_chunks=problem.num_chunks)
     wanted = [o for o in asked if o.placement(problem.num_ranks) == problem.placement]
     given = problem.num_ranks, lambda option: problem.costs, Limits(problem.memory_limit)
-    # A solver makes one step short.
-    choice = evaluate(wanted, *given, has_barrier=lambda option: True)
+    choice = evaluate(wanted, *given, has_barrier=lambda option: problem.has_barrier)
     found = [c.schedule for c in choice.candidates if c.schedule is not None]
     plans = [replace(split_every_backward(plan), name="optpipe") for plan in found]
     fitting = [plan for plan in plans if problem.keeps(plan)]

@@ -11,6 +11,7 @@ from lightning_pipeoffload.schedule import (
     build,
     recipe,
     simulate,
+    steady_period,
 )
 from lightning_pipeoffload.schedule.solver import cp_sat, improve, optpipe
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -48,6 +49,19 @@ def test_a_plan_is_shorter_than_that_of_any_family(tmp_path):
     family = of_families(COSTS, 34.0, num_ranks=3, num_microbatches=6)
     assert simulate(plan, COSTS).makespan < simulate(family, COSTS).makespan
     assert plan.name == "optpipe"
+
+
+def test_where_ranks_do_not_wait_between_steps_the_period_becomes_shorter():
+    costs = replace(COSTS, copy_lanes=1)
+    problem = PlanProblem(6, (0, 1, 2), costs, 34.0, has_barrier=False)
+    family = best_of_families(problem)
+    better = []
+    improvement = improve.Improvement(problem, family, better.append)
+    improvement.go_on(2.0)
+    accept(improvement.plan, costs, 34.0)
+    periods = [steady_period(plan, costs, has_barrier=False) for plan in (family, *better)]
+    assert periods == sorted(periods, reverse=True)
+    assert improvement.seconds == periods[-1] < 0.99 * periods[0]
 
 
 VARIANTS = {
