@@ -47,11 +47,15 @@ def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
                 return args, kwargs
             return args, {**kwargs, "closure": _outside(modes, kwargs["closure"])}
 
-        handle = optimizer.register_step_pre_hook(enter)
+        hooks = (
+            optimizer.register_step_pre_hook(enter),
+            optimizer.register_step_post_hook(lambda *_: modes.close()),
+        )
         try:
             yield
         finally:
-            handle.remove()
+            for hook in hooks:
+                hook.remove()
 
 
 def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:

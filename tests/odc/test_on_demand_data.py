@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -69,11 +70,13 @@ def validation_loader():
     return DataLoader(Data(), batch_size=None)
 
 
-def fit(ranks, folder=None, ckpt_path=None, workers=0, options=None, data=None, **more):
+def fit(
+    ranks, folder=None, ckpt_path=None, workers=0, options=None, data=None, kind=Packed, **more
+):
     saving = ModelCheckpoint(folder, "saved", every_n_train_steps=3, enable_version_counter=False)
     more = {"max_epochs": 2, "enable_checkpointing": folder is not None, **more}
     run = trainer(ranks, options or {}, **more, callbacks=[saving] if folder else [])
-    module = made(Packed)
+    module = made(kind)
     run.fit(module, loader(workers, **data or {}), ckpt_path=ckpt_path)
     return {**outcome(module, run), "seen": module.seen}
 
@@ -151,6 +154,47 @@ def fit_on_with_others(path):
     except ValueError as error:
         return str(error)
     return ""
+
+
+class Grouped(Packed):
+    """Has its parameters in another order than the optimizer, which looks at whole matrices."""
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        others = [{"params": p, "weight_decay": 0.0} for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Adafactor([*others, {"params": matrices}])
+
+
+def save_on_one_device(folder):
+    saving = ModelCheckpoint(folder, "saved", every_n_train_steps=3)
+    options = {**fits.SILENT, "devices": 1, "max_steps": 3, "gradient_clip_val": 0.3}
+    sampler = loader(samples_per_rank=4, rank=0, num_ranks=1).batch_sampler
+    texts = DataLoader(Data(), batch_sampler=sampler, collate_fn=list)
+    L.Trainer(**options, callbacks=[saving]).fit(made(Grouped), texts)
+
+
+def save_and_load(folder, plain):
+    fit(2, f"{folder}/file", kind=Grouped, max_steps=3)
+    parts = {"save_distributed_checkpoint": True}
+    fit(2, f"{folder}/parts", kind=Grouped, max_steps=3, options=parts)
+    goes_on = [
+        fit(2, ckpt_path=f"{saved}/saved.ckpt", kind=Grouped)
+        for saved in (f"{folder}/file", f"{folder}/parts", plain)
+    ]
+    return fit(2, kind=Grouped), goes_on
+
+
+def test_a_file_has_of_an_optimizer_what_it_would_have_on_one_device(ranks, tmp_path):
+    save_on_one_device(tmp_path / "plain")
+    for whole_run, goes_on in ranks(2).run(save_and_load, str(tmp_path), f"{tmp_path}/plain"):
+        for resumed in goes_on:
+            assert_same(resumed, {**whole_run, "gradients": whole_run["gradients"][3:]})
+    ours, plain = (
+        torch.load(tmp_path / name / "saved.ckpt", weights_only=False)["optimizer_states"][0]
+        for name in ("file", "plain")
+    )
+    torch.testing.assert_close(ours["state"], plain["state"], rtol=1e-12, atol=1e-12)
+    assert ours["param_groups"] == plain["param_groups"]
 
 
 def evaluate():
