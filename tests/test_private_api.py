@@ -131,6 +131,7 @@ USED = {
     "_parameters": nn.Module(),
     "_buffers": nn.Module(),
     "_non_persistent_buffers_set": nn.Module(),
+    "_save_distributed_checkpoint": ModelParallelStrategy(),
     "_compiled_call_impl": nn.Module(),
     "_orig_mod": torch.compile(nn.Module()),
     "_reconstructor": copyreg,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from lightning.fabric.utilities.optimizer import (
     _optimizers_to_device,  # private: as Lightning's own strategy
 )
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,9 +28,8 @@ from lightning_pipeoffload.loop.lightning_loops import BackwardInStep, stop_with
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
 from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
-from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
+from lightning_pipeoffload.odc.on_demand_checkpoints import OnDemandCheckpoints
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.odc.optimizer_file import load_whole_state, whole_state
 from lightning_pipeoffload.odc.run_checks import check_run
 from lightning_pipeoffload.odc.sharded_arithmetic import as_if_whole, refuse_optimizers
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
@@ -47,7 +43,7 @@ from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, W
 _SIZE_KEY = "on_demand_minibatch_size"
 
 
-class OnDemandStrategy(LaterSteps, OnDemandProcesses):
+class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
     FSDP2 shards the module. Weights are read from their owners when they are needed, and gradients
@@ -227,36 +223,9 @@ class OnDemandStrategy(LaterSteps, OnDemandProcesses):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if Path(checkpoint_path).is_dir():
-            with ExitStack() as stack:
-                for optimizer in self.optimizers:  # of which torch takes a step, to have a state
-                    stack.enter_context(as_if_whole(optimizer))
-                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        else:
-            checkpoint = self._load_file(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._saved_size = checkpoint.get(_SIZE_KEY)
         return checkpoint
-
-    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        optimizers, self.optimizers = self.optimizers, []
-        try:
-            checkpoint = super().load_checkpoint(path, weights_only)
-        finally:
-            self.optimizers = optimizers
-        for optimizer, state in zip(
-            optimizers, checkpoint.get("optimizer_states", ()), strict=False
-        ):
-            load_whole_state(optimizer, state)
-        return checkpoint
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if not self._save_distributed_checkpoint:
-            return whole_state(optimizer, keep=self.is_global_zero)
-        with as_if_whole(optimizer):  # torch takes a step, to have a state
-            return super().optimizer_state(optimizer)
 
     @override
     def batch_to_device(
