@@ -17,11 +17,14 @@ from .plan_problem import PlanProblem
 
 __all__ = ["best_of_families", "best_start"]
 
+_ABOUT_EQUAL = 1 + 1e-6
 _MOST_STEPS = 8  # orders between two families that are tried
 
 
 def best_of_families(problem: PlanProblem) -> Schedule:
     """Return the fastest plan that ``auto`` would find within a limit, with W apart from B.
+
+    Of equal ones it is that which keeps least.
 
     Args:
         problem: What it is sought for.
@@ -41,7 +44,9 @@ def best_of_families(problem: PlanProblem) -> Schedule:
         needed = min(max(peak_memory(plan, problem.costs)) for plan in plans)
         sentence = "{limit} is less than the {needed} that W apart from B needs; use at least that"
         raise MemoryLimitError(sentence, problem.memory_limit, needed)
-    return min(fitting, key=problem.seconds)
+    enough = min(map(problem.seconds, fitting)) * _ABOUT_EQUAL
+    fast = (plan for plan in fitting if problem.seconds(plan) <= enough)
+    return min(fast, key=lambda plan: max(peak_memory(plan, problem.costs)))
 
 
 def best_start(problem: PlanProblem, known: Schedule) -> Schedule:
