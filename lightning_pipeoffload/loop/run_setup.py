@@ -137,7 +137,6 @@ class RunSetup(ModelInParts):
             self._steps.watching = self._end_hooks.watching_step
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
         self.run.plans.has_step_barrier = lambda: self._has_barrier(trainer)
-        self.run.report.keeps_steps = lambda: self._border is not None and self._border.keeps_copies
         if self._meeting is not None:
             self._hook_forwards = HookForwards(
                 self.run.pipeline, self.group, self._meeting, lambda: self.left_hook

@@ -51,11 +51,12 @@ class StepHooks(LaterSteps, RunSetup):
         given = self._trainer, self._gradient_hooks, wanted, self.group.reports
         may_open = self.group.num_ranks > 1 and may_step_ahead(*given)
         if self.group.world.agree(may_open, unanimous=True):
-            kept = KeptStep(self._trainer.optimizers[0])
+            border, kept = self._step_border, KeptStep(self._trainer.optimizers[0])
             is_asked = wanted == "post_validation"
             gains = None if is_asked else self.run.plans.gain_without_barrier
-            self._step_border.open_for(kept, gains, self._is_clipping)
-            self._step_border.clips = partial(clips_by_norm, self._trainer)
+            border.open_for(kept, gains, self._is_clipping)
+            border.clips = partial(clips_by_norm, self._trainer)
+            self.run.report.keeps_steps = lambda: border.keeps_copies
             found = has_forward_hooks(self._module)
             self._has_forward_hooks = self.group.world.agree(found, unanimous=False)
 

@@ -25,15 +25,13 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     steady_period,
 )
+from lightning_pipeoffload.schedule.candidates import period_to_compare
 from lightning_pipeoffload.schedule.evaluation import Limits
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NO_LIMITS = MachineLimits()
 
 MemoryPlan = tuple[Schedule, OffloadReport | None]
-
-# A plan that copies nothing is preferred to one that is faster by less than this.
-_WORTH_COPYING = 0.01
 
 
 def plan_before_measuring(
@@ -192,5 +190,4 @@ def _offload(
 
 def _seconds(plan: MemoryPlan, costs: Costs, has_barrier: bool) -> float:
     schedule, report = plan
-    more = 1.0 if report is None else 1 + _WORTH_COPYING
-    return more * steady_period(schedule, costs, has_barrier)
+    return period_to_compare(steady_period(schedule, costs, has_barrier), report is not None)

@@ -11,7 +11,7 @@ from .families import FAMILIES
 from .passes.offload import OffloadReport
 from .schedule import Schedule
 
-__all__ = ["Candidate", "Choice", "Option", "best_of", "options"]
+__all__ = ["Candidate", "Choice", "Option", "best_of", "options", "period_to_compare"]
 
 # Of plans that differ by less, as a share of their time, the one that needs less memory counts.
 _ABOUT_EQUAL = 0.001
@@ -20,6 +20,16 @@ _ABOUT_EQUAL = 0.001
 _WORTH_COPYING = 0.01
 # More of them need more messages, and searches for them more time, and gain little.
 _CHUNK_COUNTS = (2, 3, 4)
+
+
+def period_to_compare(period: float, copies: bool) -> float:
+    """Return the time by which plans are compared: one that copies counts as a little longer.
+
+    Args:
+        period: Seconds from one step to the next.
+        copies: Whether the plan copies to the host.
+    """
+    return period * (1 + _WORTH_COPYING * copies)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class Candidate:
         """Its period, a little longer if it copies; infinite where there is no plan."""
         if self.period is None:
             return inf
-        return self.period * (1 + _WORTH_COPYING * (self.offload != "none"))
+        return period_to_compare(self.period, self.offload != "none")
 
     def figures(self) -> dict[str, Any]:
         """Return what a report says of it."""
