@@ -58,7 +58,7 @@ class OnDemandRun:
         """Let this rank gather and push inside without the others; else they do so together."""
         return self._hooks.on_demand()
 
-    def open(self, adds_up: bool = False) -> None:
+    def open(self, adds_up: bool) -> None:
         """Begin a minibatch with the weights that there are; all ranks wait for each other.
 
         Args:
