@@ -269,6 +269,9 @@ class Executor:
         self.current = None
 
     def _compute(self, action: Action) -> None:
+        self.memory.arrive(
+            action
+        )  # not part of what computing takes, as waits for messages are not
         self.timer.start()
         self._computations[action.kind](action)
         if self._keep:
@@ -332,6 +335,8 @@ class Executor:
         assert self.reduction is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
+        for action in actions:
+            self.memory.arrive(action)
         self.timer.start()
         self.stages[first.stage].last_weights(microbatches, self.reduction)
         self.timer.record(*actions)

@@ -36,6 +36,7 @@ _MOVES: dict[Kind, Callable[[ActivationStore], None]] = {
     Kind.FREE_W: ActivationStore.free,
 }
 _STARTS = {Kind.OFFLOAD, Kind.OFFLOAD_W}
+_NEEDS = {Kind.B: Part.FOR_B, Kind.BW: ACTIVATION, Kind.W: WAITING}
 
 
 class ActivationMemory:
@@ -109,6 +110,12 @@ class ActivationMemory:
         name = f"stage {action.stage}, microbatch {action.microbatch}"
         self._stores[key] = ActivationStore(name, resident, self.settings)
         return self._stores[key]
+
+    def arrive(self, action: Action) -> None:
+        """Let a B, BW or W wait for what comes back of what it needs."""
+        store = self._stores.get((action.stage, action.microbatch))
+        if store and action.kind in _NEEDS:
+            store.arrive(_NEEDS[action.kind])
 
     def move(self, action: Action) -> None:
         """Run an action that copies, or drops what was copied."""

@@ -31,7 +31,6 @@ from lightning_pipeoffload.runtime.weight_grad.regrouping import (
     FinalGradients,
     RegroupedWeightGrads,
 )
-from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
 
 _NOTHING = nullcontext()
 
@@ -158,8 +157,6 @@ class StageRunner:
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
-        if alive.store:
-            alive.store.arrive(ACTIVATION if fused else Part.FOR_B)
         with (
             BackwardOn(microbatch.device),
             deferring(alive.queue),
@@ -181,8 +178,6 @@ class StageRunner:
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
-        if alive.store:
-            alive.store.arrive(WAITING)
         if alive.queue.is_waiting:
             with (
                 BackwardOn(microbatch.device),
@@ -207,10 +202,8 @@ class StageRunner:
             for parameter in parameters:
                 told.finish(parameter)
             return
-        for microbatch, alive in zip(microbatches, found, strict=True):
+        for microbatch in microbatches:
             del self._alive[microbatch.index]
-            if alive.store:
-                alive.store.arrive(WAITING)
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
         with BackwardOn(microbatches[0].device):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pipeoffload.runtime import timing
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
@@ -29,7 +30,14 @@ from tests.support.offloaded import (
     offloaded,
 )
 from tests.support.pairs import first, pairs
-from tests.support.small_modules import MODELS, DemoGPT, Regression, call_step, run_pipeline
+from tests.support.small_modules import (
+    MODELS,
+    DemoGPT,
+    Regression,
+    call_step,
+    linear_blocks,
+    run_pipeline,
+)
 
 WAYS = {"for B": FOR_B, "apart": APART, "queue": QUEUE, "everything": EVERYTHING}
 
@@ -112,6 +120,38 @@ def test_each_b_waits_for_a_reload_that_is_on_its_way(monkeypatch):
     run_steps(offloaded(build("zb_h1", 2, 4), APART), memory, steps=1)
     assert len(waits) == 2 * 4  # stages, microbatches
     assert all(waits)
+
+
+class StoppedClock:
+    """Time passes while the compute lane waits for a copy, and at no other moment."""
+
+    def __init__(self):
+        self.time = 0
+
+    def now(self):
+        return self.time
+
+    def seconds(self, start, end):
+        return end - start
+
+
+@pytest.mark.parametrize(("name", "ways"), [("1f1b", FOR_B), ("zb_h1", EVERYTHING)])
+def test_waits_for_copies_are_not_part_of_what_actions_take(monkeypatch, name, ways):
+    clock = StoppedClock()
+
+    class TimedLane(LastMomentLane):
+        def hold_compute(self, moment):
+            super().hold_compute(moment)
+            clock.time += 1
+
+    monkeypatch.setattr(timing, "HostClock", lambda: clock)
+    memory = functools.partial(memory_of_all, lanes=CopyLanes(TimedLane(), TimedLane()))
+    plan = offloaded(build(name, 2, 4), ways)
+    pipeline = InProcessPipeline(Regression(linear_blocks(4)), plan, call_step, memory)
+    pipeline.run(torch.randn(4, 4), 1)
+    assert clock.time > 0
+    for executor in pipeline.executors:
+        assert set(executor.timer.action_seconds().values()) == {0}
 
 
 class CarelessLane(LastMomentLane):
