@@ -1,4 +1,10 @@
-"""The copy lanes of every rank while a schedule is timed: when what is copied, and who waits."""
+"""The copy lanes of every rank while a schedule is timed: when what is copied, and who waits.
+
+What B needs comes back first, and B waits for no more::
+
+    h2d      RELOAD  [ for B | for W ]
+    compute                  [== B ==][== W ==]
+"""
 
 from __future__ import annotations
 
@@ -18,32 +24,45 @@ _WAITS_FOR = {
     Kind.FREE_W: (Kind.OFFLOAD_W,),
     Kind.B: (Kind.RELOAD, Kind.RELOAD_B),
     Kind.BW: (Kind.RELOAD,),
-    Kind.W: (Kind.RELOAD_W,),
+    Kind.W: (Kind.RELOAD, Kind.RELOAD_W),
 }
 
 
 class SimulatedCopies:
     """When the copy lanes of each rank are free, and when each copy has ended."""
 
-    def __init__(self, num_ranks: int, costs: Costs, seconds: dict[Action, float]) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        costs: Costs,
+        seconds: dict[Action, float],
+        seconds_for_b: dict[Action, float],
+    ) -> None:
         """Start with free lanes.
 
         Args:
             num_ranks: Ranks of the pipeline.
             costs: How many copies run at a time.
             seconds: What every copy of the schedule takes.
+            seconds_for_b: What B's part of it takes, of each RELOAD of which W needs a part.
         """
         self.in_use = bool(seconds)
         self._seconds = seconds
+        self._seconds_for_b = seconds_for_b
         self._free = [[0.0] * costs.copy_lanes for _ in range(num_ranks)]
         self._ranks_per_link = costs.ranks_per_link
         self._links: defaultdict[tuple[int, bool], list[Interval]] = defaultdict(list)
         self._ended: dict[Action, float] = {}
+        self._ended_for_b: dict[Action, float] = {}
 
     def wait(self, action: Action, start: float) -> float:
         """Return when an action can start whose rank has come to it at ``start``."""
         for kind in _WAITS_FOR.get(action.kind, ()):
-            start = max(start, self._ended.get(action._replace(kind=kind), 0.0))
+            copy = action._replace(kind=kind)
+            ended = self._ended.get(copy, 0.0)
+            if action.kind is Kind.B:
+                ended = self._ended_for_b.get(copy, ended)
+            start = max(start, ended)
         return start
 
     def start(self, rank: int, action: Action, now: float) -> Iterator[Event]:
@@ -58,6 +77,8 @@ class SimulatedCopies:
             start = max(now, free[lane], self._offloaded(action) if reload else 0.0)
             start = self._turn(rank, reload, start, self._seconds[action])
             end = self._ended[action] = free[lane] = start + self._seconds[action]
+            if action in self._seconds_for_b:
+                self._ended_for_b[action] = start + self._seconds_for_b[action]
             yield Event(rank, RELOAD_LANE if reload else OFFLOAD_LANE, action, start, end)
 
     def _offloaded(self, reload: Action) -> float:

@@ -59,6 +59,7 @@ class StepSimulation:
         self._seconds = _durations(schedule, costs)
         self._hop_seconds = _hops(schedule, costs)
         self._copy_seconds = _copy_durations(schedule, costs)
+        self._seconds_for_b = _durations_for_b(schedule, costs, self._copy_seconds)
         self._steps = list(replay(schedule))
 
     def run(self, starts: Sequence[float]) -> list[Event]:
@@ -68,7 +69,7 @@ class StepSimulation:
             starts: When each rank begins.
         """
         costs, num_ranks = self._costs, self._schedule.num_ranks
-        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds)
+        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds, self._seconds_for_b)
         reductions = SimulatedReductions(self._schedule, costs)
         clocks = [*starts]
         ended: dict[Action, float] = {}
@@ -114,6 +115,19 @@ def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
                 share = max(moved) / activation[stage] if activation[stage] else 1.0
                 durations[action] = whole[action.kind][stage] * share
     return durations
+
+
+def _durations_for_b(
+    schedule: Schedule, costs: Costs, seconds: dict[Action, float]
+) -> dict[Action, float]:
+    """Return until when each RELOAD of which W needs a part has brought back B's."""
+    activation = costs.per_stage("activation", schedule.num_stages)
+    for_weight = costs.per_stage("weight_input", schedule.num_stages)
+    return {
+        action: whole * (1 - for_weight[action.stage] / activation[action.stage])
+        for action, whole in seconds.items()
+        if action.kind is Kind.RELOAD and for_weight[action.stage]
+    }
 
 
 def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:

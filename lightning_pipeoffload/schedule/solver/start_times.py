@@ -74,7 +74,8 @@ class StartTimes:
             for action in rank
             if action.kind in COPIES and action.kind not in (Kind.FREE, Kind.FREE_W)
         }
-        lanes = SimulatedCopies(plan.num_ranks, costs, seconds)
+        # A solver's B waits for all of a RELOAD.
+        lanes = SimulatedCopies(plan.num_ranks, costs, seconds, {})
         begins: dict[Action, int] = {}
         copies: dict[Action, int] = {}
         ended: dict[Action, int] = {}

@@ -42,5 +42,5 @@ def test_the_host_has_it_from_the_start_of_the_copy_to_the_end_of_w():
     costs = Costs(1, 1, 1, activation=4, weight_input=1, offload=2, reload=1)
     text = "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0B0 0W0"
     assert host_memory_curves(simulate(plan(text), costs), costs) == [
-        [(0.0, 0.0), (1.0, 4.0), (5.0, 1.0), (6.0, 0.0)]
+        [(0.0, 0.0), (1.0, 4.0), (4.75, 1.0), (5.75, 0.0)]
     ]

@@ -167,6 +167,20 @@ def test_a_part_takes_its_share_of_the_copy():
     assert found["h2d", "0RELOAD_W0"] == (24, 34)
 
 
+@pytest.mark.parametrize(
+    ("backward", "expected"),
+    [
+        ("0B0 0W0", {"0B0": (17, 18), "0W0": (21, 22)}),
+        ("0BW0", {"0BW0": (21, 23)}),
+    ],
+)
+def test_b_waits_for_its_part_of_a_reload_and_w_for_all_of_it(backward, expected):
+    costs = Costs(1, 1, 1, activation=10, weight_input=4, offload=10, reload=10)
+    found = spans(simulate(plan(f"0F0 0OFFLOAD0 0FREE0 0RELOAD0 {backward}"), costs))
+    assert found["h2d", "0RELOAD0"] == (11, 21)
+    assert {name: found["compute", name] for name in expected} == expected
+
+
 def test_what_w_needs_is_part_of_the_activation():
     with pytest.raises(
         ScheduleError, match=r"costs.weight_input \(2\) is part of activation \(1\)"
