@@ -100,7 +100,7 @@ def skewed(balanced: bool = False, turns: int = 3) -> dict[str, float]:
         world.barrier()
 
     def on_demand() -> None:
-        run.open()
+        run.open(adds_up=False)
         with run.on_demand():
             run_all(module, seconds)
         run.close(None, True)
