@@ -269,9 +269,8 @@ class Executor:
         self.current = None
 
     def _compute(self, action: Action) -> None:
-        self.memory.arrive(
-            action
-        )  # not part of what computing takes, as waits for messages are not
+        # Before the clock starts: as for messages, a wait is no part of what computing takes.
+        self.memory.arrive(action)
         self.timer.start()
         self._computations[action.kind](action)
         if self._keep:
