@@ -36,7 +36,7 @@ class SimulatedCopies:
         num_ranks: int,
         costs: Costs,
         seconds: dict[Action, float],
-        seconds_for_b: dict[Action, float],
+        seconds_for_w: dict[Action, float],
     ) -> None:
         """Start with free lanes.
 
@@ -44,16 +44,15 @@ class SimulatedCopies:
             num_ranks: Ranks of the pipeline.
             costs: How many copies run at a time.
             seconds: What every copy of the schedule takes.
-            seconds_for_b: What B's part of it takes, of each RELOAD of which W needs a part.
+            seconds_for_w: What W's part of a RELOAD takes, where it has one: the last.
         """
         self.in_use = bool(seconds)
         self._seconds = seconds
-        self._seconds_for_b = seconds_for_b
+        self._seconds_for_w = seconds_for_w
         self._free = [[0.0] * costs.copy_lanes for _ in range(num_ranks)]
         self._ranks_per_link = costs.ranks_per_link
         self._links: defaultdict[tuple[int, bool], list[Interval]] = defaultdict(list)
         self._ended: dict[Action, float] = {}
-        self._ended_for_b: dict[Action, float] = {}
 
     def wait(self, action: Action, start: float) -> float:
         """Return when an action can start whose rank has come to it at ``start``."""
@@ -61,7 +60,7 @@ class SimulatedCopies:
             copy = action._replace(kind=kind)
             ended = self._ended.get(copy, 0.0)
             if action.kind is Kind.B:
-                ended = self._ended_for_b.get(copy, ended)
+                ended -= self._seconds_for_w.get(copy, 0.0)
             start = max(start, ended)
         return start
 
@@ -77,8 +76,6 @@ class SimulatedCopies:
             start = max(now, free[lane], self._offloaded(action) if reload else 0.0)
             start = self._turn(rank, reload, start, self._seconds[action])
             end = self._ended[action] = free[lane] = start + self._seconds[action]
-            if action in self._seconds_for_b:
-                self._ended_for_b[action] = start + self._seconds_for_b[action]
             yield Event(rank, RELOAD_LANE if reload else OFFLOAD_LANE, action, start, end)
 
     def _offloaded(self, reload: Action) -> float:

@@ -59,7 +59,7 @@ class StepSimulation:
         self._seconds = _durations(schedule, costs)
         self._hop_seconds = _hops(schedule, costs)
         self._copy_seconds = _copy_durations(schedule, costs)
-        self._seconds_for_b = _durations_for_b(schedule, costs, self._copy_seconds)
+        self._seconds_for_w = _durations_for_w(schedule, costs, self._copy_seconds)
         self._steps = list(replay(schedule))
 
     def run(self, starts: Sequence[float]) -> list[Event]:
@@ -69,7 +69,7 @@ class StepSimulation:
             starts: When each rank begins.
         """
         costs, num_ranks = self._costs, self._schedule.num_ranks
-        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds, self._seconds_for_b)
+        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds, self._seconds_for_w)
         reductions = SimulatedReductions(self._schedule, costs)
         clocks = [*starts]
         ended: dict[Action, float] = {}
@@ -117,14 +117,14 @@ def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     return durations
 
 
-def _durations_for_b(
+def _durations_for_w(
     schedule: Schedule, costs: Costs, seconds: dict[Action, float]
 ) -> dict[Action, float]:
-    """Return until when each RELOAD of which W needs a part has brought back B's."""
+    """Return the seconds of W's part of each RELOAD, where it has one."""
     activation = costs.per_stage("activation", schedule.num_stages)
     for_weight = costs.per_stage("weight_input", schedule.num_stages)
     return {
-        action: whole * (1 - for_weight[action.stage] / activation[action.stage])
+        action: whole * for_weight[action.stage] / activation[action.stage]
         for action, whole in seconds.items()
         if action.kind is Kind.RELOAD and for_weight[action.stage]
     }
