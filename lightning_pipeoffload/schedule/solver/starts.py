@@ -38,14 +38,14 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     choice = evaluate(wanted, *given, has_barrier=lambda option: problem.has_barrier)
     found = [c.schedule for c in choice.candidates if c.schedule is not None]
     plans = [replace(split_every_backward(plan), name="optpipe") for plan in found]
-    fitting = [plan for plan in plans if problem.keeps(plan)]
+    fitting = {plan: problem.seconds(plan) for plan in plans if problem.keeps(plan)}
     if not fitting:
         assert problem.memory_limit is not None
         needed = min(max(peak_memory(plan, problem.costs)) for plan in plans)
         sentence = "{limit} is less than the {needed} that W apart from B needs; use at least that"
         raise MemoryLimitError(sentence, problem.memory_limit, needed)
-    enough = min(map(problem.seconds, fitting)) * _ABOUT_EQUAL
-    fast = (plan for plan in fitting if problem.seconds(plan) <= enough)
+    enough = min(fitting.values()) * _ABOUT_EQUAL
+    fast = (plan for plan, seconds in fitting.items() if seconds <= enough)
     return min(fast, key=lambda plan: max(peak_memory(plan, problem.costs)))
 
 
