@@ -33,7 +33,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,6 +40,7 @@ from examples.benchmarks.auto_choice import LINKS, SHARES, SLOW_STAGE, plans_by_
 from examples.benchmarks.emulated import FEATURES, EmulatedModel, sleep_on_time
 from examples.benchmarks.offload_emulated import SavingBlock
 from examples.benchmarks.period import StepStarts
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime import rank_memory
@@ -231,15 +231,10 @@ def train(setting: Setting, num_steps: int, schedule: str | Schedule) -> Run:
         memory_limit=setting.memory_limit if schedule == "auto" else None,
         split="auto" if schedule == "auto" else "even",
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=setting.num_ranks,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     samples = TimedSamples(setting.num_microbatches, NUM_TO_SETTLE + num_steps + 1)
     model = MixingModel(setting.block_seconds)

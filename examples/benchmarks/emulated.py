@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.data import DataLoader
 
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from examples.benchmarks.sleeping import Sleep
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.runtime.mesh import RankMesh
@@ -334,14 +335,9 @@ def measure(setup: Setup, num_steps: int) -> dict[str, Moment]:
 
 def fit(setup: Setup, num_steps: int, num_blocks: int, times: Callback, **options: Any) -> None:
     """Train so many blocks for so many steps and the first ones, which do not count."""
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_epochs=1,
         callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     samples: Any = torch.zeros((num_steps + NUM_WARM_UP_STEPS) * setup.num_microbatches, FEATURES)

@@ -38,6 +38,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from examples.benchmarks.emulated import FEATURES, EmulatedModel
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import Action, Kind, build
 
@@ -119,18 +120,13 @@ class ActionCosts(Callback):
 def measure(given: argparse.Namespace) -> list[dict[str, float]]:
     """Train on this rank; return the medians of all ranks, in pipeline order."""
     costs = ActionCosts(given.profile)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=given.p,
         strategy=PipeOffloadStrategy(
             schedule=given.schedule, num_microbatches=given.m, split="even"
         ),
         max_epochs=1,
         callbacks=[costs],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     num_blocks = build(given.schedule, given.p, given.m).num_stages * given.blocks
     samples: Any = torch.zeros((given.steps + NUM_WARM_UP_STEPS) * given.m, FEATURES)

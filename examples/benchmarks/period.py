@@ -55,6 +55,7 @@ from examples.benchmarks.emulated import (
     WeightGradStore,
     sleep_on_time,
 )
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
@@ -341,17 +342,12 @@ def measure(setup: Setup) -> dict[str, Any]:
         split="even",
         optimizer_sync=setup.optimizer_sync,
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=setup.num_ranks,
         strategy=strategy,
         gradient_clip_val=setup.clip,
         max_epochs=setup.num_runs + 1,
         callbacks=[turns],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = EmulatedModel(setup.num_chunks * setup.num_ranks, setup.seconds)
     trainer.fit(model, DataLoader(samples, batch_size=setup.num_microbatches))

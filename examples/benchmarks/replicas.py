@@ -31,6 +31,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 
 FEATURES = 256
@@ -149,8 +150,7 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, float]:
     """Train on this rank; return the median milliseconds of each kind, over all ranks."""
     turns = TakingTurns()
     num_blocks = BLOCKS_PER_RANK * args.p
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=args.p * args.replicas,
         strategy=PipeOffloadStrategy(
             pipeline_parallel_size=args.p,
@@ -161,10 +161,6 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, float]:
         ),
         max_epochs=1,
         callbacks=[turns],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     num_steps = len(KINDS) * (args.turns + NUM_WARM_UP_TURNS)
     samples: Any = torch.zeros(num_steps * 2 * args.p * args.replicas, FEATURES)

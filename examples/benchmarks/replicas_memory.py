@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.leaves import tensors_in
 
@@ -62,15 +63,10 @@ def rank_main(args: argparse.Namespace) -> None:
     strategy = PipeOffloadStrategy(
         pipeline_parallel_size=1, data_parallel_size=args.replicas, sharding=args.sharding
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=args.replicas,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = Model(args.mebibytes)
     samples: Any = torch.randn(NUM_STEPS * BATCH_SIZE * args.replicas, module.width)

@@ -26,11 +26,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.emulated import FEATURES, sleep_on_time
+from examples.benchmarks.emulated import FEATURES, EmulatedModel, sleep_on_time
+from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
@@ -79,7 +80,7 @@ class Block(nn.Module):
         return _Timed.apply(x, self.weight, self.seconds).sin()
 
 
-class Chain(LightningModule):
+class Chain(EmulatedModel):
     """A chain of blocks.
 
     Args:
@@ -88,20 +89,8 @@ class Chain(LightningModule):
     """
 
     def __init__(self, num_blocks: int, long: int | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            Block(LONGER if block == long else 1.0) for block in range(num_blocks)
-        )
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        """Return the mean of the last block's output."""
-        for block in self.blocks:
-            x = block(x)
-        return x.mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain gradient descent."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(0, 0.0)
+        self.blocks.extend(Block(LONGER if block == long else 1.0) for block in range(num_blocks))
 
 
 @dataclass
@@ -179,17 +168,12 @@ def main() -> None:
             split="even",
             solver_seconds=given.seconds,
         )
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=given.p,
             strategy=strategy,
             max_steps=given.steps,
             gradient_clip_val=given.clip,
             callbacks=[plans],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         samples: Any = torch.ones(given.steps * given.m * ROWS, FEATURES)
         trainer.fit(Chain(given.p, given.long), DataLoader(samples, batch_size=given.m * ROWS))
