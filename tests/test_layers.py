@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 NAME = "lightning_pipeoffload"
 PACKAGE = Path(__file__).parents[1] / NAME
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -96,31 +94,36 @@ def imports_of(path):
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def own_imports_of(path):
-    """Yield the modules of the package that a module imports, or imports something of."""
-    for imported in imports_of(path):
-        package, _, rest = imported.partition(".")
-        name = rest.replace(".", "/")
-        if package == NAME:
-            yield name if name in NAMES else name.rpartition("/")[0]
+IMPORTS = {name_of(module): [*imports_of(module)] for module in MODULES}
 
 
-def modules_in(folder):
-    return sorted((PACKAGE / folder).rglob("*.py"))
+def own_imports_of(name):
+    """Return the modules of the package that a module imports, or imports something of."""
+    parts = [imported.partition(".") for imported in IMPORTS[name]]
+    own = {rest.replace(".", "/") for package, _, rest in parts if package == NAME}
+    return {imported if imported in NAMES else imported.rpartition("/")[0] for imported in own}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=name_of)
-def test_imports_run_downwards(module):
-    layer = layer_of(name_of(module))
-    if layer == "runtime":  # its __init__.py, which is a docstring
-        assert not list(imports_of(module))
-        return
-    below = LAYERS[: LAYERS.index(layer) + 1]
-    assert {layer_of(name) for name in own_imports_of(module)} <= {*below}
+def imports_within(folder):
+    """Return each module of a folder with each of its imports."""
+    modules = [name for name in IMPORTS if f"{name}/".startswith(f"{folder}/")]
+    return [(name, imported) for name in modules for imported in IMPORTS[name]]
+
+
+def test_imports_run_downwards():
+    # The runtime's own __init__.py is a docstring.
+    below = {layer: {*LAYERS[: index + 1]} for index, layer in enumerate(LAYERS)} | {"runtime": {}}
+    upwards = [
+        (name, imported)
+        for name in NAMES
+        for imported in own_imports_of(name)
+        if layer_of(imported) not in below[layer_of(name)]
+    ]
+    assert not upwards
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    imports = {name_of(module): {*own_imports_of(module)} for module in MODULES}
+    imports = {name: own_imports_of(name) for name in NAMES}
     while imports:
         leaves = {
             name for name, others in imports.items() if not (others - {name}) & imports.keys()
@@ -130,19 +133,22 @@ def test_no_module_imports_itself_by_way_of_others():
             del imports[name]
 
 
-@pytest.mark.parametrize("module", modules_in("schedule"), ids=name_of)
-def test_schedule_imports_the_standard_library_and_itself_relatively(module):
-    assert NAME not in module.read_text()
+def test_schedule_imports_the_standard_library_and_itself_relatively():
+    assert not [p for p in (PACKAGE / "schedule").rglob("*.py") if NAME in p.read_text()]
     # The solver is an extra: imported by the one function that calls it, see ALONE.
-    others = {"ortools"} if name_of(module) == "schedule/solver/cp_sat" else set()
-    for imported in imports_of(module):
-        own = imported.startswith(f"{NAME}.schedule.")
-        assert own or imported.split(".")[0] in sys.stdlib_module_names | others, imported
+    others = {("schedule/solver/cp_sat", "ortools")}
+    assert not [
+        (name, imported)
+        for name, imported in imports_within("schedule")
+        if not imported.startswith(f"{NAME}.schedule.")
+        and imported.split(".")[0] not in sys.stdlib_module_names
+        and (name, imported.split(".")[0]) not in others
+    ]
 
 
-@pytest.mark.parametrize("module", modules_in("runtime"), ids=name_of)
-def test_runtime_does_not_know_lightning(module):
-    assert not [name for name in imports_of(module) if name.split(".")[0] == "lightning"]
+def test_runtime_does_not_know_lightning():
+    imports = imports_within("runtime")
+    assert not [(name, other) for name, other in imports if other.split(".")[0] == "lightning"]
 
 
 def test_there_are_modules_in_every_layer():
