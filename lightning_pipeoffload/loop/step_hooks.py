@@ -131,7 +131,7 @@ class StepHooks(LaterSteps, RunSetup):
         if self.run.pipeline.leaves_trace or self._has_forward_hooks:
             border.settle()
         elif not has_forward_hooks(self._module):
-            executor.settle = self._settle_in_step
+            executor.settle = border.settle
         elif border.settle():  # other ranks may have no hooks, and send what they take back
             muted.enter_context(without_forward_hooks(self._module))
             executor.settle = partial(self._begin_again, muted)
@@ -139,14 +139,7 @@ class StepHooks(LaterSteps, RunSetup):
 
     def _begin_again(self, muted: ExitStack) -> bool:
         muted.close()
-        self.group.transport.take_back()
         return True
-
-    def _settle_in_step(self) -> bool:
-        was_wrong = self._step_border.settle()
-        if was_wrong:
-            self.group.transport.take_back()
-        return was_wrong
 
     def _start_batch(self, num_microbatches: int, accumulation: Accumulation) -> None:
         if self._stop is not None:

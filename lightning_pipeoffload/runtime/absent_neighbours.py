@@ -130,6 +130,9 @@ class AbsentNeighbours:
     def release(self, send: Action) -> None:
         """Nothing is kept."""
 
+    def take_back(self) -> None:
+        """Nothing is kept."""
+
     def finish_step(self) -> None:
         """Nothing is kept."""
 

@@ -229,7 +229,7 @@ class Executor:
 
     def _take_back(self) -> None:
         """Be where the step has begun, as all ranks are then."""
-        self._messages.start_step(self.transport, self.stages)
+        self._messages.take_back()
         for stage in self.stages.values():
             stage.take_back()
         self.memory.take_back()
@@ -278,9 +278,6 @@ class Executor:
             self.memory.record(action)
 
     def _move(self, action: Action) -> None:
-        if action.kind is Kind.FREE:
-            # What the next stage was sent may be what the host has now: it holds memory no longer.
-            self.transport.release(action._replace(kind=Kind.SEND_F))
         self.memory.move(action)
         self.memory.record(action)
 

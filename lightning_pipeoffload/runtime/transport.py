@@ -1,11 +1,10 @@
 """How tensors travel between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-probe. A receive is posted as soon as its message can have been sent, so a send never waits for the
-receiver to come round; only the consumer waits::
+probe. A send never waits for the receiver to come round; only the consumer waits::
 
-    sender    F0 SEND_F0 F1 SEND_F1 F2 ...          goes on at once
-    receiver  post RECV_F0, RECV_F1 ... F0 ... F1   waits in F0, where the message is used
+    sender    F0 SEND_F0 F1 SEND_F1 F2 ...              goes on at once
+    receiver  post RECV_F0 ... F0, post RECV_F1 ... F1  waits in F0, where the message is used
 """
 
 from __future__ import annotations
@@ -89,6 +88,9 @@ class Transport(Protocol):
     def release(self, send: Action) -> None:
         """Let go of what was sent, once it has arrived; it may be long gone."""
 
+    def take_back(self) -> None:
+        """Let go of what was sent in this step, all of which has come, and starts anew."""
+
     def finish_step(self) -> None:
         """Let go of what was sent in the step before."""
 
@@ -122,6 +124,9 @@ class InProcessTransport:
 
     def release(self, send: Action) -> None:
         """Do nothing: the tensors are the receiver's."""
+
+    def take_back(self) -> None:
+        """Do nothing: nothing is kept here of what was sent."""
 
     def finish_step(self) -> None:
         """Do nothing: nothing is kept here of what was sent."""
@@ -231,11 +236,9 @@ class ProcessGroupTransport:
             message.wait(send)
 
     def take_back(self) -> None:
-        """Let go of what was sent and what comes in this step, which starts anew on all ranks."""
-        for messages in (self._posted, self._sent):
-            for action, message in messages.items():
-                message.wait(action)
-            messages.clear()
+        """Let go of what was sent in this step, which starts anew on all ranks."""
+        for send in [*self._sent]:
+            self.release(send)
 
     def finish_step(self) -> None:
         """Let go of what was sent in the step before; wait for it if a peer is that far behind."""

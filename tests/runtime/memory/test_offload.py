@@ -14,8 +14,7 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceErro
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, InlineLane
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.schedule import Costs, Kind, build
+from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.actions import Part
 from lightning_pipeoffload.schedule.passes.offload import offload_activations
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
@@ -250,22 +249,6 @@ def test_peaks_of_a_planned_offload_are_the_simulators(name, num_ranks):
     assert_peaks_are_the_simulators(pipeline, plan)
     for executor in pipeline.executors:
         assert executor.memory.ledger.offloaded_bytes > 0
-
-
-def test_what_is_freed_is_no_message_any_more(monkeypatch):
-    done = []
-    release, move = InProcessTransport.release, ActivationMemory.move
-    monkeypatch.setattr(
-        InProcessTransport, "release", lambda self, send: done.append(send) or release(self, send)
-    )
-    monkeypatch.setattr(
-        ActivationMemory, "move", lambda self, action: done.append(action) or move(self, action)
-    )
-    run_steps(build("po_h", 2, 4), memory_of_all, steps=1)
-    freed = [place for place, action in enumerate(done) if action.kind is Kind.FREE]
-    assert freed
-    for place in freed:
-        assert done[place]._replace(kind=Kind.SEND_F) in done[:place]
 
 
 def test_host_memory_is_filled_in_the_first_step():
