@@ -79,8 +79,8 @@ class PipeOffloadStrategy(StepHooks):
             whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
             steps, begins the next batch, and takes both back where it was wrong, from copies of
             weights and optimizer state; "auto": so after ten steps in a row that needed no
-            clipping, where the plan gains by it, the copies fit on the device, and no hook of the
-            user's looks at gradients.
+            clipping, where the plan gains by it, the copies fit on the device, and the user
+            overrides neither on_after_backward nor on_before_optimizer_step.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
             it with; what the user has compiled stays as it is. Weight gradients are left for W as
             without.

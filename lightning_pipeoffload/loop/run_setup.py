@@ -135,6 +135,7 @@ class RunSetup(ModelInParts):
         self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
         if self._end_hooks is not None:
             self._steps.watching = self._end_hooks.watching_step
+        if self.group.num_ranks > 1:
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
         self.run.plans.has_step_barrier = lambda: self._has_barrier(trainer)
         if self._meeting is not None:

@@ -22,17 +22,17 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
     """Whether no rank can end its optimizer step before it has heard of all others' gradients.
 
     Clipping by norm needs the norm over all stages, a loss scale has to know of every infinity, and
-    a hook that may look at gradients is told of all. Clipping by value looks at each by itself. A
-    hook of the user's own that clips is taken to clip by norm.
+    before a hook that may read gradients their sizes are exchanged. Clipping by value reads each by
+    itself. A hook of the user's own that clips is taken to clip by norm.
 
     Args:
         trainer: The trainer.
-        gradient_hooks: The hooks that may look at gradients; None: there are none.
+        gradient_hooks: The hooks that may read gradients; None: there are none.
     """
-    return _looks_at_gradients(gradient_hooks) or _needs_others(trainer)
+    return _reads_gradients(gradient_hooks) or _needs_others(trainer)
 
 
-def _looks_at_gradients(gradient_hooks: GradientHooks | None) -> bool:
+def _reads_gradients(gradient_hooks: GradientHooks | None) -> bool:
     return gradient_hooks is not None and gradient_hooks.is_any
 
 
@@ -58,7 +58,7 @@ def may_step_ahead(
 
     Args:
         trainer: The trainer, whose training starts.
-        gradient_hooks: The hooks that may look at gradients; None: there are none.
+        gradient_hooks: The hooks that may read gradients; None: there are none.
         wanted: The argument ``optimizer_sync``.
         reports: Whether this rank says why, where it was asked for.
     """
@@ -66,7 +66,7 @@ def may_step_ahead(
         return False
     obstacle = _obstacle(trainer)
     if wanted == "auto":
-        return not obstacle and not _looks_at_gradients(gradient_hooks)
+        return not obstacle and not _reads_gradients(gradient_hooks)
     if obstacle and reports:
         log.info(_WAITS, obstacle)
     return not obstacle

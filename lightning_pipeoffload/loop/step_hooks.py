@@ -112,8 +112,6 @@ class StepHooks(LaterSteps, RunSetup):
                 self._leave_copies()
                 self.run.begin_training(accumulation)
                 compile_ahead(self.run.pipeline, self.group, slices[0])
-            elif self._gradient_hooks is not None:
-                self._gradient_hooks.start_batch()
             self._start_batch(len(slices), accumulation)
             with self._start_ahead(), sharing_casts(self.root_device), self._counted():
                 self._first_batches.start_step()

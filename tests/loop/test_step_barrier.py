@@ -5,6 +5,11 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+)
 
 from lightning_pipeoffload.loop import auto_choice
 from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
@@ -18,9 +23,12 @@ class Clips(fits.Net):
         self.clip_gradients(optimizer, gradient_clip_val=1.0)
 
 
-class Looks(fits.Net):
+class MayRead(fits.Net):
     def on_before_optimizer_step(self, optimizer):
-        self.seen = [p.grad for p in self.parameters()]
+        pass
+
+
+OF_LIGHTNING = [LearningRateMonitor(), GradientAccumulationScheduler({0: 2}), EMAWeightAveraging()]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +40,11 @@ class Looks(fits.Net):
         (fits.Net, {"gradient_clip_val": 0, "gradient_clip_algorithm": "norm"}, False),
         (fits.Net, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, False),
         (Clips, {}, True),
-        (Looks, {}, True),
+        (MayRead, {}, True),
+        (fits.Net, {"callbacks": OF_LIGHTNING}, False),
     ],
 )
-def test_clipping_by_norm_and_hooks_that_look_at_gradients(module, options, expected):
+def test_clipping_by_norm_and_hooks_that_may_read_gradients(module, options, expected):
     trainer = L.Trainer(**{**fits.SILENT, **options, "devices": 1})
     trainer.strategy._lightning_module = trainer.strategy._module = module()
     trainer.strategy.world_size = 1

@@ -1,4 +1,4 @@
-"""What every rank is told of the gradients that it does not have, where a hook may look at them."""
+"""The exchange of the gradients' sizes, before a hook that may read them."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 
+GRADIENT_OF = "the gradient of "
+
 
 class ForeignGradient(ShapeOnly):
     """A gradient without values, or what was computed from it element by element.
@@ -30,7 +32,7 @@ class ForeignGradient(ShapeOnly):
     @classmethod
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> ForeignGradient:
         """Return the gradient of ``parameter``, of which ``size`` is known."""
-        origins = frozenset(f"the gradient of {origin}" for origin in parameter.origins)
+        origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         made = cls(parameter.meta, parameter.device, origins)
         made.derived = Derived(size) if size is not None else None
         return made

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.shapes.foreign_gradient import ForeignGradient
+from lightning_pipeoffload.runtime.shapes.foreign_gradient import GRADIENT_OF, ForeignGradient
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
@@ -97,9 +97,14 @@ class ForeignTensor(ShapeOnly):
 
 def explain_foreign(error: ValueNeededError) -> str:
     """Say where code outside of a step asked for a value of another rank, and what to do."""
-    return (
-        f"{error}{in_brackets(users_line(error))}, which is not on this rank: call "
-        f"trainer.strategy.gather(parameter) on all ranks to have its value; of a gradient the "
-        f"2-norm and the largest absolute value are known everywhere; an average of the weights "
-        f"starts from copy.deepcopy(module) before training, of which each rank averages its part"
+    advice = (
+        "its 2-norm and largest absolute value are on every rank in on_after_backward, "
+        "on_before_optimizer_step and configure_gradient_clipping, where your module or callback "
+        "overrides one of these, and stay so until it is clipped or written: compute it there; or "
+        "call trainer.strategy.gather(parameter.grad) on all ranks to have its value"
+        if any(origin.startswith(GRADIENT_OF) for origin in error.origins)
+        else "call trainer.strategy.gather(parameter) on all ranks to have its value; an average "
+        "of the weights starts from copy.deepcopy(module) before training, of which each rank "
+        "averages its part"
     )
+    return f"{error}{in_brackets(users_line(error))}, which is not on this rank: {advice}"

@@ -1,8 +1,8 @@
-"""Hooks that look at all gradients and weights, as on one device."""
+"""Hooks that read all gradients and write weights, as on one device."""
 
 import copy
-import math
 import pickle
+import sys
 from functools import partial
 
 import lightning as L
@@ -44,41 +44,91 @@ class ClippingOfGroups(Net):
 
 
 class ClippingTwice(Net):
-    """By Lightning, then by hand, with norms in between that are asked for in other hooks.
+    """By hand, then by Lightning; hooks after the step have the loss and the number of gradients.
 
-    One of these reads the loss, which Lightning gives it divided among batches that accumulate.
+    Lightning gives them the loss divided among batches that accumulate.
     """
 
+    def on_before_optimizer_step(self, optimizer):
+        self.keep(clip_grad_norm_(self.parameters(), 0.5))
+
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.keep(*(p.grad.abs().max() for p in self.parameters() if p.grad is not None))
         self.clip_gradients(optimizer, 0.3, "norm")
 
     def on_train_batch_end(self, outputs, *args):
-        norm = math.sqrt(sum(p.grad.norm() ** 2 for p in self.parameters()))
-        self.keep(norm, outputs["loss"])
-
-    def on_before_zero_grad(self, optimizer):
-        self.keep(*(p.grad.abs().max() for p in self.parameters() if p.grad is not None))
+        self.keep(outputs["loss"], sum(p.grad is not None for p in self.parameters()))
 
 
 class Skipping(Net):
     """Leaves out steps by the norm, in an override that runs the closure itself."""
 
+    def on_after_backward(self):
+        norms = [p.grad.detach().flatten().norm(2) for p in self.parameters()]
+        self.total = torch.stack(norms).norm()
+
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer_closure()
-        norms = [p.grad.detach().flatten().norm(2) for p in self.parameters()]
-        total = torch.stack(norms).norm()
         finite = all(p.grad.isfinite().all() for p in self.parameters())
-        self.keep(total, finite, any(torch.isnan(p.grad).any() for p in self.parameters()))
-        if total < 0.6:
+        self.keep(self.total, finite, any(torch.isnan(p.grad).any() for p in self.parameters()))
+        if self.total < 0.6:
             optimizer.step()
 
 
 class Stepping(Net):
-    """Changes all gradients where the step runs its closure, and looks at them after it."""
+    """Reads after a step what the hooks before it read."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.keep(clip_grad_norm_(self.parameters(), 1.0), len(optimizer.param_groups[0]["params"]))
+
+
+def total_norm(module):
+    norms = torch._foreach_norm([p.grad for p in module.parameters()])
+    return torch.stack(norms).norm()
+
+
+def hook_of(measure):
+    def measured(self, *args):
+        self.keep(measure(self))
+
+    return measured
+
+
+class Meter(nn.Module):
+    def norm_of(self, module):
+        return total_norm(module)
+
+
+class Inherited(Net):
+    on_after_backward = hook_of(total_norm)
+
+
+class Indirect(Inherited):
+    """Has norms from what it inherits, a module of functions, a closure and a submodule."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.meter = Meter()
+
+    def on_after_backward(self):
+        super().on_after_backward()
+
+    on_before_optimizer_step = hook_of(lambda module: sys.modules[__name__].total_norm(module))
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.keep(self.meter.norm_of(self))
+
+
+class Scaling(L.Callback):
+    """Halves gradients; all ranks have the norm before and after it."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pl_module.keep(*map(Meter().norm_of, [pl_module]))
+        torch._foreach_mul_([p.grad for p in pl_module.parameters()], 0.5)
 
 
 class Noise(Net):
@@ -120,6 +170,17 @@ class Layerwise(Net):
         twin = copy.deepcopy(self)
         assert len(pickle.dumps(twin)) > 1000
         self.keep(sum(p.numel() for p in twin.parameters()))
+
+
+class ReadingLate(Net):
+    def on_train_batch_end(self, *args):
+        self.keep(total_norm(self))
+
+
+class ReadingWhatIsClipped(Inherited):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, 0.3, "norm")
+        self.keep(total_norm(self))
 
 
 MODULES = [
@@ -208,3 +269,38 @@ def test_lightnings_grad_norm_is_of_all_on_global_rank_0(ranks, tmp_path):
     assert [norms.keys() for norms in found] == [norms.keys() for norms in expected]
     for mine, plain in zip(found, expected, strict=True):
         assert mine == pytest.approx(plain, rel=1e-9)
+
+
+def test_norms_that_a_hook_reaches_in_any_way(ranks, tmp_path):
+    fitting = partial(fit, kind=Indirect, callbacks=[Scaling(), Scaling()])
+    expected, found = run(ranks, fitting, tmp_path, 2)
+    assert len(expected) == 5 * 5
+    assert expected[2] == pytest.approx([0.5 * expected[1][0]])
+    for numbers in found:
+        assert numbers == found[0]
+        assert numbers == [pytest.approx(plain, rel=1e-9) for plain in expected]
+
+
+@pytest.mark.parametrize("kind", [ReadingLate, ReadingWhatIsClipped])
+def test_other_hooks_learn_which_ones_have_norms(ranks, kind):
+    pool = ranks(2)
+    said = pool.run(refusal, kind)
+    pool.is_broken = True  # its ranks have stopped in the middle
+    for words in said:
+        assert "the gradient of " in words
+        assert "on_after_backward, on_before_optimizer_step and configure_gradient_clip" in words
+
+
+def refusal(kind):
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=2,
+        strategy=fits.strategy(2),
+        enable_checkpointing=False,
+        max_steps=1,
+        limit_val_batches=0,
+    )
+    fits.outlive_failures(trainer)
+    with pytest.raises(RuntimeError) as refused:
+        trainer.fit(kind(), fits.loader())
+    return str(refused.value)

@@ -112,7 +112,7 @@ def test_other_values_are_refused_with_their_place(ask):
     said = explain_foreign(found.value)
     assert "the gradient of weight (of stage 1)" in said
     assert "test_foreign_gradient.py" in said
-    assert "trainer.strategy.gather(parameter)" in said
+    assert "trainer.strategy.gather(parameter.grad)" in said
 
 
 def test_without_an_exchange_a_gradient_is_there_but_not_its_norm():
