@@ -160,12 +160,15 @@ def _give_back(loader: Any) -> None:
 
 
 def count_seen(trainer: Trainer) -> int:
-    """Return how many batches of this epoch a fit that resumes has done."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return 0 if progress.is_last_batch else progress.current.ready
+    """Return how many batches of its epoch a fit that resumes has done."""
+    loop: Any = trainer.fit_loop  # whose counters are declared without what they count
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    # An epoch that max_steps has cut short is over too: Lightning goes on with the next one.
+    is_within = loop.restarting and epochs.processed < epochs.ready and not batches.is_last_batch
+    return int(batches.current.processed) if is_within else 0
 
 
-def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
+def leave_out_seen(loader: object, num_seen: int) -> None:
     """Let the next iteration over a loader start after the batches that were seen.
 
     They are read and dropped, so that workers draw for the rest what they would have drawn.
@@ -173,24 +176,23 @@ def leave_out_seen(loader: object, count_seen: Callable[[], int]) -> None:
 
     Args:
         loader: The loader of training batches.
-        count_seen: A function that says how many those are, called when the first batch is asked
-            for.
+        num_seen: How many those are.
     """
-    if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
+    if not num_seen or not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
         return
     plain = type(loader)
 
     def iterate(self: Any) -> Iterator[Any]:
         self.__class__ = plain
-        return _iterate_after(self, count_seen)
+        return _iterate_after(self, num_seen)
 
     loader.__class__ = subclass_like(plain, {"__iter__": iterate})
     warnings.filterwarnings("ignore", ".*dataloader is not resumable", PossibleUserWarning)
 
 
-def _iterate_after(loader: DataLoader[Any], count_seen: Callable[[], int]) -> Iterator[Any]:
+def _iterate_after(loader: DataLoader[Any], num_seen: int) -> Iterator[Any]:
     batches = iter(loader)
-    for _ in range(count_seen()):
+    for _ in range(num_seen):
         try:
             next(batches)
         except StopIteration:  # the shorter one of several, which starts again

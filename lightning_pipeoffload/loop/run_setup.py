@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -246,8 +245,8 @@ class RunSetup(ModelInParts):
         if self._loaders is None:  # a callback looks at it, before the run makes it anew
             return dataloader
         self._loaders.own(dataloader, self._trainer.training)
-        if self._trainer.training and self._trainer.ckpt_path is not None:
-            leave_out_seen(dataloader, partial(count_seen, self._trainer))
+        if self._trainer.training:
+            leave_out_seen(dataloader, count_seen(self._trainer))
         return dataloader
 
     def _share_gradient_sizes(self) -> None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipeoffload.loop.data import leave_out_seen
+from lightning_pipeoffload.loop.data import count_seen, leave_out_seen
 from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.lightning_loops import BackwardInStep, stop_without_waiting
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
@@ -195,17 +195,15 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
             sampler = getattr(dataloader, "batch_sampler", None)
             size = sampler.minibatch_size if isinstance(sampler, MinibatchSampler) else None
             self._minibatch_size = size
-            if trainer.fit_loop.restarting:
-                progress = trainer.fit_loop.epoch_loop.batch_progress
-                self._refuse_other_minibatches(progress)
-                leave_out_seen(dataloader, lambda: progress.current.ready)
+            if num_seen := count_seen(trainer):
+                self._refuse_other_minibatches(num_seen)
+                leave_out_seen(dataloader, num_seen)
         return dataloader
 
-    def _refuse_other_minibatches(self, progress: Any) -> None:
-        is_within = progress.current.ready and not progress.is_last_batch
-        if is_within and self._saved_size not in (None, self._minibatch_size):
+    def _refuse_other_minibatches(self, num_seen: int) -> None:
+        if self._saved_size not in (None, self._minibatch_size):
             raise ValueError(
-                f"the checkpoint was written after {progress.current.ready} minibatches of "
+                f"the checkpoint was written after {num_seen} minibatches of "
                 f"{self._saved_size} samples of an epoch, and this loader's have "
                 f"{self._minibatch_size}, so they begin elsewhere: choose samples_per_rank such "
                 f"that {self._saved_size} samples are shared out to {self.world_size} ranks, or "

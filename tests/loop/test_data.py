@@ -269,7 +269,7 @@ def test_two_loaders_of_one_dataset_have_orders_of_their_own():
 
 def test_a_loader_gets_its_class_back():
     loaders, loader = owned(shuffled, lambda: 0)
-    leave_out_seen(loader, lambda: 0)
+    leave_out_seen(loader, 1)
     loaders.release()
     assert type(loader) is DataLoader
 
@@ -302,3 +302,46 @@ def test_trials_in_a_loop_differ_as_on_one_device(ranks):
     starts, orders, _ = zip(*alone, strict=True)
     assert len(set(starts)) == len(set(map(str, orders))) == 3
     assert independent_trials(0)[0][0] == starts[0]
+
+
+def stop_and_go_on(num_devices, folder):
+    """Return what fits read and lose that resume after others which ``max_steps`` ended."""
+    found = []
+    for steps, accumulated, options in (
+        (2, 1, {}),
+        (5, 1, {}),
+        (7, 1, {"val_check_interval": 2}),
+        (2, 2, {}),
+        (2, 1, {"limit_train_batches": 3}),
+        (3, 1, {"limit_train_batches": 3}),
+    ):
+        L.seed_everything(7, verbose=False)
+        for limit in (
+            {"max_steps": steps},
+            {"max_steps": steps + 6, "ckpt_path": f"{folder}/ckpt"},
+        ):
+            module, record = fits.Net(dropout=0.0, depth=2), fits.Record()
+            ckpt_path = limit.pop("ckpt_path", None)
+            trainer = L.Trainer(
+                **fits.SILENT,
+                devices=num_devices or 1,
+                strategy=fits.strategy(num_devices),
+                callbacks=[record],
+                enable_checkpointing=False,
+                accumulate_grad_batches=accumulated,
+                **options,
+                **limit,
+            )
+            trainer.fit(module, fits.loader(), fits.loader(), ckpt_path=ckpt_path)
+            trainer.save_checkpoint(f"{folder}/ckpt")
+        found.append(
+            (trainer.current_epoch, record.batches, [f"{loss:.6f}" for loss in record.losses])
+        )
+    return found
+
+
+def test_a_fit_that_goes_on_after_max_steps_begins_the_next_epoch_with_its_first_batch(
+    ranks, tmp_path
+):
+    found, _ = ranks(2).run(stop_and_go_on, 2, str(tmp_path))
+    assert found == stop_and_go_on(0, str(tmp_path))
