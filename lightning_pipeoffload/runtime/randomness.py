@@ -44,6 +44,13 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def has_drawn_since(seed: int) -> bool:
+    """Whether numpy's or Python's generator went on since ``seed_all(seed)``; seeds them anew."""
+    drawn = random.random(), np.random.rand()
+    seed_all(seed)
+    return drawn != (random.random(), np.random.rand())
+
+
 @contextmanager
 def forked_randomness() -> Iterator[None]:
     """Leave every global generator as it was found."""

@@ -78,6 +78,7 @@ class Flow:
         starts_backward: Whether the step starts a backward itself, of which nothing may wait for W.
         is_certain: Whether no value had to be made up behind the blocks, which might decide to call
             them again.
+        draws_beside_torch: Whether the step draws from numpy's or Python's global generator.
     """
 
     outputs: list[BlockOutput] = field(default_factory=list)
@@ -85,6 +86,7 @@ class Flow:
     opened: set[int] = field(default_factory=set)
     starts_backward: bool = False
     is_certain: bool = True
+    draws_beside_torch: bool = False
 
     def __post_init__(self) -> None:
         self._over: dict[int, list[Crossing]] = {}

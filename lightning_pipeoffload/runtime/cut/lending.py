@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_torch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 
@@ -71,7 +71,7 @@ class Lending:
             output = self._chain.run_block(index, *args, **kwargs)
         self._calls.append(index)
         if self._seed is not None:
-            seed_torch(mix_seed(self._seed, len(self._calls)))
+            seed_all(mix_seed(self._seed, len(self._calls)))
         return output
 
     @contextmanager

@@ -17,7 +17,7 @@ from lightning_pipeoffload.runtime.cut.probe import find_sizes, probe_step, repe
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_difference
 from lightning_pipeoffload.runtime.microbatch import shape_signature
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
@@ -87,7 +87,8 @@ class StepProbes:
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
             self._before_look()
-        trial = Trial(partial(_probe_seeded, step, seed), part)
+        seeded = _Seeded(step, mix_seed(seed, 0))
+        trial = Trial(seeded, part)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
@@ -98,6 +99,7 @@ class StepProbes:
             sizes = self._find_sizes(key, trial)
         self.known[key, sizes] = probe
         probe.changes_batch = trial.has_changed
+        probe.flow.draws_beside_torch = seeded.draws_beside_torch
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
@@ -210,10 +212,20 @@ class StepProbes:
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
 
 
-def _probe_seeded(step: UsersStep, seed: int, part: Any) -> Any:
-    """Run a step so that it draws before its blocks what it will: sizes may depend on it."""
-    seed_all(mix_seed(seed, 0))
-    return step(part, PROBE)
+class _Seeded:
+    """Runs a step so that it draws before its blocks what it will: sizes may depend on it."""
+
+    def __init__(self, step: UsersStep, seed: int) -> None:
+        self._step = step
+        self._seed = seed
+        self.draws_beside_torch = False
+
+    def __call__(self, part: Any) -> Any:
+        seed_all(self._seed)
+        try:
+            return self._step(part, PROBE)
+        finally:
+            self.draws_beside_torch |= has_drawn_since(self._seed)
 
 
 @contextmanager

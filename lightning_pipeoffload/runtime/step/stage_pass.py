@@ -123,6 +123,7 @@ class StagePass:
         self._left = False
         self._called = ""
         self._is_in_block = False
+        self._seed_segment = seed_all if microbatch.flow.draws_beside_torch else seed_torch
         blocks = context.stage.blocks
         self._carried = carried_values(
             microbatch.flow, blocks.start, None if context.is_last else blocks.stop
@@ -164,7 +165,7 @@ class StagePass:
             output = self._run_foreign(index, call)
         # Not before the block: a checkpoint around its call has saved the generator by then. After
         # a foreign block too: what the step draws there may be used on several stages.
-        seed_torch(mix_seed(self._microbatch.seed, index + 1))
+        self._seed_segment(mix_seed(self._microbatch.seed, index + 1))
         return output
 
     def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:

@@ -239,6 +239,21 @@ def dropping_mlp():
     return Classifier(*layers, nn.Linear(6, 5)).double()
 
 
+class Stochastic(nn.Linear):
+    """A block that is left out at random, or some of its rows."""
+
+    def forward(self, x):
+        if random.random() < 0.3:
+            return x
+        return x + super().forward(x) * torch.from_numpy(np.random.binomial(1, 0.5, (len(x), 1)))
+
+
+def dropping_blocks():
+    return Classifier(
+        nn.Linear(6, 6), *(Stochastic(6, 6) for _ in range(7)), nn.Linear(6, 5)
+    ).double()
+
+
 @cache
 def dropping(make, samples):
     torch.manual_seed(0)
@@ -250,7 +265,7 @@ def dropping(make, samples):
     ("cut", "make", "samples"),
     pairs(
         [("zb_h1", 1), *zip(SCHEDULES, cycle([4, 2]), strict=False)],
-        [dropping_mlp, dropping_gpt, dropping_mlp],
+        [dropping_mlp, dropping_gpt, dropping_blocks],
         [vectors, tokens, vectors],
     ),
 )
