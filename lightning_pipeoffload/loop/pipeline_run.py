@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.loop.batch_checksums import BatchChecksums
+from lightning_pipeoffload.loop.batch_comparison import BatchComparison
 from lightning_pipeoffload.loop.cut_failure import blame_cutting
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
@@ -55,11 +54,14 @@ class PipelineRun:
     Attributes:
         pipeline: This rank's part of the module.
         executor: What runs this rank's actions.
+        comparison: What the ranks compare with each batch.
         measurements: What those actions cost.
         plans: What makes the plans that it runs by.
         report: What the run says of itself.
         reduction: What gives the replicas one gradient; None where there is one replica.
     """
+
+    _check_weights: Callable[[], None]
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class PipelineRun:
             group.place(settings.provisional_schedule(group.num_ranks))
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
+        self._group = group
         self.pipeline = Pipeline(module, group.rank, cut, device, parts)
         self.executor = Executor(
             group.rank,
@@ -87,9 +90,7 @@ class PipelineRun:
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
         self._training, self.report = self.plans.training, self.plans.report
         self._on_accelerator = device.type != "cpu"
-        self._checksums = BatchChecksums(self._on_accelerator)
-        self._check_weights: Callable[[], None] = lambda: None
-        self._group = group
+        self._forget_batches()
         self._runs_whole: dict[Hashable, bool] = {}
         self._whole = WholeSteps(self.pipeline, group)
         self.reduction: GradientReduction | None = None
@@ -221,10 +222,8 @@ class PipelineRun:
 
     def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
         """Start comparing the ranks' batches; return what ends it, after the step."""
-        checksum, what = self._checksums.see(inputs.batch, f"batch in {inputs.kind}")
-        drawn = self.pipeline.drawn
-        finish = self._group.start_comparing(checksum, self.pipeline.trained_digest, drawn.now())
-        return partial(finish, what, drawn.names)
+        trains = inputs.kind == "training_step"
+        return self.comparison.start(inputs.batch, f"batch in {inputs.kind}", trains)
 
     def _weigh(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
         """Return each microbatch's share of the batch's loss."""
@@ -240,10 +239,10 @@ class PipelineRun:
 
         Raises:
             RuntimeError: The batches were different.
-            ValueError: The user's weights of its microbatches cannot be.
+            ValueError: The optimizers' options were, or the user's weights of the batch's
+                microbatches cannot be.
         """
-        checksum, what = self._checksums.see_last()
-        self._group.start_comparing(checksum, self.pipeline.trained_digest)(what, "")
+        self.comparison.finish()
         self._check_weights()
 
     def _smallest_size(self, total: int) -> int:
@@ -281,6 +280,9 @@ class PipelineRun:
         if self.reduction is not None:
             self.reduction.abandon()
         self._group.replicas.under_way.forget()
-        self._checksums = BatchChecksums(self._on_accelerator)
-        self._check_weights = lambda: None
+        self._forget_batches()
         self.pipeline.detach()
+
+    def _forget_batches(self) -> None:
+        self.comparison = BatchComparison(self.pipeline, self._group, self._on_accelerator)
+        self._check_weights = lambda: None

@@ -37,6 +37,7 @@ from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.processes.rank_differences import (
     describe_module,
     describe_optimizers,
@@ -71,6 +72,7 @@ class RunSetup(ModelInParts):
     _stop: JointStop | None = None
     _border: StepBorder | None = None
     _arrivals: Arrivals | None = None
+    _num_steps = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
@@ -147,6 +149,9 @@ class RunSetup(ModelInParts):
             trainer, self.cluster_environment, self._connector, self._board
         )
 
+    def _step_options(self) -> StepOptions:
+        return StepOptions(self.optimizers, self.run.pipeline.trained, self._num_steps)
+
     def _has_barrier(self, trainer: Trainer) -> bool:
         goes_ahead = self._border is not None and self._border.guesses_always
         return has_step_barrier(trainer, self._gradient_hooks) and not goes_ahead
@@ -217,6 +222,8 @@ class RunSetup(ModelInParts):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with EqualIsSame():
             super().setup_optimizers(trainer)
+        self._num_steps = 0
+        self.run.comparison.options = self._step_options
         self._parameters.narrow_steps()
         if self._is_split:  # by a fit before this one
             self._parameters.forget_foreign()

@@ -74,6 +74,7 @@ class StepHooks(LaterSteps, RunSetup):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
+        self._num_steps += 1
         self.stop_watching_weights()  # which the optimizer's own hooks read
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._step_border.end_step()

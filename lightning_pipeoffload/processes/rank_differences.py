@@ -37,16 +37,20 @@ _OF_TRAINER = (
     "val_check_interval",
     "check_val_every_n_epoch",
 )
+_MAKE_ALIKE = (
+    "make module, optimizers and arguments alike in every process, whatever its rank or environment"
+)
 
 Described = dict[str, str]
 
 
-def refuse_differences(described: Mapping[str, str], group: Any) -> None:
+def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _MAKE_ALIKE) -> None:
     """Compare with the other ranks; all call it, and all get the same error.
 
     Args:
         described: What has to be the same, by its name.
         group: The group of processes, on the host.
+        advice: What to do where something differs.
 
     Raises:
         ValueError: Something differs; the message names the first such thing, and what it is on two
@@ -62,9 +66,9 @@ def refuse_differences(described: Mapping[str, str], group: Any) -> None:
     name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
     raise ValueError(
         f"the ranks of a pipeline have to run the same, but {name} is "
-        f"{_shown(first.get(name))} on global rank 0 and {_shown(other.get(name))} on global rank "
-        f"{dist.get_global_rank(group, other_rank)}; make module, optimizers and arguments alike "
-        f"in every process, whatever its rank or environment"
+        f"{_shown(first.get(name))} on global rank {dist.get_global_rank(group, 0)} and "
+        f"{_shown(other.get(name))} on global rank {dist.get_global_rank(group, other_rank)}; "
+        f"{advice}"
     )
 
 

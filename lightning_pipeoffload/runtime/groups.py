@@ -1,7 +1,7 @@
 """The ranks of one pipeline as processes: what they do together.
 
 Nothing here is in the steady path but the sum of shared gradients, the norm if gradients are
-clipped, and the batch's checksum, for which nobody waits.
+clipped, and the batch's comparison, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_replicas > 1:
             self.host_group = self.make_group(backend="gloo")
             self._side_group = self.make_group(backend="gloo")
-        self._comparing: tuple[Any, Tensor] | None = None
 
     def renew(self) -> None:
         """Connect anew, on all ranks: what was under way between them was broken off."""
@@ -124,46 +123,6 @@ class PipelineGroup(RankMesh, HostGroup):
         """Return a function that waits for the number of global rank ``src``."""
         root = dist.get_group_rank(self._side_group, src)
         return start_sharing(self._side_group, number, root)
-
-    def start_comparing(
-        self, checksum: int, trained: int, drawn: int = 0
-    ) -> Callable[[str, str], None]:
-        """Start sending this rank's checksum of a batch to the last stage.
-
-        Args:
-            checksum: The checksum of the batch.
-            trained: A digest of which parameters train.
-            drawn: A digest of the states of generators of the user's own.
-
-        Returns:
-            A function to call after the step, with what was compared and what the generators are
-            called. It raises RuntimeError if the ranks had different ones. By then all of them have
-            arrived: the step needed the ranks that sent them.
-        """
-        mine = torch.tensor([drawn, trained, checksum])
-        if self.global_rank != self.root:
-            if self._comparing is not None:
-                with blaming_peers("lost global rank 0 while comparing batches"):
-                    self._comparing[0].wait()  # one batch back; gloo never says completed otherwise
-            root = dist.get_group_rank(self.host_group, self.root)
-            self._comparing = self.host_group.send([mine], root, 0), mine
-            return lambda what, sources: None
-        theirs = {rank: torch.empty_like(mine) for rank in self.global_ranks if rank != self.root}
-        works = [
-            self.host_group.recv([received], dist.get_group_rank(self.host_group, rank), 0)
-            for rank, received in theirs.items()
-        ]
-
-        def compare(what: str, sources: str) -> None:
-            with blaming_peers("lost a rank while comparing batches"):
-                for work in works:
-                    work.wait()
-            for place, difference in enumerate(_differences(what, sources, self.root)):
-                apart = [rank for rank, found in theirs.items() if found[place] != mine[place]]
-                if apart:
-                    raise RuntimeError(f"global ranks {apart} {difference}")
-
-        return compare
 
     def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
         """Return, on each rank's host, a copy of a tensor that one of them has.
@@ -298,17 +257,3 @@ def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(as_bytes(data), source, group=group)
     tensor.detach().copy_(data)
-
-
-def _differences(what: str, sources: str, root: int) -> tuple[str, ...]:
-    """Say what each number means that is not the root's: of draws, of what trains, of a batch."""
-    return (
-        f"draw other numbers than global rank {root} from {sources}; seed generators of your own "
-        f"alike in every process, and draw from them in no code that only some ranks run",
-        f"have frozen other parameters than global rank {root}; freeze and unfreeze alike on all "
-        f"ranks",
-        f"read another {what} than global rank {root}; the ranks of a pipeline must read the same "
-        f"data in the same order: call L.seed_everything(...) before the data is made, seed "
-        f"generators of your own alike in every process, and share samples out by nothing but "
-        f"lightning_pipeoffload.data_parallel_rank()",
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -53,6 +53,25 @@ class HostGroup:
         """Return whether all, or else any, of them say yes."""
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
+
+    def start_comparing(self, numbers: Sequence[int]) -> Callable[[], bool]:
+        """Start to compare numbers; return a function that waits, and says whether any differs.
+
+        Args:
+            numbers: This process's; all have as many.
+        """
+        if dist.get_world_size(self.host_group) == 1:
+            return lambda: False
+        # Their maximum is their minimum, which is that of what they lack, where all are the same.
+        box = torch.tensor([[*numbers], [~number for number in numbers]])
+        work = self.host_group.allreduce([box], dist.ReduceOp.MAX)
+
+        def differ() -> bool:
+            with blaming_peers("lost a rank while comparing batches"):
+                work.wait()
+            return not torch.equal(box[0], ~box[1])
+
+        return differ
 
 
 class World(HostGroup):

@@ -8,7 +8,6 @@ parameter elsewhere.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -72,7 +71,7 @@ class Pipeline:
         probes: What was seen of the steps.
         compiler: What compiles the blocks.
         gradient_age: The age of the gradients of what other ranks own.
-        trained_digest: A number that tells apart which parameters train.
+        trained: Of each parameter of the module, 1 if it trains, else 0.
         drawn: The generators that all stages draw from.
         flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
@@ -127,8 +126,7 @@ class Pipeline:
         # A split that cannot be is refused here, before anything runs.
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
-        self._trained: list[bool] = []
-        self.trained_digest = 0
+        self.trained = b""
         self.drawn = SourceDigest()
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
@@ -244,10 +242,9 @@ class Pipeline:
 
     def _notice_frozen(self) -> None:
         """Look at the steps anew where a hook has frozen or unfrozen parameters, of any stage."""
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:
-            self._trained = trained
-            self.trained_digest = zlib.crc32(bytes(trained))
+        trained = bytes([parameter.requires_grad for parameter in self._parameters])
+        if trained != self.trained:
+            self.trained = trained
             self.probes.forget()
             if self.stages:
                 self.ownership.follow_requires_grad()

@@ -1,0 +1,170 @@
+"""What ranks compare with each batch: the batch, and what decides on the optimizers' steps."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_pipeoffload.loop.batch_comparison import BatchComparison
+from lightning_pipeoffload.optimizers.step_options import StepOptions
+from lightning_pipeoffload.runtime.microbatch import start_checksum
+from tests.support import fits
+
+FIRST, SECOND = torch.ones(2), torch.zeros(2)
+
+
+class Group:
+    """Keeps the numbers that it is to compare."""
+
+    num_replicas = 1
+    replicas = None
+
+    def __init__(self):
+        self.compared = []
+
+    def start_comparing(self, numbers):
+        self.compared.append(numbers[-1])
+        return lambda: False
+
+
+def compared(batches, is_late):
+    group = Group()
+    drawn = SimpleNamespace(now=lambda: 0, names="")
+    comparison = BatchComparison(SimpleNamespace(drawn=drawn), group, is_late)
+    for batch in batches:
+        comparison.start(batch, "a batch", True)()
+        batch += 1
+    comparison.finish()
+    return group.compared
+
+
+def test_a_batch_of_the_device_is_compared_with_the_next_as_it_was_before_the_step_wrote_it():
+    first, second = start_checksum(FIRST)(), start_checksum(SECOND)()
+    batches = [FIRST, SECOND]
+    assert compared([b.clone() for b in batches], is_late=False) == [first, second, 0, 0]
+    assert compared([b.clone() for b in batches], is_late=True) == [0, first, second, 0]
+
+
+def options_of(**given):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(FIRST.clone())], **given)
+    return StepOptions([optimizer], b"\1", 3)
+
+
+def test_options_are_told_apart_and_described():
+    plain, tensor = options_of(lr=0.5), options_of(lr=torch.tensor(0.5))
+    assert plain.digest() == tensor.digest() != options_of(lr=torch.tensor(0.25)).digest()
+    assert options_of(lr=0.5, betas=(0.9, 0.99)).digest() != plain.digest()
+    assert plain.describe(["weight"]) == tensor.describe(["weight"])
+    described = plain.describe(["weight"])
+    assert described["lr in group 0 of optimizer 0"] == "0.5"
+    assert described["betas in group 0 of optimizer 0"] == "(0.9, 0.999)"
+    assert described["weight"] == "trained"
+
+
+def test_a_tensor_among_the_options_is_what_it_was():
+    rate = torch.tensor(0.5)
+    options = options_of(lr=rate)
+    rate.fill_(2)
+    assert options.describe(["weight"])["lr in group 0 of optimizer 0"] == "0.5"
+
+
+class Apart(fits.Net):
+    """Global rank 1 sets what the others do not, in a hook."""
+
+    def __init__(self, hook, change):
+        super().__init__(depth=4)
+        self.change = change
+        plain = getattr(self, hook)
+        setattr(self, hook, lambda *args, **kwargs: self.run(plain, *args, **kwargs))
+
+    def run(self, plain, *args, **kwargs):
+        is_second = self.trainer.global_step == 2 and not self.trainer.sanity_checking
+        if self.trainer.global_rank == 1 and is_second:
+            return self.change(self, plain, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.03)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)]
+
+    def factor(self, epoch):
+        return 1.0
+
+
+def setting(key, value, group=0):
+    def change(module, plain, *args, **kwargs):
+        module.trainer.optimizers[0].param_groups[group][key] = value
+        return plain(*args, **kwargs)
+
+    return change
+
+
+def freeze(module, plain, *args):
+    module.head.requires_grad_(False)
+    plain(*args)
+
+
+def skip(module, plain, epoch, batch_idx, optimizer, closure):
+    closure()
+
+
+def step_twice(module, plain, epoch, batch_idx, optimizer, closure):
+    optimizer.step(closure)
+    optimizer.step()
+
+
+RATE = "lr in group 0 of optimizer 0 is 0.03 on global rank 0 and 0.5 on global rank 1"
+VARIANTS = {
+    "on_train_batch_start": (setting("lr", 0.5), RATE),
+    "on_train_batch_end": (setting("lr", torch.tensor(0.5)), RATE),
+    "on_before_optimizer_step": (
+        setting("weight_decay", 0.5, group=1),
+        "weight_decay in group 1 of optimizer 0 is 0.01 on global rank 0 and 0.5 on global rank 1",
+    ),
+    "on_after_backward": (
+        setting("betas", (0.5, 0.99)),
+        "betas in group 0 of optimizer 0 is (0.9, 0.999) on global rank 0 and (0.5, 0.99) on",
+    ),
+    "on_train_epoch_end": (setting("lr", 0.5), RATE),
+    "on_validation_epoch_end": (setting("lr", 0.5), RATE),
+    "factor": (lambda module, plain, epoch: 0.5, "lr in group 0 of optimizer 0 is 0.03 on glob"),
+    "on_before_zero_grad": (freeze, "head.weight is trained on global rank 0 and frozen on glob"),
+    "optimizer_step": (skip, "the number of calls of optimizer.step is 3 on global rank 0 and 2"),
+    "optimizer_step twice": (
+        step_twice,
+        "the number of calls of optimizer.step is 4 on global rank 0 and 5 on global rank 1",
+    ),
+}
+
+
+def refusal(size, variant, **options):
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=size,
+        strategy=fits.strategy(size, **options),
+        enable_checkpointing=False,
+        max_epochs=3,
+        limit_train_batches=2,
+        limit_val_batches=1,
+    )
+    fits.outlive_failures(trainer)
+    with pytest.raises(ValueError, match="have to run the same") as refused:
+        trainer.fit(Apart(variant.split()[0], VARIANTS[variant][0]), fits.loader(), fits.loader())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_that_set_other_options_end_with_what_differs(ranks, variant):
+    for words in ranks(2).run(refusal, 2, variant):
+        assert VARIANTS[variant][1] in words
+        assert "trainer.callback_metrics" in words
+
+
+def test_replicas_that_set_other_options_end_too(ranks):
+    said = ranks(2).run(partial(refusal, data_parallel_size=2), 2, "on_train_batch_end")
+    assert all(RATE in words for words in said)
