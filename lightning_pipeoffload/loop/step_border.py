@@ -261,19 +261,16 @@ class StepBorder:
     def _mend(self, own: Tensor, total: Tensor) -> None:
         """Have the weights that a rank has that waits."""
         assert self._kept is not None
+        copies = self._group.replicas.under_way
+        copies.settle()  # they would overwrite what is put back
         if not total[1]:
-            self._await_copies()
             self._kept.repeat(partial(self._clip, total))
             self._age.change()
+            copies.settle()  # of the step that is right, for which nobody waits after this
         elif not own[1]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None
-            self._await_copies()
             self._kept.take_back()
             self._scaling.lower()
-
-    def _await_copies(self) -> None:
-        """Have what other replicas send, which would overwrite what is put back."""
-        self._group.replicas.under_way.settle()
 
     def settle(self) -> bool:
         """Have the right weights; returns whether those since the step were others.
