@@ -48,7 +48,7 @@ class MovingCheckpointIO(TorchCheckpointIO):
         if is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with replacing(path) as part, part.open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file, showing_first_error():
             torch.save(checkpoint, file)  # given a name it hides why it could not write
 
     @override
@@ -108,6 +108,17 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
         delete(part)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def showing_first_error() -> Iterator[None]:
+    """Raise what broke a write of torch's, not what torch raises as it closes the file after it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__context__ is None or "unexpected pos" not in str(error):
+            raise
+        raise error.__context__ from None
 
 
 def _move_into_place(part: Path, path: Path) -> None:

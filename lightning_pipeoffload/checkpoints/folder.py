@@ -17,10 +17,17 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
     save,
 )
 
-from lightning_pipeoffload.checkpoints.file import is_remote, replacing
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_pipeoffload.checkpoints.file import is_remote, replacing, showing_first_error
 from lightning_pipeoffload.checkpoints.stored_folder import StoredFolder
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import HostGroup
@@ -77,10 +84,19 @@ def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: Pipel
         part: Path = world.broadcast(own, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
-            save(_parts(rest), checkpoint_id=part, process_group=world.host_group)
+            save(_parts(rest), storage_writer=PartWriter(part), process_group=world.host_group)
         if group.reports:
-            with (part / META_FILE).open("wb") as file:
+            with (part / META_FILE).open("wb") as file, showing_first_error():
                 torch.save(rest, file)
+
+
+class PartWriter(FileSystemWriter):
+    """Writes one rank's part; all ranks get the error that broke its write."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with showing_first_error():  # what came before an error does not go to other ranks
+            return super().write_data(plan, planner)
 
 
 def _parts(rest: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import sys
 from itertools import count
@@ -12,10 +13,13 @@ from multiprocessing import get_context
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import save as torch_save
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.checkpoints import file as checkpoint_file
 from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present, replacing
+from lightning_pipeoffload.checkpoints.folder import PartWriter
 
 # A fork: importing torch anew would take longer than all that is killed.
 FORK = get_context("fork")
@@ -123,6 +127,38 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path, form):
         raise full
     assert set(read(path)) == {"old"}
     assert sorted(tmp_path.iterdir()) == before
+
+
+def save_with_limits(path, form):
+    """Save under limits of a file's size; end with status 0 if each raises what the system says."""
+    values = {f"layer {n}": torch.ones(10_000) for n in range(3)}
+    sizes = range(0, 120_000, 3_000)
+    for size in sizes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        try:
+            if form == "file":
+                MovingCheckpointIO().save_checkpoint(values, path)
+            else:
+                torch_save(values, storage_writer=PartWriter(path), no_dist=True)
+        except OSError as error:
+            assert error.errno == errno.EFBIG
+        except CheckpointException as error:
+            ((cause, _),) = error.failures.values()
+            assert isinstance(cause, OSError), cause
+        else:
+            raise AssertionError(f"{form} fits into {size} bytes")
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_limit_of_a_files_size_is_named_wherever_it_is_met(tmp_path, form):
+    path = tmp_path / "last.ckpt"
+    make(path, "file", "old") if form == "file" else None
+    process = FORK.Process(target=save_with_limits, args=(path, form))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    if form == "file":
+        assert (read(path), [*tmp_path.iterdir()]) == (["old"], [path])
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
