@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # expor
     SavePlanner,
     save,
 )
-
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override

@@ -265,8 +265,8 @@ class RunSetup(ModelInParts):
         return self._trainer._logger_connector  # type: ignore[return-value]
 
     @override
-    def _break_off(self) -> None:
-        super()._break_off()
+    def _break_off(self, is_of_all: bool) -> None:
+        super()._break_off(is_of_all)
         connector = self._trainer._logger_connector
         if isinstance(connector, SharedMetricsConnector):
             connector.abandon()

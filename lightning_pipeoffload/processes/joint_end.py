@@ -10,6 +10,7 @@ import os
 import signal
 from datetime import timedelta
 
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.between_runs import BetweenRuns
 from lightning_pipeoffload.processes.data_parallel import forget_replica
+from lightning_pipeoffload.processes.exception_hooks import ExceptionHooks, NeedsOthersError
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.failure_cause import (
     SIGINT_STATUS,
@@ -38,6 +40,7 @@ class JointEnd(ParallelStrategy):
     _has_failed = False
     _has_broken_off = False
     _launched: LaunchedProcesses
+    _exception_hooks: ExceptionHooks | None = None
 
     @property
     def place(self) -> str:
@@ -109,6 +112,9 @@ class JointEnd(ParallelStrategy):
         Raises:
             SystemExit: The exception is a Ctrl-C.
         """
+        if self._exception_hooks is not None:
+            self._exception_hooks.give_back()
+            self._exception_hooks = None
         if isinstance(exception, KeyboardInterrupt):
             raise SystemExit(SIGINT_STATUS)
 
@@ -128,15 +134,23 @@ class JointEnd(ParallelStrategy):
         board, self._board = self._board, None
         if board is not None:
             self._has_failed = True
-            if self._tell(board, exception):
-                self._break_off()
+            is_of_all = self._tell(board, exception)
+            self._break_off(is_of_all)
+            says = self.global_rank == 0 or not is_of_all
+            self._exception_hooks = ExceptionHooks(self._callbacks, says)
             if isinstance(exception, SystemExit) and exception.code in (None, 0):
                 exception.code = 1
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        assert self.lightning_module is not None
+        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined] # set at run time
+        return callbacks
 
     def _refuse_after_failure(self, name: str) -> None:
         """Refuse what needs all ranks where this one has failed, and so nobody comes to it."""
         if self._has_failed:
-            raise RuntimeError(
+            raise NeedsOthersError(
                 f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
                 f"be saved on an exception; save every so many steps"
             )
@@ -146,10 +160,11 @@ class JointEnd(ParallelStrategy):
         if self._board is not None:
             self._board.fail(exception, "while publishing metrics")
 
-    def _break_off(self) -> None:
-        """Leave a run that every rank leaves by the same exception; another may follow."""
-        self._has_broken_off = True
-        self._rest()
+    def _break_off(self, is_of_all: bool) -> None:
+        """Wait for nobody any more; where every rank has raised the same another run may follow."""
+        if is_of_all:
+            self._has_broken_off = True
+            self._rest()
 
     def _rest(self) -> None:
         if self._launched.has_children:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support import fits
 
@@ -39,23 +40,33 @@ class Failing(fits.Net):
         self.visit("on_train_epoch_end")
 
 
-def make_trainer(num_devices: int) -> L.Trainer:
+class Saving(L.Callback):
+    """A callback of the user's that saves on an exception."""
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint("on_exception.ckpt")
+
+
+def make_trainer(num_devices: int, folder: str) -> L.Trainer:
+    saving = ModelCheckpoint(folder, save_on_exception=True)
     return L.Trainer(
         **fits.SILENT,
         devices=num_devices or 1,
         strategy=fits.strategy(num_devices),
         max_epochs=1,
-        enable_checkpointing=False,
+        callbacks=[OnExceptionCheckpoint(folder), saving, Saving()] if num_devices > 1 else [],
+        enable_checkpointing=num_devices > 1,
     )
 
 
-def sweep(num_devices: int, failures: tuple[str, ...], keep: str) -> dict[str, Any]:
+def sweep(num_devices: int, failures: tuple[str, ...], keep: str, folder: str) -> dict[str, Any]:
     """Fit once for each failure, and then once without; return what came of it.
 
     Args:
         num_devices: 0: one, without the strategy.
         failures: where each trial but the last fails.
         keep: "trainer": the same one, with the same module; "module"; or "nothing".
+        folder: where several ranks' callbacks try to save on each exception.
     """
     caught, trainer, module = [], None, None
     for failure in (*failures, ""):
@@ -63,7 +74,7 @@ def sweep(num_devices: int, failures: tuple[str, ...], keep: str) -> dict[str, A
             L.seed_everything(7, verbose=False)
             module = Failing(dropout=0.0)
         if trainer is None or keep != "trainer":
-            trainer = make_trainer(num_devices)
+            trainer = make_trainer(num_devices, folder)
         module.failure = failure
         try:
             trainer.fit(module, fits.loader(), fits.loader())
