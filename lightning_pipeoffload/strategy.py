@@ -73,8 +73,10 @@ class PipeOffloadStrategy(StepHooks):
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
-        microbatch_weight: Weight of a microbatch's loss in the batch's: "samples", or a callable of
-            the microbatch that returns, say, the number of tokens that count.
+        microbatch_weight: Weight of a microbatch's loss in the batch's: "samples"; "tokens":
+            ``batch["labels"]`` that are not -100, without the first of each sequence where a causal
+            model of transformers leaves that out; or a callable of the microbatch. What steps log
+            and return is weighed alike.
         optimizer_sync: What a rank does that has yet to learn the norm by which all clip, or
             whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
             steps, begins the next batch, and takes both back where it was wrong, from copies of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from lightning_pipeoffload.loop.batch_comparison import BatchComparison
 from lightning_pipeoffload.loop.cut_failure import blame_cutting
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
+from lightning_pipeoffload.loop.token_weights import (
+    count_tokens,
+    drops_first_label,
+    has_ignored_labels,
+)
 from lightning_pipeoffload.loop.whole_steps import WholeSteps
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -38,6 +44,11 @@ from lightning_pipeoffload.schedule import Schedule
 log = logging.getLogger(__name__)
 
 _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
+_IGNORED_LABELS = (
+    "the batch has labels of -100, which losses leave out, and microbatches weigh by samples: "
+    "where they count unlike numbers of tokens, the gradient is not that of the batch's mean; give "
+    'the strategy microbatch_weight="tokens", or a callable of the microbatch'
+)
 
 
 class PipelineRun:
@@ -119,6 +130,7 @@ class PipelineRun:
         total = batch_size(inputs.batch)
         if not self.report.size:
             self.report.size = total // self.plans.choose(inputs, total)
+            self._note_ignored_labels(inputs.batch, self.report.size < total)
         size = max(self.report.size, self._smallest_size(total))
         try:
             return self._cut(inputs, size)
@@ -126,6 +138,11 @@ class PipelineRun:
             if size < total:
                 blame_cutting(error, inputs.kind, total, size, lambda: self._cut(inputs, total))
             raise
+
+    def _note_ignored_labels(self, batch: Any, is_cut: bool) -> None:
+        is_default = self.plans.settings.microbatch_weight == "samples"
+        if is_cut and is_default and self._group.reports and has_ignored_labels(batch):
+            log.warning(_IGNORED_LABELS)
 
     def train(
         self,
@@ -204,7 +221,7 @@ class PipelineRun:
     def _evaluate_whole(
         self, inputs: StepInputs, slices: list[BatchSlice] | None
     ) -> tuple[StepOutput, bool]:
-        return self._whole.run(inputs, slices, self._start_comparing(inputs))
+        return self._whole.run(inputs, slices, self._weigh, self._start_comparing(inputs))
 
     def _run(
         self,
@@ -218,7 +235,7 @@ class PipelineRun:
         shares = self._weigh(parts, sizes)
         results = execute(shares)
         finish_comparing()
-        return StepOutput(merge_outputs(results, shares) if results else None, sizes)
+        return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
 
     def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
         """Start comparing the ranks' batches; return what ends it, after the step."""
@@ -227,12 +244,18 @@ class PipelineRun:
 
     def _weigh(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
         """Return each microbatch's share of the batch's loss."""
-        weigh = self.plans.settings.microbatch_weight
-        if not callable(weigh):
+        weigh: Any = self.plans.settings.microbatch_weight
+        if weigh == "samples":
             return [size / sum(sizes) for size in sizes]
+        if not callable(weigh):
+            weigh = self._count_tokens
         self._check_weights()  # of the batch before
         shares, self._check_weights = weigh_parts(weigh, parts)
         return shares
+
+    @cached_property
+    def _count_tokens(self) -> Callable[[Any], Any]:
+        return partial(count_tokens, drops_first=drops_first_label(self.pipeline.module))
 
     def finish_checking(self) -> None:
         """Compare the last batches of the ranks, where each is compared one late; all call it.

@@ -70,13 +70,14 @@ class StepCalls:
     def _loggers_quiet(self, call: StepCall) -> AbstractContextManager[None]:
         return nullcontext() if call.is_last else LoggersQuiet(self._module)
 
-    def log(self, sizes: Sequence[int]) -> None:
+    def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log what the step has logged, once for the whole batch.
 
         Args:
             sizes: The number of samples of each microbatch.
+            shares: The share of each in means over the batch.
         """
-        self._capture.replay(sizes)
+        self._capture.replay(sizes, shares)
 
 
 def _print_quiet(call: StepCall) -> AbstractContextManager[None]:

@@ -205,7 +205,7 @@ class StepHooks(LaterSteps, RunSetup):
         return done.value
 
     def _log(self, done: StepOutput, num_accumulated: int = 1) -> None:
-        self._steps.log(done.sizes)
+        self._steps.log(done.sizes, done.shares)
         numbers = numbers_in(done.value)
         if "loss" in numbers:
             numbers["loss"] = numbers["loss"] / num_accumulated  # as Lightning gives it to hooks

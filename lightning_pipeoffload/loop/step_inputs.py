@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ class StepOutput:
     Attributes:
         value: What the user's steps returned, put together; None without the last stage.
         sizes: The number of samples of each microbatch.
+        shares: The share of each in means over the batch.
     """
 
     value: Any
     sizes: list[int]
+    shares: Sequence[Any]

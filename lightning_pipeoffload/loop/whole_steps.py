@@ -6,7 +6,7 @@ be cut into stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ class WholeSteps:
         self,
         inputs: StepInputs,
         slices: list[BatchSlice] | None,
+        weigh: Callable[[list[Any], list[int]], Sequence[Any]],
         finish_comparing: Callable[[], None],
     ) -> tuple[StepOutput, bool]:
         """Run a step with a batch.
@@ -47,6 +48,7 @@ class WholeSteps:
             inputs: The batch.
             slices: The slices of the batch, where it may turn out that the step can be cut: what it
                 computes is then the same to the bit. None: it runs once.
+            weigh: Returns the share of each slice in means, by the slices and their sizes.
             finish_comparing: A function that is called after the step, and refuses batches that
                 differ between ranks.
 
@@ -62,14 +64,15 @@ class WholeSteps:
                 values.append(inputs.step(part, self._call))
             could_be_cut &= lending.could_be_cut
         finish_comparing()
-        return self._merge(values, [_size_of(part) for part, _ in cuts]), could_be_cut
+        sizes = [_size_of(part) for part, _ in cuts]
+        shares = weigh([part for part, _ in cuts], sizes) if slices else [1.0]
+        return self._merge(values, sizes, shares), could_be_cut
 
-    def _merge(self, values: list[Any], sizes: list[int]) -> StepOutput:
+    def _merge(self, values: list[Any], sizes: list[int], shares: Sequence[Any]) -> StepOutput:
         if not self._group.is_root:
-            return StepOutput(None, sizes)
-        if len(values) == 1:
-            return StepOutput(values[0], sizes)
-        return StepOutput(merge_outputs(values, [size / sum(sizes) for size in sizes]), sizes)
+            return StepOutput(None, sizes, shares)
+        whole = values[0] if len(values) == 1 else merge_outputs(values, shares)
+        return StepOutput(whole, sizes, shares)
 
     @contextmanager
     def _metrics_elsewhere(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.metrics.metric_values import CallValue, WholeBatchValues
+from lightning_pipeoffload.runtime.microbatch import in_mean
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 
@@ -91,31 +92,38 @@ class LogCapture:
             if probing:
                 self._calls.clear()
 
-    def replay(self, sizes: Sequence[int]) -> None:
+    def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log each name once, with its values combined.
 
         Args:
             sizes: The number of samples of each microbatch.
+            shares: The share of each in means, where the step does not say it by ``batch_size``.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         for (name, _), entries in calls.items():
-            self._log_once(name, entries, sizes)
+            self._log_once(name, entries, sizes, shares)
         self._metrics.forget()
 
-    def _log_once(self, name: str, entries: list[_Call], sizes: Sequence[int]) -> None:
+    def _log_once(
+        self, name: str, entries: list[_Call], sizes: Sequence[int], shares: Sequence[Any]
+    ) -> None:
         last = entries[-1]
-        given = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
-        options = {**given.arguments, **last.kwargs}
-        weights = [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries]
+        bound = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
+        options = {**bound.arguments, **last.kwargs}
+        given = [entry.kwargs.get("batch_size") for entry in entries]
+        pairs = [*zip(given, (entry.microbatch for entry in entries), strict=True)]
         value = combine_logged(
-            [e.value for e in entries], weights, options.get("reduce_fx", "mean")
+            [entry.value for entry in entries],
+            [size or shares[index] * sum(sizes) for size, index in pairs],
+            options.get("reduce_fx", "mean"),
         )
         value = _over_batch(entries, value)
         if isinstance(value, Metric) and self._is_on_step(options):
             self._metrics.give_to(value)
         kwargs = dict(last.kwargs)
         if self._takes_batch_size:
-            kwargs["batch_size"] = sum(weights)
+            # Between batches means weigh by samples, as on one device.
+            kwargs["batch_size"] = sum(size or sizes[index] for size, index in pairs)
         self._log(self._module, name, value, *last.args, **kwargs)
 
     def _is_on_step(self, options: dict[str, Any]) -> bool:
@@ -158,7 +166,7 @@ def _over_batch(entries: list[_Call], combined: Any) -> Any:
     return torch.where(is_same, origins[0].over_batch().to(combined.dtype), combined)
 
 
-def combine_logged(values: list[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
+def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) -> Any:
     """Combine the microbatches' values of one name; a metric has combined them itself."""
     if not all(isinstance(v, Number) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
         return values[-1]  # a metric, or what Lightning refuses
@@ -168,8 +176,8 @@ def combine_logged(values: list[Any], weights: Sequence[float], reduce_fx: Any) 
         return _REDUCTIONS[name](stacked)
     # Mean; any other reduction Lightning refuses. By numbers: a tensor of them would have to go to
     # the accelerator, which the host waits for.
-    weighted = [value * weight for value, weight in zip(stacked.unbind(), weights, strict=True)]
-    return torch.stack(weighted).sum() / sum(weights)
+    products = [*map(in_mean, stacked.unbind(), weights)]
+    return (torch.stack(products).sum() / sum(weights)).to(stacked.dtype)
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -158,11 +158,12 @@ def check_microbatch_weight(weight: Any) -> None:
     """Check the kind of the argument.
 
     Raises:
-        ValueError: It is neither "samples" nor a callable.
+        ValueError: It is neither "samples" nor "tokens" nor a callable.
     """
-    if weight != "samples" and not callable(weight):
+    if weight not in ("samples", "tokens") and not callable(weight):
         raise ValueError(
-            f'microbatch_weight must be "samples" or a callable of the microbatch, not {weight!r}'
+            f'microbatch_weight must be "samples", "tokens" or a callable of the microbatch, not '
+            f"{weight!r}"
         )
 
 

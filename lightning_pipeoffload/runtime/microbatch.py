@@ -128,6 +128,16 @@ def weighted(value: Any, share: Any) -> Any:
     return product.to(value.dtype) if is_precise else product
 
 
+def in_mean(value: Any, share: Any) -> Any:
+    """Return a number times its share; 0 where that is 0, as the mean over no tokens is NaN."""
+    product = weighted(value, share)
+    if isinstance(share, Tensor):
+        return torch.where(share > 0, product, 0)
+    if share:
+        return product
+    return torch.zeros_like(product) if isinstance(product, Tensor) else 0
+
+
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
     """Put the steps' results of one batch together.
 
@@ -142,7 +152,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
     if isinstance(first, _WHOLE) and all(output == first for output in outputs):
         return first
     if isinstance(first, Tensor | np.ndarray | np.bool_ | Complex):  # numpy's numbers are, too
-        return sum(map(weighted, outputs, weights))
+        return sum(map(in_mean, outputs, weights))
     if _is_column(first):
         return type(first)(entry for output in outputs for entry in output)
     parts = [_parts(output) for output in outputs]

@@ -30,12 +30,12 @@ def module():
     return Module()
 
 
-def run(module, *microbatches, sizes):
+def run(module, *microbatches, sizes, weights=None):
     capture = LogCapture(module)
     for log in microbatches:
         with capture.capturing(keep=True):
             log()
-    capture.replay(sizes)
+    capture.replay(sizes, weights or sizes)
     return module.logged
 
 
@@ -111,3 +111,18 @@ def test_what_a_step_makes_of_it_is_combined(module, change):
     metric = MulticlassF1Score(4, average="macro")
     halves = [float(metric(*F1_OF[:, start : start + 3])) for start in (0, 3)]
     assert f1_of(module, change) == pytest.approx(100 * sum(halves) / 2)
+
+
+def test_means_weigh_as_the_loss_unless_a_size_is_given(module):
+    def log(loss, rows):
+        module.log("loss", torch.tensor(loss))
+        module.log("by_rows", rows, batch_size=4)
+
+    logged = run(
+        module,
+        lambda: log(float("nan"), 1.0),
+        lambda: log(2.0, 4.0),
+        sizes=[4, 4],
+        weights=[0.0, 1.0],
+    )
+    assert [(float(v), options["batch_size"]) for _, v, options in logged] == [(2.0, 8), (2.5, 8)]

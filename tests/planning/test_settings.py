@@ -23,7 +23,7 @@ BAD_ARGUMENTS = {
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
     "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
-    "microbatch_weight": ("tokens", "or a callable of the microbatch, not 'tokens'"),
+    "microbatch_weight": ("words", "or a callable of the microbatch, not 'words'"),
     "save_distributed_checkpoint": ("yes", "must be True or False, not 'yes'"),
     "process_group_backend": ("glo", "'glo' is not there in this torch.distributed; leave"),
     "timeout": (60, "timeout must be a positive datetime.timedelta, .* not 60"),

@@ -1,0 +1,95 @@
+"""Labels of -100, which losses leave out: gradients and what is logged are one device's."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import BartConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.bart.modeling_bart import BartForCausalLM
+
+from lightning_pipeoffload.loop.token_weights import count_tokens, drops_first_label
+from tests.support import fits
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+LLAMA = LlamaConfig(**SMALL, num_hidden_layers=2, use_cache=False)
+BERT = BertConfig(
+    **SMALL,
+    num_hidden_layers=2,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+BART = BartConfig(vocab_size=32, d_model=16, decoder_layers=1, decoder_attention_heads=2)
+MODELS = {"causal": (LlamaForCausalLM, LLAMA), "masked": (BertForMaskedLM, BERT)}
+
+
+class Model(L.LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        make, config = MODELS[kind]
+        self.model = make(config).double()
+
+    def loss(self, batch):
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("by_samples", batch["labels"].double().mean(), batch_size=len(batch["labels"]))
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def texts():
+    """Return texts with a fifth of their labels, and some with none, or with the first alone."""
+    tokens = torch.randint(32, (16, 6), generator=torch.Generator().manual_seed(1))
+    labels = tokens.where(torch.rand(16, 6, generator=torch.Generator().manual_seed(2)) < 0.4, -100)
+    labels[:2], labels[2:4, 0], labels[4:7, 0] = -100, 3, -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+
+def fit(num_devices, kind, weight="samples"):
+    L.seed_everything(7, verbose=False)
+    module = Model(kind)
+    trainer = L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0},
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, microbatch_weight=weight),
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
+    loader = DataLoader(texts(), batch_size=8)
+    trainer.fit(module, loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weighed_by_tokens_a_fit_is_one_devices(ranks, kind):
+    expected = fit(0, kind)  # its last loss and its validation come after steps
+    for found in ranks(2).run(fit, 2, kind, "tokens"):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_ignored_labels_are_noted_once_where_samples_weigh(caplog):
+    with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
+        fit(1, "masked")
+    assert caplog.text.count("the batch has labels of -100") == 1
+
+
+def test_which_models_drop_the_first_label():
+    kinds = [LlamaForCausalLM(LLAMA), BertForMaskedLM(BERT), BartForCausalLM(BART)]
+    assert [*map(drops_first_label, kinds)] == [True, False, False]
+    assert not drops_first_label(fits.Net())
+
+
+def test_a_batch_without_labels_is_refused():
+    with pytest.raises(
+        ValueError, match=r'counts batch\["labels"\].*give microbatch_weight a call'
+    ):
+        count_tokens((torch.ones(2), torch.ones(2)), drops_first=False)
