@@ -18,6 +18,7 @@ from lightning_pipeoffload.schedule.candidates import Option, best_of, options
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.starts import best_of_families
+from tests.support.pairs import first
 
 SIZES = (2, 6)
 
@@ -52,8 +53,8 @@ def by_hand(costs_of, limit):
 
 @pytest.mark.parametrize(
     ("share", "links"),
-    [(1.5, {}), (0.5, {}), (0.5, {"offload": 60, "reload": 60, "copy_lanes": 1})],
-    ids=["loose", "tight", "slow links"],
+    first(1, [(0.5, {}), (1.5, {}), (0.5, {"offload": 60, "reload": 60, "copy_lanes": 1})]),
+    ids=["tight", "loose", "slow links"],
 )
 def test_no_hand_finds_a_plan_that_is_a_percent_faster(share, links):
     limit, costs_of = share * SIZES[0] * 17, costs_by_chunk(**links)

@@ -14,6 +14,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     validate,
 )
+from tests.support.pairs import first, pairs
 
 
 def costs(k, **others):
@@ -30,9 +31,12 @@ def offloaded(p, v, k, amount, name="uniform"):
     return max(timeline.peak_memory)
 
 
-@pytest.mark.parametrize(("k", "peak"), [(0.5, 3), (0.7, 4)])
-@pytest.mark.parametrize(("p", "v"), [(4, 2), (6, 2), (8, 2), (8, 4), (12, 3)])
-def test_full_offload_leaves_a_constant_number(p, v, k, peak):
+@pytest.mark.parametrize(
+    ("ratio", "size"),
+    pairs([(0.5, 3), (0.7, 4)], [(4, 2), (6, 2), (8, 2), (8, 4), (12, 3)]),
+)
+def test_full_offload_leaves_a_constant_number(ratio, size):
+    (k, peak), (p, v) = ratio, size
     assert offloaded(p, v, k, "full") <= peak
 
 
@@ -54,7 +58,7 @@ def test_half_of_an_odd_number_of_stages_is_the_larger_half(p, v, peak):
     assert timeline.makespan == makespan(schedule, costs(1.0))
 
 
-@pytest.mark.parametrize(("v", "k"), [(3, 1.2), (5, 1.0), (5, 1.4)])
+@pytest.mark.parametrize(("v", "k"), first(1, [(3, 1.2), (5, 1.0), (5, 1.4)]))
 def test_half_is_the_half_that_leaves_the_smaller_peak(v, k):
     halves = [(v + 1) / 2 / v, 0.5, "half"]
     larger, exact, half = (offloaded(8, v, k, amount, "gis_h") for amount in halves)
@@ -133,10 +137,9 @@ def makespan(schedule, times):
     return simulate(schedule, times).makespan
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("k", [0.0, 1.8])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_schedule_keeps_its_order_and_needs_no_more(name, k, lanes):
+@pytest.mark.parametrize(("name", "copies"), pairs([*SCHEDULES], [(0.0, 1), (1.8, 2), (1.8, 1)]))
+def test_any_schedule_keeps_its_order_and_needs_no_more(name, copies):
+    k, lanes = copies
     schedule, times = build(name, 4, 8), costs(k, copy_lanes=lanes)
     computed = Schedule.of([a for a in rank if a.kind not in COPIES] for rank in schedule)
     plan, report = offload_activations(computed, times, "full")
