@@ -25,6 +25,7 @@ from lightning_pipeoffload.schedule import (
     repeat_batch,
 )
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 def batches_of(lengths):
@@ -72,7 +73,7 @@ def train_with(options):
     return train(2, (8, 8, 8), dropout=0.3, **options)
 
 
-@pytest.mark.parametrize("lengths", [(8, 4, 8), (8, 8, 8, 8, 3), (8,)], ids=str)
+@pytest.mark.parametrize("lengths", [[8, 8, 8, 8, 3], slow([8, 4, 8]), slow([8])], ids=str)
 def test_gradients_of_shorter_batches_and_windows_are_exact(ranks, lengths):
     expected, _, _ = train(0, lengths)
     for found, size, _ in ranks(2).run(train, 2, lengths):
@@ -85,8 +86,8 @@ def test_gradients_of_shorter_batches_and_windows_are_exact(ranks, lengths):
     "options",
     [
         {"recompute": "full"},
-        {"schedule": "po_h"},
-        {"precision": "bf16-mixed"},
+        slow({"schedule": "po_h"}),
+        slow({"precision": "bf16-mixed"}),
     ],
     ids=str,
 )

@@ -73,7 +73,7 @@ def plain():
     return module, batch, run_plain(module, batch, size=1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_any_valid_order_gives_the_plain_gradients(plain, placement, seed):
     module, batch, expected = plain

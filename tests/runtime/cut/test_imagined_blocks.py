@@ -11,6 +11,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
 from tests.runtime.cut.test_step_refusals import Step, loss_of, through
+from tests.support.pairs import some
 from tests.support.small_modules import Regression, call_step, linear_blocks, run_pipeline
 
 WIDTH = 4
@@ -195,7 +196,7 @@ def assert_trains_exactly(module, data, size=4, schedule="zb_h1", num_ranks=2, *
 PAIRS = [("zb_h1", 2), ("zb_v", 3), ("zb_v", 2), ("zb_h1", 3)]
 
 
-@pytest.mark.parametrize(("place", "dispatch"), list(enumerate(DISPATCHES)))
+@pytest.mark.parametrize(("place", "dispatch"), some(enumerate(DISPATCHES), 2))
 def test_blocks_may_ask_for_values(place, dispatch):
     schedule, num_ranks = PAIRS[place % len(PAIRS)]
     data = batches(lambda: torch.randn(24, WIDTH).double())
@@ -341,7 +342,7 @@ PACKING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "pack"), list(enumerate(PACKING)))
+@pytest.mark.parametrize(("place", "pack"), some(enumerate(PACKING), 2))
 def test_sizes_may_come_from_the_batch(place, pack):
     schedule, num_ranks = PAIRS[place % len(PAIRS)]
     torch.manual_seed(0)

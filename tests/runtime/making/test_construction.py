@@ -21,6 +21,7 @@ from tests.support.built_in_parts import (
     make_part,
     stage_ranks_of,
 )
+from tests.support.pairs import slow
 
 SIZES = {
     "vocab_size": 37,
@@ -75,8 +76,8 @@ def gpt(tied=False):
         (lambda: llama(tied=True), 2, "1f1b"),
         (lambda: llama(dtype=torch.bfloat16), 1, "zb_v"),
         (gpt2, 4, "1f1b"),
-        (qwen2, 2, "zb_v"),
-        (mixtral, 4, "1f1b"),
+        slow((qwen2, 2, "zb_v")),
+        slow((mixtral, 4, "1f1b")),
     ],
     ids=["gpt", "gpt tied", "llama", "llama tied", "llama bf16", "gpt2", "qwen2", "mixtral"],
 )

@@ -79,7 +79,8 @@ def plain_run(name, schedule):
 @pytest.mark.parametrize(
     ("how", "name", "schedule"),
     [
-        *zip(["cheap", "full"] * 2, NAMES, SCHEDULES, strict=True),
+        *[("cheap", "gpt", "1f1b"), ("full", "norms", "zb_v")],
+        *map(slow, [("full", "llama", "zb_h1"), ("cheap", "gpt2", "interleaved_1f1b")]),
         *map(slow, zip(["full", "cheap"] * 2, NAMES, SCHEDULES, strict=True)),
     ],
 )

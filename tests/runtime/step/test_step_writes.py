@@ -9,6 +9,7 @@ from torch import nn
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.schedule import build
+from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 SCHEDULES = ["zb_h1", "interleaved_1f1b", "zb_v"]
@@ -113,9 +114,10 @@ class Averaging(Regression):
                 self.mean.copy_(mean)
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-@pytest.mark.parametrize("assigns", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("place", "assigns", "schedule"),
+    pairs([0, 2, 4] * 2, [False, True], [*SCHEDULES, *SCHEDULES[1:], SCHEDULES[0]]),
+)
 def test_a_buffer_of_what_a_stage_computes_is_saved_from_that_stage(place, assigns, schedule):
     pipeline, plain = run_both(Averaging(place, assigns), schedule, 2)
     saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of("mean")].module
@@ -142,12 +144,16 @@ class Named(Regression):
         return getattr(self, name)
 
 
-@pytest.mark.parametrize("norm", [OLD, NEW], ids=["old", "new"])
-@pytest.mark.parametrize("where", ["embed", "blocks", "head"])
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "trains"), [("zb_h1", 2, True), ("zb_v", 1, True), ("1f1b", 3, False)]
+    ("norm", "where", "way"),
+    pairs(
+        [OLD, NEW],
+        ["embed", "blocks", "head"] * 2,
+        [("zb_h1", 2, True), ("1f1b", 3, False), ("zb_v", 1, True), ("zb_h1", 2, True)],
+    ),
 )
-def test_what_is_written_as_out_is_saved_from_where_it_is(norm, where, schedule, num_ranks, trains):
+def test_what_is_written_as_out_is_saved_from_where_it_is(norm, where, way):
+    schedule, num_ranks, trains = way
     model = Named([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
     for layer in [block[0] for block in model.blocks] if where == "blocks" else [model[where]]:
         norm(layer)

@@ -12,6 +12,7 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part, is_same_look, look_at
 from lightning_pipeoffload.schedule import build
+from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 PIPELINES = [("zb_v", 1), ("interleaved_1f1b", 2), ("zb_h1", 3), ("zb_h1", 1)]
@@ -80,9 +81,9 @@ def make_batch(x):
     return {"x": x.clone(), "scale": scale, "inside": inside, "record": Batch(x.clone())}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
-def test_a_change_is_made_once(change, schedule, num_ranks):
+@pytest.mark.parametrize(("change", "pipeline"), pairs(CHANGES, PIPELINES))
+def test_a_change_is_made_once(change, pipeline):
+    schedule, num_ranks = pipeline
     torch.manual_seed(0)
     module, x = Changing(change).double(), torch.randn(8, 4).double()
     plain = copy.deepcopy(module)
