@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.support.rank_pool import RankPool
+if TYPE_CHECKING:
+    from tests.support.rank_pool import RankPool
+
+# What runs no tests itself, as xdist's controller, needs no torch: it is imported in the fixtures.
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """Give the pool of so many rank processes."""
+    from tests.support.rank_pool import RankPool
+
     pools: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
@@ -29,6 +34,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture(autouse=True)
 def _an_environment_of_its_own() -> Iterator[None]:
     """Take back what a fit leaves: whoever inherits LOCAL_RANK believes that others start ranks."""
+    import torch
+
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 
 from lightning_pipeoffload import plan
+from tests.support.pairs import slow
 
 ROOT = Path(__file__).parents[1]
 TEXT = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -34,7 +35,11 @@ def test_there_are_commands():
     assert len(commands("pipeoffload-train")) >= 1
 
 
-@pytest.mark.parametrize("line", commands("pipeoffload-plan"))
+# The solver searches for half a minute; its own tests are in tests/schedule/solver.
+@pytest.mark.parametrize(
+    "line",
+    [slow(line) if "optpipe" in line else line for line in commands("pipeoffload-plan")],
+)
 def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ USED = {
     "_non_persistent_buffers_set": nn.Module(),
     "_save_distributed_checkpoint": ModelParallelStrategy(),
     "_compiled_call_impl": nn.Module(),
-    "_orig_mod": torch.compile(nn.Module()),
+    "_orig_mod": torch.compile(nn.Module(), backend="eager"),  # the default imports inductor
     "_reconstructor": copyreg,
     "_replace": Action,
     "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
@@ -185,14 +186,16 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def trees():
-    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+@cache
+def nodes():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree)]
 
 
 def defined_here():
     """Names that the package itself defines or assigns as attributes."""
     names = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+    for node in nodes():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -204,14 +207,13 @@ def defined_here():
 
 
 def test_every_private_attribute_that_is_used_is_listed():
-    nodes = [node for tree in trees() for node in ast.walk(tree)]
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used = {node.attr for node in nodes() if isinstance(node, ast.Attribute)}
     assert {name for name in used if is_private(name)} - defined_here() <= USED.keys()
 
 
 def test_every_private_import_is_listed():
     found = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+    for node in nodes():
         if isinstance(node, ast.ImportFrom) and node.module:
             private = any(map(is_private, node.module.split(".")))
             found |= {

@@ -26,6 +26,7 @@ from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import loaded_fits
+from tests.support.pairs import slow
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
 LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -235,7 +236,7 @@ def hub(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("size", "options"), [(1, {}), (2, {"schedule": "zb_v"}), (4, {"schedule": "zb_h1"})]
+    ("size", "options"), [(1, {}), (2, {"schedule": "zb_v"}), slow((4, {"schedule": "zb_h1"}))]
 )
 def test_each_rank_loads_its_own_part(ranks, hub, size, options):
     folder, loss, num_elements = hub

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import sharded_fits
+from tests.support.pairs import first, slow
 from tests.support.saving_fits import count_values, fit_from
 
 # As (ranks, options of the strategy); the schedule of each has other stages, and elsewhere.
@@ -43,12 +44,12 @@ def path_after(folder, step):
     ("written", "read", "step"),
     [
         ("zb_h1", "zb_h1", 3),
-        ("1f1b", "1", 3),
         ("1", "1f1b", 6),
         ("folder", "interleaved", 3),
-        ("interleaved", "v", 6),
         ("v", "split", 3),
-        ("split", "folder", 6),
+        slow(("1f1b", "1", 3)),
+        slow(("interleaved", "v", 6)),
+        slow(("split", "folder", 6)),
     ],
 )
 def test_the_rest_of_the_fit_is_the_same(ranks, uninterrupted, tmp_path, written, read, step):
@@ -59,7 +60,7 @@ def test_the_rest_of_the_fit_is_the_same(ranks, uninterrupted, tmp_path, written
     assert rest == {name: values[step:] for name, values in whole.items()}
 
 
-@pytest.mark.parametrize("step", [3, 6, 9])
+@pytest.mark.parametrize("step", first(1, [3, 6, 9]))
 def test_a_plain_fit_goes_on_within_an_epoch(ranks, tmp_path_factory, tmp_path, step):
     folder = str(tmp_path_factory.mktemp("plain"))
     whole = fit_from(0, folder, None, {}, shuffled=False)

@@ -4,19 +4,20 @@ import pytest
 
 from lightning_pipeoffload.schedule import SCHEDULES
 from tests.support.auto_fits import auto_and_by_hand, differences, fit, fit_twice, resumed
+from tests.support.pairs import slow
 
 
 @pytest.mark.parametrize(
     ("size", "form", "options"),
     [
         (2, "awkward", {"module": {"tie": True}}),
-        (3, "awkward", {"module": {"frozen": True}, "data": {"kind": "stream"}}),
+        slow((3, "awkward", {"module": {"frozen": True}, "data": {"kind": "stream"}})),
         (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
-        (2, "averaging", {}),
-        pytest.param(2, "averaging", {"module": {"hook": True}}, marks=pytest.mark.slow),
-        pytest.param(2, "bare", {"num_microbatches": "auto"}, marks=pytest.mark.slow),
-        pytest.param(2, "late", {}, marks=pytest.mark.slow),
-        pytest.param(4, "awkward", {"data_parallel_size": 2}, marks=pytest.mark.slow),
+        slow((2, "averaging", {})),
+        slow((2, "averaging", {"module": {"hook": True}})),
+        slow((2, "bare", {"num_microbatches": "auto"})),
+        slow((2, "late", {})),
+        slow((4, "awkward", {"data_parallel_size": 2})),
         (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
     ],
     ids=[

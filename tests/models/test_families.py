@@ -26,12 +26,21 @@ def _has_torchvision():
 no_torchvision = pytest.mark.skipif(
     not _has_torchvision(), reason="no torchvision for this torch; tried on small ones of the kind"
 )
-NAMES = [
-    pytest.param(name, marks=[no_torchvision] if name in NEEDS_TORCHVISION else [])
-    for name in FAMILIES
-]
 EVALUATED = ["gpt2", "llama_cache", "mixtral", "t5", "bert", "vit", "dense_convolutions"]
 OVER_FOUR_RANKS = ["gpt2", "llama_padding_mask", "t5", "scaled_gpt"]
+# In the default run those over four ranks stand for themselves, and for these their neighbours.
+SLOW = {
+    *OVER_FOUR_RANKS,
+    *("llama_cache", "llama_eager_attention", "llama_checkpointed_reentrant", "qwen2", "qwen3"),
+    *("mixtral", "bart", "roberta", "vit", "windowed_transformer"),
+}
+NAMES = [
+    pytest.param(
+        name,
+        marks=[no_torchvision] * (name in NEEDS_TORCHVISION) + [pytest.mark.slow] * (name in SLOW),
+    )
+    for name in FAMILIES
+]
 
 
 @cache

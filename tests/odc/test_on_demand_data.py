@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
 from tests.support import on_demand_fits as fits
 from tests.support.on_demand_fits import Texts, assert_same, made, outcome, trainer, whole
+from tests.support.pairs import slow
 
 LENGTHS = [3, 9, 4, 4, 7, 3, 5, 8, 6, 3, 4, 9, 3, 3, 7, 5, 4, 6]
 
@@ -120,7 +121,7 @@ def stop_and_go_on(folder, distributed):
     return whole_run, fit(2, ckpt_path=f"{folder}/saved.ckpt", options=options)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", [True, slow(False)])
 def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed):
     for rank, (uninterrupted, resumed) in enumerate(
         ranks(2).run(stop_and_go_on, str(tmp_path), distributed)
