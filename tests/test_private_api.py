@@ -92,6 +92,7 @@ USED = {
     "_C": torch,
     "_train_time_interval": ModelCheckpoint(),
     "_disabled_torch_function_impl": torch._C,
+    "_InferenceMode": torch._C,
     "_set_throw_on_mutable_data_ptr": torch._C,
     "_AutoDispatchBelowAutograd": torch._C,
     "_are_functorch_transforms_active": torch._C,

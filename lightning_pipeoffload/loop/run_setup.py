@@ -205,6 +205,7 @@ class RunSetup(ModelInParts):
                 self.num_processes,
                 self._take_parts(),
             )
+            self.optimizers, self.lr_scheduler_configs = [], []  # of a module before this one
             if self._copies is not None:
                 self._copies.follow()
             sharing = self.settings.num_sharing(self.group.num_replicas)

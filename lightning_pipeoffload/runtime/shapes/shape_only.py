@@ -65,17 +65,20 @@ class ShapeOnly(Tensor):
         requires_grad: bool = False,
     ) -> ShapeOnly:
         """Wrap ``meta``."""
-        # Private: the one way to make a tensor that has a device but no storage.
-        made: ShapeOnly = Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            layout=meta.layout,
-            device=device,
-            requires_grad=requires_grad,
-        )
+        # Private, and a third of what torch.inference_mode costs. A view has to be as its base is,
+        # and a remote parameter is no inference tensor.
+        with torch._C._InferenceMode(False):
+            # Private: the one way to make a tensor that has a device but no storage.
+            made: ShapeOnly = Tensor._make_wrapper_subclass(
+                cls,
+                meta.shape,
+                strides=meta.stride(),
+                storage_offset=meta.storage_offset(),
+                dtype=meta.dtype,
+                layout=meta.layout,
+                device=device,
+                requires_grad=requires_grad,
+            )
         # Private: kernels in C++ do not ask Python for an address; to them it would be a null.
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.meta = meta

@@ -1,0 +1,245 @@
+"""Every entry point of the Trainer with models as people write them, beside one device."""
+
+from dataclasses import dataclass
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from tests.support import fits
+
+WIDTH, WORDS, LENGTH, CLASSES = 8, 16, 6, 3
+EVALUATIONS = ("validate", "test", "predict")
+
+
+class Entered(L.LightningModule):
+    """A module with all of Lightning's steps around ``forward``."""
+
+    def loss(self, batch):
+        return functional.cross_entropy(self(batch["x"]).flatten(0, -2), batch["y"].flatten())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch["x"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        mixed = self.norm(x).cumsum(-2) / LENGTH
+        return x + self.down(functional.gelu(self.up(mixed)))
+
+
+def chain(block=Block, depth=4):
+    return nn.ModuleList(block() for _ in range(depth))
+
+
+class LearnedPositions(Entered):
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
+        self.blocks, self.head = chain(), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x):
+        x = self.words(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TiedHead(Entered):
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), chain()
+
+    def forward(self, x):
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.words.weight.T
+
+
+class Rotated(Block):
+    def forward(self, x, cos, sin):
+        left, right = self.norm(x).chunk(2, -1)
+        turned = torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+        return x + self.down(torch.tanh(self.up(turned)))
+
+
+class Rotary(Entered):
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(32.0), 0.1 ** torch.arange(WIDTH // 2))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks, self.head = chain(Rotated), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(x)
+
+
+class ClassToken(Entered):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, 17, WIDTH))
+        self.blocks, self.head = chain(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        x = x + self.positions[:, : x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, -1])
+
+
+class BatchNormStem(Entered):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU())
+        self.blocks, self.head = chain(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Decoding(Block):
+    def forward(self, x, memory):
+        return super().forward(x + (x @ memory.transpose(1, 2)).softmax(-1) @ memory)
+
+
+class EncoderDecoder(Entered):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.encoder, self.decoder = chain(depth=2), chain(Decoding, depth=2)
+        self.start, self.head = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        memory = self.words(x)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.words(x).roll(1, 1) + self.start[None]
+        for block in self.decoder:
+            x = block(x, memory)
+        return self.head(x)
+
+
+MODELS = {
+    LearnedPositions: {},
+    TiedHead: {},
+    Rotary: {},
+    ClassToken: {},
+    BatchNormStem: {"num_microbatches": 1, "schedule": "1f1b"},  # else its statistics are others
+    EncoderDecoder: {"blocks": ["encoder.*", "decoder.*"]},
+}
+
+
+@dataclass
+class Runs:
+    """Runs of one model on so many devices; 0: on one, without the strategy."""
+
+    kind: type[Entered]
+    inference_mode: bool
+    num_devices: int
+    folder: str
+
+    def all(self):
+        """Evaluate before a fit, after it, and with the weights that it has saved."""
+        return dict(self._run_all())
+
+    def _run_all(self):
+        for method in EVALUATIONS:
+            yield f"{method} alone", self._evaluate(self._trainer(), self._module(), method)
+        trainer, module = self._trainer(), self._module()
+        trainer.fit(module, self._data(), self._data())
+        yield "fit", _numbers(trainer)
+        yield from self._evaluate_all("after fit", trainer, module)
+        best = trainer.checkpoint_callback.best_model_path
+        yield "weights", torch.load(best, weights_only=False)["state_dict"]
+        loaded = self.kind.load_from_checkpoint(best).double()
+        yield from self._evaluate_all("after load", trainer, loaded)  # the same trainer
+
+    def _evaluate_all(self, name, trainer, module):
+        for method in EVALUATIONS:
+            yield f"{method} {name}", self._evaluate(trainer, module, method)
+
+    def _evaluate(self, trainer, module, method):
+        if method == "predict":
+            return trainer.predict(module, self._data())
+        results = getattr(trainer, method)(module, self._data(), verbose=False)
+        return results, _numbers(trainer)
+
+    def _trainer(self):
+        return L.Trainer(
+            **fits.SILENT,
+            devices=self.num_devices or 1,
+            strategy=fits.strategy(self.num_devices, **MODELS[self.kind]),
+            max_epochs=2,
+            callbacks=[ModelCheckpoint(self.folder, monitor="val_loss")],
+            inference_mode=self.inference_mode,
+        )
+
+    def _module(self):
+        L.seed_everything(7, verbose=False)
+        return self.kind().double()
+
+    def _data(self):
+        generator = torch.Generator().manual_seed(0)
+        if self.kind in (ClassToken, BatchNormStem):
+            x = torch.randn(12, 3, 16, 16, generator=generator, dtype=torch.float64)
+            y = torch.randint(CLASSES, (12,), generator=generator)
+        else:
+            x = y = torch.randint(WORDS, (12, LENGTH), generator=generator)
+        return DataLoader([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], 8)
+
+
+def _numbers(trainer):
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def evaluate(*runs):
+    return Runs(*runs).all()
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_entry_point_is_that_of_one_device(ranks, tmp_path, kind, inference_mode):
+    runs = kind, inference_mode
+    expected = evaluate(*runs, 0, str(tmp_path / "one"))
+    root, other = ranks(2).run(evaluate, *runs, 2, str(tmp_path / "two"))
+    for name, value in expected.items():
+        torch.testing.assert_close(root[name], value, rtol=1e-9, atol=1e-9, msg=name)
+        if "predict" not in name:  # outputs are on global rank 0
+            torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-9, msg=name)
