@@ -55,6 +55,11 @@ class SkipsSecond(fits.Net):
         return None if batch_idx == 1 else self.loss(batch)
 
 
+class Empties(fits.Net):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {name: batch[name][:0] for name in ("x", "y")} if self.training else batch
+
+
 class Fails(fits.Net):
     def training_step(self, batch, batch_idx):
         raise RuntimeError(f"no {len(batch)} columns for me")
@@ -160,6 +165,12 @@ CASES = [
     (Skips, {}, NO_LOSS),
     (SkipsSecond, {}, NO_LOSS),
     (Fails, {}, "no 3 columns for me"),
+    (
+        Empties,
+        {},
+        "training_step got a batch without samples, which makes no microbatch; leave it out where "
+        "batches are made (batch_sampler, collate_fn, or the dataset)",
+    ),
     (
         Normalized,
         {"num_microbatches": 8},

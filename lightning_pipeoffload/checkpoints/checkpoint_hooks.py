@@ -121,6 +121,9 @@ class CheckpointHooks(PipelineProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if self._group is None:  # before the first run, with a module that is whole
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         checkpoint[_SEED] = self._seed
         if not self._is_split:  # what is to be read still may be in what is replaced
             for optimizer in self.optimizers:

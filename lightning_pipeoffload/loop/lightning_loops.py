@@ -29,6 +29,7 @@ from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks, refuse_other_ca
 from lightning_pipeoffload.loop.throughput import share_throughput
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.randomness import draw_seed
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 
 _STEP_OF = {
@@ -89,7 +90,7 @@ def join_loops(
     # While the module still trains: Lightning calls no hook of the strategy that early.
     loop.val_loop.run = partial(_validate, trainer)  # type: ignore[method-assign]
     for evaluation in (trainer.validate_loop, trainer.test_loop):
-        evaluation.run = partial(_evaluate, evaluation)  # type: ignore[method-assign]
+        evaluation.run = partial(_evaluate_alone, evaluation)  # type: ignore[method-assign]
     trainer.predict_loop.run = partial(_predict, trainer, mesh.is_root)  # type: ignore[method-assign]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
@@ -132,13 +133,19 @@ def _validate(trainer: Trainer) -> Any:
 def _fit(trainer: Trainer) -> None:
     """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
     trainer.strategy.settle()  # type: ignore[attr-defined]
+    draw_seed()  # a second fit is to draw others
     type(trainer.fit_loop).run(trainer.fit_loop)
 
 
 def _predict(trainer: Trainer, is_root: bool) -> Any:
     """Predict; other ranks than the last stage's have nothing to return."""
-    predictions = _evaluate(trainer.predict_loop)
+    predictions = _evaluate_alone(trainer.predict_loop)
     return predictions if is_root else None
+
+
+def _evaluate_alone(loop: Any) -> Any:
+    draw_seed()
+    return _evaluate(loop)
 
 
 def _evaluate(loop: Any) -> Any:

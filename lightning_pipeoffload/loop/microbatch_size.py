@@ -24,6 +24,11 @@ def sees_its_size(pipeline: Pipeline) -> bool:
     return any(map(_keeps, trained)) or any(map(_depends, pipeline.module.modules()))
 
 
+def least_samples(module: nn.Module) -> int:
+    """Return how many samples a microbatch needs: two where statistics are over a batch."""
+    return 1 + any(isinstance(part, _OVER_A_BATCH) for part in module.modules())
+
+
 def _keeps(probe: Probe) -> bool:
     written = [name for _, name in probe.written_in_place if name not in REGISTRIES]
     return bool(written or probe.written or probe.assigned or probe.draws)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -28,6 +29,17 @@ class ModelInParts(CheckpointHooks):
     _run: PipelineRun | None = None
     _blueprint: Blueprint | None = None
     _copies: ModuleCopies | None = None
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        if self._run is not None and self._run.pipeline.module is not model:
+            self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Drop what is of a module, or of layers, that this trainer has no more."""
+        self._run, self._state = None, None
+        self.optimizers, self.lr_scheduler_configs = [], []
 
     @override
     @contextmanager
@@ -64,7 +76,7 @@ class ModelInParts(CheckpointHooks):
         local = [s for s, rank in enumerate(self.group.stage_ranks) if rank == self.group.rank]
         with _without_advice(), constructing(self._module, blueprint, local, places):
             yield
-        self._run, self._state = None, None  # of layers that are there no more
+        self._forget_run()
         self._blueprint = blueprint
 
     def _global_rank(self, stage: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.batch_comparison import BatchComparison
 from lightning_pipeoffload.loop.cut_failure import blame_cutting
+from lightning_pipeoffload.loop.microbatch_size import least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.loop.token_weights import (
@@ -30,6 +31,7 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
+    has_row_for_each,
     merge_outputs,
     shape_signature,
     weigh_parts,
@@ -73,6 +75,8 @@ class PipelineRun:
     """
 
     _check_weights: Callable[[], None]
+
+    _cuts_predictions: bool | None = None
 
     def __init__(
         self,
@@ -125,13 +129,22 @@ class PipelineRun:
         """Cut a batch into slices of the first batch's size; a shorter one into fewer.
 
         Raises:
-            ValueError: The first batch cannot be cut, or the step not at its blocks.
+            ValueError: The batch has no samples, the first one cannot be cut, or the step not at
+                its blocks.
         """
         total = batch_size(inputs.batch)
+        if not total:
+            raise ValueError(
+                f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
+                f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
+            )
         if not self.report.size:
             self.report.size = total // self.plans.choose(inputs, total)
             self._note_ignored_labels(inputs.batch, self.report.size < total)
         size = max(self.report.size, self._smallest_size(total))
+        if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
+            # The last one would have no statistics.
+            size = next(more for more in range(size, total + 1) if total % more != 1)
         try:
             return self._cut(inputs, size)
         except Exception as error:
@@ -199,16 +212,23 @@ class PipelineRun:
         if slices is None or self._runs_whole[key]:
             done, could_be_cut = self._evaluate_whole(inputs, slices)
             self._runs_whole[key] = not could_be_cut
-            return done
-        plan = self._training.of_evaluation(len(slices))
-        microbatches = make_microbatches(slices)
-        return self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))
+        else:
+            plan = self._training.of_evaluation(len(slices))
+            microbatches = make_microbatches(slices)
+            done = self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))
+        if inputs.kind == "predict_step" and self._cuts_predictions is None:
+            has_rows = not self._group.is_root or has_row_for_each(done.value, sum(done.sizes))
+            self._cuts_predictions = self._group.agree(has_rows, unanimous=True)
+        return done
 
     def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[BatchSlice] | None:
         """Cut a batch, and decide whether batches of its key run so; None: it cannot be cut."""
         slices, obstacle = None, ""
         try:
-            slices = self._cut(inputs, self._smallest_size(batch_size(inputs.batch)))
+            total = batch_size(inputs.batch)
+            # A number may be one of samples: what a whole batch gives tells whether it may be cut.
+            is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
+            slices = self._cut(inputs, total if is_whole else self._smallest_size(total))
         except ValueError as error:
             obstacle = str(error)
         if key not in self._runs_whole:
@@ -307,5 +327,6 @@ class PipelineRun:
         self.pipeline.detach()
 
     def _forget_batches(self) -> None:
+        self._cuts_predictions = None
         self.comparison = BatchComparison(self.pipeline, self._group, self._on_accelerator)
         self._check_weights = lambda: None

@@ -9,6 +9,7 @@ import torch
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.cost_drift import CostDrift
+from lightning_pipeoffload.loop.microbatch_size import least_samples
 from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
@@ -97,13 +98,17 @@ class RunPlans:
         """
         if self.settings.schedule == "auto":
             self._choose_automatically(inputs, total)
-        count = self.settings.choose_num_microbatches(self._group.num_ranks, total)
+        count = self._choose_count(total)
         self.training.make(count)
         return count
 
+    def _choose_count(self, total: int) -> int:
+        least = least_samples(self._pipeline.module)
+        return self.settings.choose_num_microbatches(self._group.num_ranks, total, least)
+
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
         """Put what is chosen for this run in the place of ``schedule="auto"``."""
-        count = self.settings.choose_num_microbatches(self._group.num_ranks, total)
+        count = self._choose_count(total)
         known = self.settings, self._pipeline, self._group, self._measurements
         choice = AutoChoice(*known, self.has_step_barrier())
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)

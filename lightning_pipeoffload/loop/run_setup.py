@@ -45,7 +45,7 @@ from lightning_pipeoffload.processes.rank_differences import (
     refuse_differences,
 )
 from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
-from lightning_pipeoffload.runtime.randomness import draw_seed, mix_seed
+from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 
 _OF_A_RUN = frozenset({
@@ -168,7 +168,8 @@ class RunSetup(ModelInParts):
     def _choose_seed(self, trainer: Trainer) -> int:
         """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
         self.agree_on_randomness()
-        drawn = draw_seed()
+        with forked_randomness():  # the generators go on when the run starts: a tuner's runs do not
+            drawn = draw_seed()
         resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
         return self._loaded_seed if resumes and self._loaded_seed is not None else drawn
 
@@ -205,7 +206,6 @@ class RunSetup(ModelInParts):
                 self.num_processes,
                 self._take_parts(),
             )
-            self.optimizers, self.lr_scheduler_configs = [], []  # of a module before this one
             if self._copies is not None:
                 self._copies.follow()
             sharing = self.settings.num_sharing(self.group.num_replicas)

@@ -174,6 +174,8 @@ def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) ->
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if name in _REDUCTIONS:
         return _REDUCTIONS[name](stacked)
+    if len(values) == 1:  # of a batch without samples, say, which has no weight
+        return stacked[0]
     # Mean; any other reduction Lightning refuses. By numbers: a tensor of them would have to go to
     # the accelerator, which the host waits for.
     products = [*map(in_mean, stacked.unbind(), weights)]

@@ -247,8 +247,15 @@ class PipelineSettings:
         fixed = self._fixed_schedule()
         return self.make_schedule(num_ranks, fixed.num_microbatches if fixed else 2 * num_ranks)
 
-    def choose_num_microbatches(self, num_ranks: int, batch_size: int) -> int:
+    def choose_num_microbatches(
+        self, num_ranks: int, batch_size: int, least_samples: int = 1
+    ) -> int:
         """Choose how many microbatches the first batch is cut into.
+
+        Args:
+            num_ranks: The number of ranks of the pipeline.
+            batch_size: The samples of the batch.
+            least_samples: The samples that a microbatch needs, where the number is chosen.
 
         Raises:
             ValueError: The batch cannot be cut so.
@@ -257,7 +264,11 @@ class PipelineSettings:
             wanted = self.num_microbatches
         else:
             fixed = self._fixed_schedule()
-            wanted = fixed.num_microbatches if fixed else self._legal_divisor(num_ranks, batch_size)
+            wanted = (
+                fixed.num_microbatches
+                if fixed
+                else self._legal_divisor(num_ranks, batch_size, least_samples)
+            )
         if batch_size % wanted:
             raise ValueError(
                 f"a first batch of {batch_size} samples cannot be cut into {wanted} equal "
@@ -279,8 +290,8 @@ class PipelineSettings:
         counts = range(2 * num_microbatches, most)
         return next((count for count in counts if batch_size % count == 0), None)
 
-    def _legal_divisor(self, num_ranks: int, batch_size: int) -> int:
-        most = min(batch_size, MOST_MICROBATCHES)
+    def _legal_divisor(self, num_ranks: int, batch_size: int, least_samples: int) -> int:
+        most = min(max(batch_size // least_samples, 1), MOST_MICROBATCHES)
         divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
         enough = [n for n in divisors if n >= 2 * num_ranks]
         for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):

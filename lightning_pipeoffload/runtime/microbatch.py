@@ -162,6 +162,19 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
     return _rebuild(first, merged)
 
 
+def has_row_for_each(outputs: Any, num_samples: int) -> bool:
+    """Whether a step's outputs have a row for each sample, so that microbatches' can be joined."""
+    found: list[bool] = []
+
+    def leaf(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim or _is_column(value)
+        found.append(len(value) == num_samples if has_rows else value is None)
+        return value
+
+    _map(leaf, outputs)
+    return all(found)
+
+
 def start_checksum(batch: Any) -> Callable[[], int]:
     """Start to compute what tells batches apart, from at most 4096 elements of each tensor.
 

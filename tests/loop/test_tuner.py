@@ -87,6 +87,18 @@ def test_a_learning_rate_is_found_as_on_one_device(ranks, tmp_path, num_ranks):
             assert mine == pytest.approx(theirs, rel=1e-9)
 
 
+def find_rate_again(num_devices, folder):
+    module, trainer = Net(), make_trainer(num_devices, default_root_dir=folder)
+    loader = DataLoader(fits.samples(), 4, shuffle=True, collate_fn=fits.collate)
+    finders = [Tuner(trainer).lr_find(module, loader, num_training=10) for _ in range(2)]
+    return [finder.results["loss"] for finder in finders]
+
+
+def test_a_learning_rate_is_looked_for_with_the_same_random_numbers_again(ranks, tmp_path):
+    for once, again in ranks(2).run(find_rate_again, 2, str(tmp_path)):
+        assert once == again
+
+
 def prune(num_devices):
     trainer = make_trainer(num_devices, callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
     with pytest.raises(ValueError, match="ModelPruning") as refusal:

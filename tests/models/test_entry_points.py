@@ -156,6 +156,26 @@ class EncoderDecoder(Entered):
         return self.head(x)
 
 
+class Summing(LearnedPositions):
+    """Predicts what has no row for each sample, or one for as many as there are of something."""
+
+    def predict_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        return {"words": logits, "count": len(logits), "mean": logits.mean(), "sum": logits.sum(0)}
+
+
+class Normalized(TiedHead):
+    """Has statistics over samples, of which a microbatch needs two."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        mean = self.norm(self.words(x).mean(1))
+        return super().forward(x) + (mean @ self.words.weight.T)[:, None]
+
+
 MODELS = {
     LearnedPositions: {},
     TiedHead: {},
@@ -231,6 +251,43 @@ def _numbers(trainer):
 
 def evaluate(*runs):
     return Runs(*runs).all()
+
+
+def predict(num_devices):
+    L.seed_everything(7, verbose=False)
+    strategy = fits.strategy(num_devices, num_microbatches=4)
+    trainer = L.Trainer(**fits.SILENT, devices=num_devices or 1, strategy=strategy)
+    return trainer.predict(Summing().double(), batches(8, 6, 0))
+
+
+def fit_normalized(num_devices, *sizes):
+    L.seed_everything(7, verbose=False)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, num_microbatches="auto"),
+        enable_checkpointing=False,
+        max_epochs=1,
+    )
+    trainer.fit(Normalized().double(), batches(*sizes))
+    return _numbers(trainer)
+
+
+def batches(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randint(WORDS, (size, LENGTH), generator=generator) for size in sizes]
+    return DataLoader([{"x": batch, "y": batch} for batch in x], batch_size=None)
+
+
+def test_predictions_without_a_row_for_each_sample_are_of_the_whole_batch(ranks):
+    found, _ = ranks(2).run(predict, 2)
+    torch.testing.assert_close(found, predict(0), rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_statistics_over_samples_have_two_of_them(ranks):
+    (found,) = ranks(1).run(fit_normalized, 1, 2, 2)
+    assert found == pytest.approx(fit_normalized(0, 2, 2), rel=1e-9)
+    assert ranks(1).run(fit_normalized, 1, 4, 3)  # microbatches of two and two, and of three
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -114,6 +114,12 @@ def test_the_number_of_microbatches_is_chosen(key, expected):
     assert settings.choose_num_microbatches(num_ranks, samples) == expected
 
 
+@pytest.mark.parametrize(("num_ranks", "samples", "expected"), [(1, 2, 1), (2, 4, 2), (2, 1, 1)])
+def test_as_many_microbatches_as_have_enough_samples(num_ranks, samples, expected):
+    settings = PipelineSettings(schedule="zb_h1")
+    assert settings.choose_num_microbatches(num_ranks, samples, least_samples=2) == expected
+
+
 def test_a_given_number_of_microbatches_stands():
     assert PipelineSettings(num_microbatches=3).choose_num_microbatches(4, 6) == 3
 

@@ -12,6 +12,7 @@ from transformers import BatchEncoding
 
 from lightning_pipeoffload.runtime.microbatch import (
     batch_size,
+    has_row_for_each,
     merge_outputs,
     split_batch,
     start_checksum,
@@ -209,6 +210,15 @@ OUTPUTS = [
 @pytest.mark.parametrize(("first", "second", "merged"), OUTPUTS)
 def test_results_are_put_together(first, second, merged):
     assert same(merge_outputs([first, second], [0.25, 0.75]), merged)
+
+
+BY_SAMPLE = [torch.ones(3, 2), np.ones(3), ["a", "b", "c"], {"x": torch.ones(3), "y": None}]
+NOT_BY_SAMPLE = [3, "a", torch.tensor(1.0), torch.ones(2, 3), (torch.ones(3), 3), [1.0], object()]
+
+
+def test_what_has_a_row_for_each_sample():
+    assert [has_row_for_each(output, 3) for output in BY_SAMPLE] == [True] * len(BY_SAMPLE)
+    assert [has_row_for_each(output, 3) for output in NOT_BY_SAMPLE] == [False] * len(NOT_BY_SAMPLE)
 
 
 CHANGED = [
