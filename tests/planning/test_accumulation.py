@@ -40,7 +40,7 @@ class Watching(L.Callback):
     def __init__(self):
         self.seen = []
 
-    def on_train_batch_end(self, trainer, module, *args):
+    def on_after_backward(self, trainer, module):
         total = get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         self.seen.append(float(total))
 
