@@ -122,7 +122,7 @@ USED = {
     "_amp_update_scale_": torch,
     "_scale": torch.amp.GradScaler("cpu"),
     "_growth_tracker": torch.amp.GradScaler("cpu"),
-    "_foreach_norm": torch.ops.aten,
+    "_foreach_norm": torch,
     "_unique2": torch.ops.aten,
     "_schema": torch.ops.aten.add.Tensor,
     "_destroy": torch.library.Library,

@@ -62,6 +62,7 @@ class BatchBackward(BackwardHooks):
         if accumulation.is_last:
             self._run.finish_reduction()
         if accumulation.is_last or accumulation.watched_by:
+            self._run.pipeline.sum_stage_gradients()
             self._group.sum_shared_gradients()
             self._is_summed = True
         self._run.pipeline.gradient_age.change()

@@ -1,4 +1,8 @@
-"""Clipping of a rank's own gradients, by a norm that is of all stages together."""
+"""Clipping of a rank's own gradients, by a norm that is of all stages together.
+
+The norm of each gradient is squared, and all ranks sum these in the order of the optimizer's
+parameters: so its bits do not depend on which rank has which.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from functools import partial
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.loop.step_border import Clipping, StepBorder
@@ -48,14 +51,12 @@ def _clip(
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
-    parameters = _own_parameters(precision, optimizer)
-    counted = [p.grad for p in parameters if group.counts(p) and p.grad is not None]
-    own = get_total_norm(counted) if counted else torch.zeros((), dtype=_dtype_of(parameters))
-    clipping = Clipping(parameters, clip_val, own)
+    squares = _squared_norms([*precision.main_params(optimizer)], group)
+    clipping = Clipping(_own_parameters(precision, optimizer), clip_val, squares)
     if border.guesses_clipping():
         border.expect_clipping(clipping)
         return
-    norm = group.global_norm(own)
+    norm = clipping.norm(group.sum(squares))
     border.note(partial(clipping.is_needless, norm))
     clipping.clip(norm)
     age.change()
@@ -68,8 +69,20 @@ def _clip_values(
     age.change()
 
 
-def _dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
-    return parameters[0].dtype if parameters else torch.get_default_dtype()
+def _squared_norms(parameters: Sequence[Tensor], group: PipelineGroup) -> Tensor:
+    """Return those of the gradients that this rank counts, in float64; 0 in place of the others."""
+    counted = {
+        place: parameter.grad
+        for place, parameter in enumerate(parameters)
+        if not isinstance(parameter, ShapeOnly) and group.counts(parameter)
+        if parameter.grad is not None
+    }
+    if not counted:
+        return torch.zeros(len(parameters), dtype=torch.float64, device=group.device)
+    # Private: as torch's own clipping, one kernel for many.
+    norms = dict(zip(counted, torch._foreach_norm([*counted.values()]), strict=True))
+    none = torch.zeros_like(next(iter(norms.values())))
+    return torch.stack([norms.get(place, none) for place in range(len(parameters))]).double() ** 2
 
 
 def _own_parameters(precision: Precision, optimizer: Optimizer) -> list[Tensor]:

@@ -315,7 +315,8 @@ class PipelineRun:
         """Make what gives the replicas one gradient; None where there is one replica."""
         if self._group.num_replicas == 1:
             return None
-        return GradientReduction(self._group.replicas, self.pipeline.tensors.with_local_stages())
+        parameters = self.pipeline.tensors.with_local_stages()
+        return GradientReduction(self._group.replicas, parameters, self.pipeline.stage_gradients)
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""

@@ -117,7 +117,7 @@ class RunReport:
             return None
         memory = describe_needs(self.needs.of_ranks(plan))
         if self.keeps_steps():
-            add_step_copies(memory, bytes_usable(self._pipeline.device))
+            add_step_copies(memory, self.needs.copied(plan), bytes_usable(self._pipeline.device))
         return memory
 
     def print_start(self, accumulation: Accumulation) -> None:

@@ -50,12 +50,17 @@ class Clipping(NamedTuple):
     Attributes:
         parameters: This rank's parameters that have a gradient.
         most: The largest norm that stays as it is.
-        own_norm: The norm of the gradients that this rank counts.
+        squares: The squared norm of each gradient that this rank counts; 0 in place of others.
     """
 
     parameters: Sequence[Tensor]
     most: float
-    own_norm: Tensor
+    squares: Tensor
+
+    def norm(self, squares: Tensor) -> Tensor:
+        """Return the norm of all gradients, from the squares of all ranks."""
+        norm = squares.sum().sqrt()
+        return norm.to(self.parameters[0].dtype.to_real()) if self.parameters else norm
 
     def is_needless(self, norm: Tensor) -> Tensor:
         """Whether gradients of that norm over all ranks stay as they are; never where it is NaN."""
@@ -197,7 +202,7 @@ class StepBorder:
         """Wait for what the ranks have found; what follows is the step that it should be."""
         _, total = self._start_exchange().wait()
         self._has_looked = True
-        if total[1]:
+        if total[0]:
             assert self._scaling is not None
             self._scaling.found.fill_(1)
         if not self._is_right(total):
@@ -207,10 +212,10 @@ class StepBorder:
     def _start_exchange(self) -> _Exchange:
         scaling, clipping = self._scaling, self._clipping
         none = torch.zeros((), device=self._group.device)
-        norm = none if clipping is None else clipping.own_norm.to(none.device)
         found = none if scaling is None else scaling.found.reshape(())
-        looks = torch.full_like(none, self._looks, dtype=torch.float64)
-        numbers = torch.stack([norm.double() ** 2, found.double(), looks])
+        numbers = torch.stack([found, torch.full_like(none, self._looks)]).double()
+        if clipping is not None:
+            numbers = torch.cat([numbers, clipping.squares.to(none.device)])
         self._exchange = _Exchange(self._group, numbers)
         return self._exchange
 
@@ -238,7 +243,7 @@ class StepBorder:
             with outside_autocast(self._group.device):
                 self._mend(own, total)
         assert self._kept is not None
-        self._somebody_looks |= bool(total[2])
+        self._somebody_looks |= bool(total[1])
         self._kept.end()
         self._calm.know(is_right)
         self.num_taken_back += not is_right
@@ -247,27 +252,24 @@ class StepBorder:
 
     def _is_right(self, total: Tensor) -> bool:
         """Whether the weights are those of a step that nobody has clipped or left out."""
-        if total[1] or self._clipping is None:
-            return not total[1]
-        return bool(self._clipping.is_needless(self._norm(self._clipping, total)))
-
-    def _norm(self, clipping: Clipping, total: Tensor) -> Tensor:
-        return total[0].sqrt().to(clipping.own_norm.dtype)
+        if total[0] or self._clipping is None:
+            return not total[0]
+        return bool(self._clipping.is_needless(self._clipping.norm(total[2:])))
 
     def _clip(self, total: Tensor) -> None:
         if self._clipping is not None:
-            self._clipping.clip(self._norm(self._clipping, total))
+            self._clipping.clip(self._clipping.norm(total[2:]))
 
     def _mend(self, own: Tensor, total: Tensor) -> None:
         """Have the weights that a rank has that waits."""
         assert self._kept is not None
         copies = self._group.replicas.under_way
         copies.settle()  # they would overwrite what is put back
-        if not total[1]:
+        if not total[0]:
             self._kept.repeat(partial(self._clip, total))
             self._age.change()
             copies.settle()  # of the step that is right, for which nobody waits after this
-        elif not own[1]:  # else neither the optimizer nor the scale has gone on
+        elif not own[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None
             self._kept.take_back()
             self._scaling.lower()

@@ -33,7 +33,7 @@ class RankNeeds:
 
     Attributes:
         parameters: Of the parameters and buffers that its stages own.
-        gradients: Of the gradients of those that train.
+        gradients: Of the gradients of those that train, one for each stage.
         optimizer: What optimizers keep for them.
         activations: The most that its microbatches keep at a time.
         messages: The most that is on its way to other ranks and from them.
@@ -112,11 +112,25 @@ class MemoryNeeds:
         """Return the bytes of parameters, gradients and optimizer states of some stages."""
         return sum(self._kept_by(stages))
 
+    def copied(self, plan: Schedule) -> list[int]:
+        """Return the bytes of each rank's weights that train, and of their states.
+
+        Args:
+            plan: A lowered plan of these stages.
+        """
+        owned = (self._owned_by(plan.stages_of(rank)) for rank in range(plan.num_ranks))
+        return [trained + states for _, trained, states in owned]
+
     def _size_of(self, send: Action) -> int:
         return self.sent[send.kind][send.stage]
 
     def _kept_by(self, stages: Sequence[int]) -> list[int]:
-        """Sum parameters, gradients and states; what several stages use is there once."""
+        """Sum parameters, gradients and states; but for gradients, what several stages use once."""
+        parameters, _, states = self._owned_by(stages)
+        gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
+        return [parameters, sum(gradients), states]
+
+    def _owned_by(self, stages: Sequence[int]) -> list[int]:
         owned: dict[int, tuple[int, int, int]] = {}
         for stage in stages:
             owned.update(self.owned[stage])
@@ -128,18 +142,18 @@ def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
     return join_measurements([{**asdict(rank), "device": rank.device} for rank in needs])
 
 
-def add_step_copies(memory: dict[str, list[int]], room: float) -> None:
-    """Add what ranks keep so that a step can be taken back: weights that train, and states.
+def add_step_copies(memory: dict[str, list[int]], copied: list[int], room: float) -> None:
+    """Add what ranks keep so that a step can be taken back.
 
     The copies are on the device where that has room for them, else on the host.
 
     Args:
         memory: What ranks need, as :func:`describe_needs` has it.
+        copied: The bytes of it, by rank.
         room: Bytes of a device that may be used.
     """
-    pairs = zip(memory["gradients"], memory["optimizer"], strict=True)
-    memory["step_copies"] = [trained + states for trained, states in pairs]
-    for rank, copies in enumerate(memory["step_copies"]):
+    memory["step_copies"] = copied
+    for rank, copies in enumerate(copied):
         has_room = memory["device"][rank] + copies <= room
         memory["device" if has_room else "host"][rank] += copies
 

@@ -7,7 +7,9 @@ of them::
     W of the last microbatches   [ layer 9 ][ layer 8 ][ layer 7 ]
     sums over the replicas                  [ layer 9 ][ layer 8 ][ layer 7 ]  the optimizer's step
 
-The order is that in which they became final on replica 0 the first time.
+The order is that in which they became final on replica 0 the first time. Weights that several
+stages of a rank use come last, with a gradient for each stage: so their bits are those of stages on
+several ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
 from lightning_pipeoffload.runtime.replicas import Replicas
+from lightning_pipeoffload.runtime.step.stage_gradients import StageGradient
+
+_Holder = Tensor | StageGradient  # of a gradient, in ``grad``
 
 
 class GradientReduction:
@@ -27,15 +32,21 @@ class GradientReduction:
     Args:
         replicas: The rank's counterparts.
         parameters: The rank's parameters by name, each with the rank's stages that use it.
+        apart: Gradients that are kept apart from those parameters, by a name for each.
     """
 
     def __init__(
-        self, replicas: Replicas, parameters: Mapping[str, tuple[Tensor, frozenset[int]]]
+        self,
+        replicas: Replicas,
+        parameters: Mapping[str, tuple[Tensor, frozenset[int]]],
+        apart: Mapping[str, StageGradient],
     ) -> None:
         self._replicas = replicas
         self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
-        self._stages = {name: stages for name, (_, stages) in parameters.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._stages = {name: stages for name, (_, stages) in parameters.items() if len(stages) < 2}
+        self._holders: dict[str, _Holder] = {**self._tensors, **apart}
+        self._tensors |= {name: gradient.parameter for name, gradient in apart.items()}
         self._trained: list[str] = []
         self._buckets: list[_Bucket] | None = None
         self._final: dict[str, None] = {}
@@ -83,7 +94,7 @@ class GradientReduction:
     def _leave_out(self, names: Iterable[str]) -> None:
         """Give no gradient to what has none on any replica."""
         for name in names:
-            self._tensors[name].grad = None
+            self._holders[name].grad = None
 
     def _make_buckets(self) -> list[_Bucket]:
         """Make buckets, in the order in which gradients became final on replica 0.
@@ -98,7 +109,7 @@ class GradientReduction:
                 f"freeze and unfreeze alike on all ranks"
             )
         tensors = {name: self._tensors[name] for name in order}
-        return [_Bucket(part, tensors) for part in in_buckets(tensors)]
+        return [_Bucket(part, tensors, self._holders) for part in in_buckets(tensors)]
 
     def abandon(self) -> None:
         """Forget what was under way, after an error."""
@@ -118,7 +129,7 @@ class GradientReduction:
 
     def _take(self, names: Iterable[str]) -> None:
         for name in names:
-            if self._stages[name] <= self._done:
+            if name in self._stages and self._stages[name] <= self._done:
                 self._final.setdefault(name)
         for bucket in (self._buckets or [])[self._num_started :]:
             if not bucket.names <= self._final.keys():
@@ -133,30 +144,37 @@ class _Bucket:
     Args:
         names: The names of their parameters.
         tensors: Parameters by name.
+        holders: What has the gradient of each.
 
     Attributes:
         absent: The names of those that have no gradient here in this step.
     """
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: Mapping[str, Tensor],
+        holders: Mapping[str, _Holder],
+    ) -> None:
         self.names = frozenset(names)
         self._tensors = {name: tensors[name] for name in names}
+        self._holders = {name: holders[name] for name in names}
         self.absent: list[str] = []
 
     @torch.no_grad()
     def start(self, replicas: Replicas) -> None:
         """Start the sum, of what makes up the mean."""
-        self.absent = [name for name, tensor in self._tensors.items() if tensor.grad is None]
+        self.absent = [name for name, holder in self._holders.items() if holder.grad is None]
         for name in self.absent:
-            self._tensors[name].grad = torch.zeros_like(self._tensors[name])
+            self._holders[name].grad = torch.zeros_like(self._tensors[name])
         self._bundle = Bundle([*self._of_each()])
         flat = self._bundle.flat
         flat.div_(replicas.num)  # before they are added: so half precision has room
         self._wait = replicas.start_sum(torch.view_as_real(flat) if flat.is_complex() else flat)
 
     def _of_each(self) -> Iterator[Tensor]:
-        for name, tensor in self._tensors.items():
-            gradient = tensor.grad
+        for name, holder in self._holders.items():
+            gradient = holder.grad
             assert gradient is not None
             if gradient.layout is not torch.strided:
                 raise ValueError(

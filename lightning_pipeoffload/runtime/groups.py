@@ -239,16 +239,12 @@ class PipelineGroup(RankMesh, HostGroup):
             dist.all_reduce(found, dist.ReduceOp.MAX, self._device_group)
         return found
 
-    def global_norm(self, own: Tensor) -> Tensor:
-        """Return the 2-norm over all ranks' gradients.
-
-        Args:
-            own: That of this rank's.
-        """
-        squared = own.to(self.device, torch.float64) ** 2
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over all ranks of what each has for its gradients."""
+        total = own.to(self.device, copy=True)
         with blaming_peers("lost a rank while computing the gradient's norm"):
-            dist.all_reduce(squared, group=self._device_group)
-        return squared.sqrt().to(own.dtype)
+            dist.all_reduce(total, group=self._device_group)
+        return total
 
 
 @torch.no_grad()

@@ -114,6 +114,8 @@ class InProcessPipeline:
         }
 
     def _sum_shared_gradients(self) -> None:
+        for pipeline in self.ranks:
+            pipeline.sum_stage_gradients()
         shared = [pipeline.tensors.shared_parameters() for pipeline in self.ranks]
         keys = sorted({(key, tuple(ranks)) for entries in shared for key, _, ranks in entries})
         for key, _ in keys:

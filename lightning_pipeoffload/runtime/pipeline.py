@@ -44,6 +44,11 @@ from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, 
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.step.stage_gradients import (
+    OwnGradients,
+    StageGradient,
+    stage_gradients,
+)
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
@@ -73,6 +78,9 @@ class Pipeline:
         gradient_age: The age of the gradients of what other ranks own.
         trained: Of each parameter of the module, 1 if it trains, else 0.
         drawn: The generators that all stages draw from.
+        mixed: Weights, by name, that a stage uses both in what may wait for W and in what may not.
+        stage_gradients: Gradients of weights that several stages of this rank use, of all but the
+            first of these stages.
         flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
         leaves_trace: Whether the steps of the last batch that was cut cannot run again.
@@ -128,6 +136,8 @@ class Pipeline:
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.trained = b""
         self.drawn = SourceDigest()
+        self.mixed: set[str] = set()
+        self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
         """Cut otherwise from the next batch on, which is looked at anew.
@@ -285,11 +295,23 @@ class Pipeline:
         self._writes.tensors.expect((w.name for w in probe.weight_writes), probe.saved_and_written)
         if not self.committed:
             self._learn(probe)
+        self._mark_mixed(probe)
         if len(self.partition) > 1:
             self._checks.check(probe, self.tensors.owners_of)
             self.drawn.expect(probe)
             last = self.partition[max(self.local_stages)]
             self._writes.expect_sources(drawn_before(probe, last))
+
+    def _mark_mixed(self, probe: Probe) -> None:
+        """Compute in B the whole gradient of a weight of which B has a part: it has one order."""
+        for stage in (self.partition[index] for index in self.local_stages):
+            for name, uses in probe.weight_uses.items():
+                found = {could_wait for segment, could_wait in uses if segment in stage.segments}
+                if len(found) > 1:
+                    self.mixed.update(self.tensors.aliases(name))
+        for name, tensor in self.ownership.local_tensors().items():
+            if name in self.mixed:
+                weight_grad_kernels.mark(tensor, may_wait=False)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
     def _learn(self, probe: Probe) -> None:
@@ -322,10 +344,12 @@ class Pipeline:
         self._own(owners)
         self._shared_weights = self.tensors.on_several_stages()
         self.ownership.move()
+        self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
         for index in self.local_stages:
+            own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, self.settings.recompute,
+                self._writes, OwnGradients(own), self.settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 
@@ -333,6 +357,11 @@ class Pipeline:
         self.tensors.ownership = Ownership(
             self.module, self.chain, owners, self.local_stages, self.device
         )
+
+    def sum_stage_gradients(self) -> None:
+        """Give each weight that several stages of this rank use the sum of their gradients."""
+        for gradient in self.stage_gradients.values():
+            gradient.add()
 
     def shared_segments(self) -> list[frozenset[int]]:
         """List the segments of the step that use a parameter which others use too."""

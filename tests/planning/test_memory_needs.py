@@ -47,6 +47,7 @@ def test_each_rank_has_its_own_and_the_shared_once():
 def test_two_stages_of_a_rank_share_a_tied_weight():
     found = needs("zb_v")
     assert found["parameters"] == [EMBEDDING + 2 * BLOCK + MASK, 2 * BLOCK]
+    assert found["gradients"] == [2 * EMBEDDING + 2 * BLOCK, BLOCK]
 
 
 def test_states_are_those_of_the_ranks_parameters():
@@ -62,7 +63,7 @@ def test_messages_are_what_is_on_its_way():
 
 
 def test_copies_of_a_step_are_on_the_device_where_it_has_room():
-    memory = {"gradients": [10, 10], "optimizer": [20, 0], "device": [40, 70], "host": [0, 5]}
-    add_step_copies(memory, 75)
+    memory = {"device": [40, 70], "host": [0, 5]}
+    add_step_copies(memory, [30, 10], 75)
     assert memory["step_copies"] == [30, 10]
     assert (memory["device"], memory["host"]) == ([70, 70], [0, 15])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
+from lightning_pipeoffload.runtime.step.stage_gradients import stage_gradients
 
 ANY = frozenset({0})
 
@@ -80,7 +81,7 @@ def parameters(**sizes):
 
 
 def reduction_of(replicas, tensors, stages=ANY):
-    return GradientReduction(replicas, {name: (t, stages) for name, t in tensors.items()})
+    return GradientReduction(replicas, {name: (t, stages) for name, t in tensors.items()}, {})
 
 
 def test_sums_start_in_the_order_of_the_first_step():
@@ -190,18 +191,23 @@ def test_a_sparse_gradient_is_refused_by_name():
         reduction.wait()
 
 
-def test_what_two_stages_use_waits_for_both():
+def test_what_two_stages_use_is_summed_at_the_end_apart():
     def train(own, replicas):
-        tensors = parameters(tied=2)
-        reduction = reduction_of(replicas, tensors, frozenset({0, 3}))
-        started = []
+        uses = {"tied": (nn.Parameter(torch.zeros(2)), frozenset({0, 3}))}
+        (weight, _), apart = uses["tied"], stage_gradients(uses)
+        reduction = GradientReduction(replicas, uses, apart)
         for _ in range(2):
-            tensors["tied"].grad = torch.ones(2)
+            weight.grad = torch.full((2,), 1.0 + own)
+            apart["tied of stage 3"].grad = torch.full((2,), 10.0) if own else None
+            before = len(replicas.sums.sent[own])
             for stage in (3, 0):
-                reduction.expect(stage)
-                started.append(len(replicas.sums.sent[own]))
+                reduction.expect(stage, [weight])
+                reduction.finish(weight)
+            assert len(replicas.sums.sent[own]) == before
             reduction.wait()
-        return started
+            assert weight.grad.eq(1.5).all()
+            for gradient in apart.values():
+                gradient.add()
+            assert weight.grad.eq(6.5).all()
 
-    _, results = on_both(train)
-    assert results == [[0, 0, 1, 2]] * 2
+    on_both(train)

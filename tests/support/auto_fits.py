@@ -171,6 +171,14 @@ def auto_and_by_hand(
     return own, fit(num_devices, f"{folder}/named.ckpt", form, {**options, **named})
 
 
+def by_each(
+    num_devices: int, folder: str, options: dict[str, Any], plans: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Fit a module with a tied weight by each of some plans."""
+    tied = {"module": {"tie": True}, **options}
+    return [fit(num_devices, f"{folder}/{i}.ckpt", "plain", tied | p) for i, p in enumerate(plans)]
+
+
 def resumed(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Go on from a checkpoint of another plan."""
     fit(2, f"{folder}/first.ckpt", "awkward", {"schedule": "1f1b"})

@@ -8,11 +8,14 @@ step that is run without values tells which values those are.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
 
 Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
 
@@ -27,10 +30,13 @@ class BackwardReach:
 
     Attributes:
         leaves: The leaves of the graph that get a gradient.
+        uses: The segments that use each of them, by its id, and whether its gradient could wait
+            for W.
     """
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
+        self.uses: defaultdict[int, set[tuple[int, bool]]] = defaultdict(set)
         self._starts: list[int] = []
         self._last_use: dict[Edge, int] = {}
 
@@ -46,6 +52,8 @@ class BackwardReach:
             if hasattr(node, "variable"):
                 self.leaves.append(node.variable)
             segment = self._segment_of(node)
+            for leaf, could_wait in uses_in(node):
+                self.uses[id(leaf)].add((segment, could_wait))
             for edge in node.next_functions:
                 self._last_use[edge] = max(segment, self._last_use.get(edge, 0))
 

@@ -190,8 +190,10 @@ class ProbePass:
             return
         loss = loss_in(result)
         if self.segment == len(self.chain):
-            leaves = self._trace.lead_back(loss)
-            self.result.trained = set(filter(None, map(self._weights.name_of, leaves)))
+            reach = self._trace.lead_back(loss)
+            named = [(self._weights.name_of(leaf), leaf) for leaf in reach.leaves]
+            self.result.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
+            self.result.trained = {*self.result.weight_uses}
 
     def check_complete(self) -> None:
         """Check that the step has called all blocks."""

@@ -46,6 +46,7 @@ class Probe:
         unrepeatable: The first value that a second run did not have; None if it had all.
         uses: The uses of what some step writes to keep, by the id of what holds it and its name.
         trained: Names of the parameters that the loss leads back to; None: it is not known.
+        weight_uses: The segments that use each of them, and whether its gradient could wait for W.
         imagined: Blocks that ask for values, which are made up, and the line that does so first.
         own_backwards: What the step differentiates by itself.
         hooked_spans: Calls around blocks of modules with backward hooks.
@@ -73,6 +74,7 @@ class Probe:
     unrepeatable: LoggedValue | None = None
     uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
     trained: set[str] | None = None
+    weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
     imagined: dict[int, str] = field(default_factory=dict)
     own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
     hooked_spans: list[HookedSpan] = field(default_factory=list)

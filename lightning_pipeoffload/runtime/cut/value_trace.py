@@ -185,8 +185,8 @@ class ValueTrace(CallCounter):
             self._handed_on.append([edge_of(leaf) for leaf in tensors_in(output)])
         return output
 
-    def lead_back(self, loss: Tensor) -> list[Tensor]:
-        """Find what the loss leads back to; return the weights among it.
+    def lead_back(self, loss: Tensor) -> BackwardReach:
+        """Find what the loss leads back to.
 
         Args:
             loss: The loss that the step has returned.
@@ -199,7 +199,7 @@ class ValueTrace(CallCounter):
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
             self.flow.outputs[index] = self.flow.outputs[index].with_gradients(arrives)
-        return self._reach.leaves
+        return self._reach
 
     def _use_result(self, loss: Tensor) -> None:
         for leaf in _shape_only_with_birth(loss):

@@ -73,6 +73,7 @@ class _MeasuringPass(RepeatedPass):
         super().__init__(pipeline.module, pipeline.chain, part.device, None, EVERYTHING)
         stages = pipeline.partition
         self._module, self._part = pipeline.module, part
+        self._mixed = pipeline.mixed
         self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
@@ -105,7 +106,7 @@ class _MeasuringPass(RepeatedPass):
         for slot in find_slots(self._module):
             tensor: Any = slot.tensor
             if slot.kind == "_parameters":
-                weight_grad_kernels.mark(tensor)
+                weight_grad_kernels.mark(tensor, slot.name not in self._mixed)
                 tensor._is_param = True
             found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
         return {*map(address_of, found)}

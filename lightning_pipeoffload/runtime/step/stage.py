@@ -63,6 +63,7 @@ class StageRunner:
         self._compared: set[int] = set()
         self._watch = BackwardWatch(context)
         self._context = context
+        self._gradients = context.gradients
         self.is_first = context.is_first
         self.is_last = context.is_last
         self.memory = SavedMemory()
@@ -160,6 +161,7 @@ class StageRunner:
         with (
             BackwardOn(microbatch.device),
             deferring(alive.queue),
+            self._gradients,
             alive.seeing_again(),
             self._watch.backward(microbatch.index, alive.left, self.num_alive),
         ):
@@ -181,6 +183,7 @@ class StageRunner:
         if alive.queue.is_waiting:
             with (
                 BackwardOn(microbatch.device),
+                self._gradients,
                 alive.seeing_again(),
                 self._watch.weight(microbatch.index, alive.left),
             ):
@@ -206,7 +209,7 @@ class StageRunner:
             del self._alive[microbatch.index]
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        with BackwardOn(microbatches[0].device):
+        with BackwardOn(microbatches[0].device), self._gradients:
             gradients.run(told.finish)
 
     def _must_be_apart(self, microbatch: Microbatch, alive: _Alive) -> bool:
@@ -232,6 +235,7 @@ class StageRunner:
     def abandon(self) -> None:
         """Keep nothing for backwards that will not come."""
         self._alive.clear()
+        self._gradients.forget()
 
     def take_back(self) -> None:
         """Be as before the F's that have run and whose backwards have not, which run again."""

@@ -41,6 +41,7 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
+from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -56,6 +57,7 @@ class StageContext:
         chain: The blocks of the user's module.
         ownership: The rank's parameters.
         writes: What the rank's steps write outside of the blocks.
+        gradients: The stage's gradients of weights that other stages of the rank use too.
         recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
             "full" (blocks).
     """
@@ -65,6 +67,7 @@ class StageContext:
     chain: BlockChain
     ownership: Ownership
     writes: StepWrites
+    gradients: OwnGradients
     recompute: str = "none"
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeoffload.runtime.weight_grad.calls import (
     BatchedProduct,
@@ -33,9 +33,9 @@ _TRANSPARENT = {
 _LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
 
 
-def mark(parameter: nn.Parameter) -> None:
-    """Say that the gradient of ``parameter`` may be left for W."""
-    setattr(parameter, _MARK, True)
+def mark(parameter: Tensor, may_wait: bool = True) -> None:
+    """Say whether the gradient of ``parameter`` may be left for W."""
+    setattr(parameter, _MARK, may_wait)
 
 
 def _is_deferred(weight: Tensor | None) -> bool:
@@ -44,7 +44,8 @@ def _is_deferred(weight: Tensor | None) -> bool:
         return False
     if weight.is_leaf:
         return may_wait(weight)
-    return _leads_to_mark(weight.grad_fn)
+    leaf = _viewed(weight.grad_fn)
+    return leaf is not None and may_wait(leaf)
 
 
 def may_wait(parameter: Tensor) -> bool:
@@ -53,15 +54,24 @@ def may_wait(parameter: Tensor) -> bool:
     return getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
-def _leads_to_mark(node: Any) -> bool:
+def _viewed(node: Any) -> Tensor | None:
+    """Return the leaf of which a node makes a view or cast; None of any other node."""
     for _ in range(_LONGEST_VIEW):
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return may_wait(variable)
-        if node.name() not in _TRANSPARENT:
-            return False
+        variable: Tensor | None = getattr(node, "variable", None)
+        if variable is not None or node is None or node.name() not in _TRANSPARENT:
+            return variable
         node = node.next_functions[0][0]
-    return False
+    return None
+
+
+def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the leaves that a node of a graph uses, each with whether its gradient could wait."""
+    if node.name() in _TRANSPARENT:
+        return
+    for following, _ in node.next_functions:
+        leaf = _viewed(following)
+        if leaf is not None:
+            yield leaf, node.name() in _PRODUCTS
 
 
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
@@ -131,6 +141,8 @@ _KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
     "convolution": _convolution,
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
 }
+# The nodes of these operations where none is deferred.
+_PRODUCTS = {f"{name.title().replace('_', '')}Backward0" for name in _KERNELS}
 # By type of device. Of the process, as torch's dispatcher is: a kernel is there for all, or not.
 _libraries: dict[str, torch.library.Library] = {}
 
