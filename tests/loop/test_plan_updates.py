@@ -51,13 +51,14 @@ def test_it_ends_with_a_fit_that_fails(ranks, tmp_path):
     assert None not in results[0]["ended"]
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
 
 
+@pytest.mark.slow  # what is found within 30 s depends on the machine
 def test_it_finds_plans_that_are_valid_and_better(tmp_path):
     start = best_of_families(PROBLEM)
     solver = PlanSolver(PROBLEM, start, 30.0, str(tmp_path))
@@ -82,9 +83,9 @@ import sys, time
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.schedule.solver.starts import best_of_families
 from tests.loop.test_plan_updates import PROBLEM
-solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 60.0, sys.argv[1])
+solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 600.0, sys.argv[1])
 print(solver._process.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -6,8 +6,8 @@ returns the input gradient only and puts (input, output gradient) into the queue
 microbatch, which W empties; nothing else of the graph stays alive.
 ``torch.distributed.pipelining`` walks the autograd graph instead and keeps all of it until W.
 
-Parameters of other operations (norms, embeddings, scales) get their gradient in B. Of one layer,
-``y = x @ weight.T``::
+Parameters that a stage uses in other operations (norms, embeddings, scales) too get their gradient
+in B. Of one layer, ``y = x @ weight.T``::
 
     F   x --------> [ layer ] ------> y      keeps x
     B   grad x <--- [ layer ] <-- grad y     grad x is sent to the stage before, at once

@@ -489,6 +489,7 @@ def _watch(run):
     return ended - started, max(b - a for a, b in zip(inside, inside[1:], strict=False))
 
 
+@pytest.mark.slow  # goes by the clock, which a busy machine holds
 @pytest.mark.parametrize("trains", [True, False])
 def test_other_threads_run_python_during_an_operation(trains):
     weight = nn.Parameter(torch.randn(1100, 1100))

@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import pytest
@@ -90,9 +89,7 @@ def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
     build_once = recipe._build_once
     build_once.cache_clear()
     monkeypatch.setattr(improve.Improvement, "go_on", refuse_to_solve)
-    start = time.perf_counter()
     assert solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12) == first
-    assert time.perf_counter() - start < 0.05
     build_once.cache_clear()
     with pytest.raises(AssertionError, match="solved"):
         solve(
