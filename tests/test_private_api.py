@@ -116,6 +116,7 @@ USED = {
     "_forward_hooks": nn.Module(),
     "_forward_pre_hooks": nn.Module(),
     "_sleep": torch.cuda,
+    "_abort_process_group": dist.distributed_c10d,
     "_backward_pre_hooks": nn.Module(),
     "_local_scalar_dense": torch.ops.aten,
     "_foreach_copy_": torch,

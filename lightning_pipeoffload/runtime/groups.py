@@ -30,21 +30,21 @@ class _Shared(NamedTuple):
 
     Attributes:
         parameter: This rank's parameter.
-        group: The group of the ranks that have it.
+        ranks: The ranks that have it.
         is_first: Whether this rank is the first of them.
         always_trains: A function that says whether each step gives one of them a gradient.
     """
 
     parameter: Tensor
-    group: Any
+    ranks: tuple[int, ...]
     is_first: bool
     always_trains: Callable[[], bool]
 
-    def sum(self) -> None:
-        """Sum the gradients of all of them."""
+    def sum(self, group: Any) -> None:
+        """Sum the gradients of all of them, in their group."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        dist.all_reduce(self.parameter.grad, group=self.group)
+        dist.all_reduce(self.parameter.grad, group=group)
 
 
 class PipelineGroup(RankMesh, HostGroup):
@@ -77,9 +77,9 @@ class PipelineGroup(RankMesh, HostGroup):
         self.device = device
         self.replicas = Replicas(self)
         self._connect()
-        self._device_group = self.make_group()
         self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._shared: list[_Shared] = []
+        self._sharing: dict[tuple[int, ...], Any] = {}
 
     def _connect(self) -> None:
         self.world = World(self)
@@ -88,10 +88,13 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_replicas > 1:
             self.host_group = self.make_group(backend="gloo")
             self._side_group = self.make_group(backend="gloo")
+        self._device_group = self.device_group()
 
     def renew(self) -> None:
         """Connect anew, on all ranks: what was under way between them was broken off."""
+        self.abort_device_groups()
         self._connect()
+        self._sharing = {ranks: self.device_group(ranks) for ranks in self._sharing}
         self.transport.connect()
 
     def place(self, schedule: Schedule) -> None:
@@ -104,8 +107,7 @@ class PipelineGroup(RankMesh, HostGroup):
         """
         if schedule.placement == self.stage_ranks:
             return
-        sizes = self.global_rank, self.timeout, self.num_replicas, self._rank_order
-        RankMesh.__init__(self, schedule, *sizes)
+        self._lay_out(schedule, self.num_replicas, self._rank_order)
         self.transport = ProcessGroupTransport(self, self._edges(), self.device)
 
     def _edges(self) -> set[tuple[int, int]]:
@@ -177,14 +179,15 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
-        groups = {ranks: self.make_group(ranks) for ranks in pipeline.tensors.ranks_sharing()}
+        sharing = pipeline.tensors.ranks_sharing()
+        self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
         self._shared = []
         for name, parameter, ranks in pipeline.tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
-            _broadcast(parameter, source, groups[ranks])
+            _broadcast(parameter, source, self._sharing[ranks])
             names = frozenset(pipeline.tensors.aliases(name))
             trains = partial(pipeline.probes.always_train, names)
-            self._shared.append(_Shared(parameter, groups[ranks], self.rank == ranks[0], trains))
+            self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
             _broadcast(buffer, self.root, self._device_group)
 
@@ -193,14 +196,14 @@ class PipelineGroup(RankMesh, HostGroup):
         with blaming_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
                 if shared.parameter.requires_grad and self._has_gradient(shared):
-                    shared.sum()
+                    shared.sum(self._sharing[shared.ranks])
 
     def _has_gradient(self, shared: _Shared) -> bool:
         """Whether any rank has a gradient of the parameter; asks only where that is not known."""
         if shared.always_trains():
             return True
         found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, shared.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._sharing[shared.ranks])
         return bool(found)
 
     def part_shared_gradients(self) -> None:

@@ -7,7 +7,7 @@ last stage, computes the loss and so has the step's outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ class RankMesh:
         rank_order: Which global ranks are neighbours, "pipeline_inner" or "data_inner".
 
     Attributes:
+        device: The device of this process.
         timeout: How long members of a group wait for each other; None: as torch does.
         mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
         replica: The replica of this process.
@@ -44,6 +45,8 @@ class RankMesh:
         global_ranks: The global rank of each rank of its pipeline.
         stage_ranks: The rank of every stage.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -54,6 +57,11 @@ class RankMesh:
         rank_order: str = "pipeline_inner",
     ) -> None:
         self.timeout = timeout
+        self.global_rank = global_rank
+        self._device_groups: dict[Hashable, Any] = {}
+        self._lay_out(schedule, num_replicas, rank_order)
+
+    def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
         self._table = _table_of(schedule, num_replicas, rank_order)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
@@ -63,12 +71,11 @@ class RankMesh:
             torch.tensor(self._table),
             mesh_dim_names=("data", "pipeline"),
             _init_backend=False,
-            _rank=global_rank,
+            _rank=self.global_rank,
         )
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         self.replica, self.rank = coordinate
-        self.global_rank = global_rank
         self.global_ranks = self._table[self.replica]
         self.stage_ranks = schedule.placement
 
@@ -145,7 +152,50 @@ class RankMesh:
 
     def make_data_group(self, **options: Any) -> Any:
         """Make a process group of each rank's counterparts in all replicas; return this one's."""
-        return self._make_groups([*zip(*self._table, strict=True)], options)
+        return self._make_groups(self._columns, options)
+
+    @property
+    def _columns(self) -> list[tuple[int, ...]]:
+        return [*zip(*self._table, strict=True)]
+
+    def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
+        """Return the group of a directed edge of each replica over the device's backend."""
+        groups = [[row[rank] for rank in edge] for row in self._table]
+        return self._made_once("edge", groups, options)
+
+    def device_group(self, ranks: Iterable[int] | None = None) -> Any:
+        """Return the group of some ranks of each replica, all of them if None, on the device.
+
+        It is made once, by all processes, and its members meet in it: NCCL connects where a group
+        is first used, in a step perhaps, and connecting waits for all that the device was given.
+        """
+        chosen = list(range(self.num_ranks) if ranks is None else ranks)
+        return self._meeting("", [[row[rank] for rank in chosen] for row in self._table])
+
+    def device_data_group(self, use: str) -> Any:
+        """Return the group of each rank's counterparts on the device, one for each use."""
+        return self._meeting(use, self._columns)
+
+    def abort_device_groups(self) -> None:
+        """End what is under way in groups on the device, which wait for each other, for good."""
+        for group in self._device_groups.values():
+            if group is not None:
+                # Private: the public way to end a group waits for what is under way.
+                dist.distributed_c10d._abort_process_group(group)
+        self._device_groups.clear()
+
+    def _meeting(self, use: str, groups: Iterable[Sequence[int]]) -> Any:
+        num_before = len(self._device_groups)
+        group = self._made_once(use, groups, {})
+        if group is not None and len(self._device_groups) > num_before:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
+
+    def _made_once(self, use: str, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
+        key = use, tuple(map(tuple, groups))
+        if key not in self._device_groups:
+            self._device_groups[key] = self._make_groups(key[1], options)
+        return self._device_groups[key]
 
     def make_world_group(self, **options: Any) -> Any:
         """Make a process group of all processes."""

@@ -49,11 +49,11 @@ class Replicas:
     def connect(self) -> None:
         """Make the groups, on all ranks; again: forget what was under way."""
         if self.num > 1:
-            self.group = self._mesh.make_data_group()
+            self.group = self._mesh.device_data_group("hooks")
             # Sums of gradients run beside a step, so their order is their own.
-            self._sums = self._mesh.make_data_group()
+            self._sums = self._mesh.device_data_group("sums")
             # So do copies: of a step that is repeated one rank may know sooner than another.
-            self._copies = self._mesh.make_data_group()
+            self._copies = self._mesh.device_data_group("copies")
             self.host = HostGroup(self._mesh.make_data_group(backend="gloo"))
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:

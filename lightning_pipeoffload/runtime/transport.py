@@ -196,7 +196,7 @@ class ProcessGroupTransport:
         is_nccl = self._backend == "nccl"
         options = self._settings.options(self._mesh.timeout) if is_nccl else None
         return {
-            edge: self._mesh.make_group(edge, pg_options=options)
+            edge: self._mesh.edge_group(edge, pg_options=options)
             for edge in sorted(self._edges)  # every rank makes them in this order
         }
 

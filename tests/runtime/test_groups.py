@@ -1,0 +1,73 @@
+"""The groups of a pipeline's processes over gloo; one pool of two for the whole file."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.schedule import build
+from tests.support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def connect(**options):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    schedule = build("1f1b", 2 // options.get("num_replicas", 1), 2)
+    return PipelineGroup(schedule, dist.get_rank(), torch.device("cpu"), **options)
+
+
+def count_meetings():
+    """Return how many groups had met when they were made, and how many are made in the end."""
+    met, all_reduce = [], dist.all_reduce
+
+    def note(tensor, *args, group, **options):
+        met.append(group)
+        return all_reduce(tensor, *args, group=group, **options)
+
+    dist.all_reduce = note
+    try:
+        group = connect(num_replicas=2)
+        alone = connect()
+        alone.device_group([0, 1])
+        made = [*group._device_groups.values(), *alone._device_groups.values()]
+        return len(met), len(made), all(each in met for each in made)
+    finally:
+        dist.all_reduce = all_reduce
+
+
+def test_groups_on_the_device_meet_once_where_they_are_made(pool):
+    # Of a pipeline and of three uses of replicas; of another pipeline, whose ranks are asked twice.
+    assert pool.run(count_meetings) == [(5, 5, True)] * 2
+
+
+def break_off_and_renew():
+    """Rank 0 begins what rank 1 never joins; then both connect anew."""
+    group = connect()
+    work = None
+    if group.global_rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=group.device_group(), async_op=True)
+    dist.barrier()
+    group.renew()
+    failed = False
+    if work is not None:
+        try:
+            work.wait()
+        except RuntimeError:
+            failed = True
+    total = float(group.largest(torch.tensor(float(group.global_rank))))
+    return failed, total
+
+
+def test_what_was_broken_off_ends_before_groups_are_made_anew(pool):
+    assert pool.run(break_off_and_renew) == [(True, 1.0), (False, 1.0)]
