@@ -176,6 +176,7 @@ class PipelineRun:
             differentiate: Starts the backward from a microbatch's weighted loss.
         """
         self.executor.reduction = None  # not of what is left of batches before
+        self._training.expect(self.pipeline.is_new)
         if not self._training.goes_on(accumulation):
             self.plans.before_plan(accumulation.is_first)
             self._training.choose(accumulation, self.pipeline.costs)
@@ -213,6 +214,7 @@ class PipelineRun:
             done, could_be_cut = self._evaluate_whole(inputs, slices)
             self._runs_whole[key] = not could_be_cut
         else:
+            self._training.expect(self.pipeline.is_new)
             plan = self._training.of_evaluation(len(slices))
             microbatches = make_microbatches(slices)
             done = self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))

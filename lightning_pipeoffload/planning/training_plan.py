@@ -25,6 +25,7 @@ from lightning_pipeoffload.schedule import (
     forward_only,
     keep_microbatches,
     lower,
+    one_at_a_time,
     repeat_batch,
     steady_period,
 )
@@ -64,6 +65,9 @@ class TrainingPlan:
         offloaded: What the schedule offloads and why, where that was planned.
         costs: The measured costs by which it was planned; None before there are any.
         has_barrier: What was given.
+        is_cold: Whether the shapes of the batch at hand are new on an accelerator. It runs one
+            microbatch at a time then: compiling, loading and allocating wait for all that the
+            device was given, for which of several microbatches ranks may wait in a circle.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class TrainingPlan:
         self._num_ranks = num_ranks
         self._executor = executor
         self._on_accelerator = on_accelerator
+        self.is_cold = False
         self._reduces = reduces
         self.has_barrier = has_barrier
         self.schedule = settings.provisional_schedule(num_ranks)
@@ -98,7 +103,7 @@ class TrainingPlan:
     @property
     def of_batch(self) -> Schedule:
         """The lowered plan of a full training batch."""
-        return self._of_training(self.schedule.num_microbatches, steps=True)
+        return self._of_training(self.schedule, self.schedule.num_microbatches, steps=True)
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, as this run's steps follow each other.
@@ -140,11 +145,24 @@ class TrainingPlan:
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of so many microbatches."""
-        return self._lowered(self.schedule, num_microbatches, training=False, reduces=False)
+        return self._lowered(self._order, num_microbatches, training=False, reduces=False)
 
-    def _of_training(self, num_microbatches: int, steps: bool) -> Schedule:
+    def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
         reduces = self._reduces and steps
-        return self._lowered(self.schedule, num_microbatches, training=True, reduces=reduces)
+        return self._lowered(order, num_microbatches, training=True, reduces=reduces)
+
+    @property
+    def _order(self) -> Schedule:
+        return one_at_a_time(self.schedule) if self.is_cold else self.schedule
+
+    def expect(self, shapes_are_new: bool) -> None:
+        """Know of a batch before it runs.
+
+        Args:
+            shapes_are_new: Whether no microbatch of such shapes has run yet.
+        """
+        self.is_cold = shapes_are_new and self._on_accelerator
+        self._executor.memory.measures_rooms = self.is_cold
 
     def use(self, settings: PipelineSettings) -> None:
         """Plan by other settings from now on, before anything has run.
@@ -219,7 +237,8 @@ class TrainingPlan:
 
     def goes_on(self, accumulation: Accumulation) -> bool:
         """Whether the plan under way has the next batch too; finishes it if not."""
-        if self._open is not None and (accumulation.is_first or self._open.is_full):
+        is_over = accumulation.is_first or self.is_cold
+        if self._open is not None and (is_over or self._open.is_full):
             self.finish()
         return self._open is not None
 
@@ -246,7 +265,7 @@ class TrainingPlan:
 
     def begin(self, accumulation: Accumulation) -> None:
         """Begin with the plan that was chosen, if the next batch is not all that it has."""
-        if self._in_use is not None and not accumulation.is_last:
+        if self._in_use is not None and not accumulation.is_last and not self.is_cold:
             self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self._executor)
 
     @property
@@ -270,7 +289,7 @@ class TrainingPlan:
         """
         if self._open is not None:
             return self._open.run(microbatches, before_backward)
-        plan = self._of_training(len(microbatches), steps)
+        plan = self._of_training(self._order, len(microbatches), steps)
         return self._executor.run(plan, microbatches, before_backward)
 
     def finish(self) -> None:

@@ -247,6 +247,7 @@ class Executor:
         self.current = None
         self._regrouped.clear()
         self._messages.forget()
+        self.memory.abandon()
         for stage in self.stages.values():
             stage.abandon()
 

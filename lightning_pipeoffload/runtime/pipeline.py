@@ -84,6 +84,7 @@ class Pipeline:
         flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
         leaves_trace: Whether the steps of the last batch that was cut cannot run again.
+        is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
         before_look: Called before a step is run to look at it, with the weights that there are.
 
     Raises:
@@ -105,7 +106,7 @@ class Pipeline:
         self.committed = False
         self.batch_flops = 0
         self.flops_of_one = 0.0
-        self.leaves_trace = False
+        self.leaves_trace = self.is_new = False
         self.before_look: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
@@ -194,14 +195,15 @@ class Pipeline:
         """
         self._notice_frozen()
         self.batch_flops = 0
-        self.leaves_trace = False
-        slices = []
+        self.leaves_trace = self.is_new = False
+        slices, probes = [], []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
             probe = self.probes.find(kind, part, step, self._take_in, own_seed)
             self.batch_flops += probe.training_flops
             self.leaves_trace |= probe.leaves_trace
+            probes.append(probe)
             run: Callable[[StepCall], Any] = partial(step, part)
             if probe.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
@@ -209,6 +211,9 @@ class Pipeline:
             slices.append(BatchSlice(part, run, probe.flow, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
+        self.is_new = not all(probe.has_run for probe in probes)
+        for probe in probes:
+            probe.has_run = True
         return slices
 
     def lending(

@@ -6,12 +6,15 @@ autograd keeps its tensors without hooks, and the ledger counts what was measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.memory.host_copies import Rooms
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.memory.stage_store import (
@@ -19,12 +22,19 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, make_lanes
+from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action, Kind
-from lightning_pipeoffload.schedule.actions import ACTIVATION, WAITING, Part
+from lightning_pipeoffload.schedule.actions import (
+    ACTIVATION,
+    HOST_EFFECTS,
+    MEMORY_EFFECTS,
+    WAITING,
+    MemoryEffect,
+    Part,
+)
 
 _MOVES: dict[Kind, Callable[[ActivationStore], None]] = {
     Kind.OFFLOAD: ActivationStore.offload,
@@ -47,7 +57,10 @@ class ActivationMemory:
 
     Attributes:
         ledger: The ledger of what is kept.
+        measures_rooms: Whether to measure what every microbatch would take of the host.
     """
+
+    measures_rooms = False
 
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
@@ -56,6 +69,8 @@ class ActivationMemory:
         self._offloaded: set[tuple[int, int]] = set()
         self._stores: dict[tuple[int, int], ActivationStore] = {}
         self._owned: set[int] = set()
+        self._rooms: defaultdict[int, Rooms] = defaultdict(dict)
+        self._reserved: tuple[Sequence[Action], dict[int, Rooms]] = (), {}
 
     @classmethod
     def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
@@ -85,9 +100,25 @@ class ActivationMemory:
         """
         self._stages = stages
         self._stores.clear()
+        self._measured: set[tuple[int, int]] = set()
         self._owned.clear()  # parameters may have moved
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _STARTS}
+        self._reserve(actions)
         self.ledger.start_step()
+
+    def _reserve(self, actions: Sequence[Action]) -> None:
+        """Have the host's room for a plan, as far as sizes are known: none is allocated in it."""
+        planned, rooms = self._reserved
+        if self._offloaded and (actions is not planned or rooms != self._rooms):
+            self.settings.host.reserve(_slabs(actions, self._rooms))
+            self._reserved = actions, {stage: {**of} for stage, of in self._rooms.items()}
+
+    def abandon(self) -> None:
+        """Keep nothing after an error, once the device has waited for the copies under way."""
+        for store in self._stores.values():
+            with suppress(CopyError):  # it is known, for the step has failed
+                store.drop()
+        self._stores.clear()
 
     def take_back(self) -> None:
         """Keep nothing of what has run in this step, which starts anew."""
@@ -100,7 +131,8 @@ class ActivationMemory:
         """Return a store for what an F keeps, if one is needed."""
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
-        if key not in self._offloaded and not stage.memory.is_due:
+        is_measured = self.measures_rooms or stage.memory.is_due
+        if key not in self._offloaded and not is_measured:
             return None
         if not self._owned:
             self._owned = {address_of(tensor) for tensor in stage.owned_tensors()}
@@ -108,7 +140,10 @@ class ActivationMemory:
         leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
         resident = self._owned.union(map(address_of, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"
-        self._stores[key] = ActivationStore(name, resident, self.settings)
+        rooms = self._rooms[action.stage]
+        self._stores[key] = ActivationStore(name, resident, self.settings, rooms)
+        if is_measured:
+            self._measured.add(key)
         return self._stores[key]
 
     def arrive(self, action: Action) -> None:
@@ -125,13 +160,31 @@ class ActivationMemory:
         """Count what is kept after an action."""
         store = self._stores.get((action.stage, action.microbatch))
         if store:
+            if (action.stage, action.microbatch) in self._measured:
+                store.measure_rooms()
             held = Held(store.device_bytes(), store.host_bytes(), store.moving_bytes())
         else:
-            held = Held(self._measured(action))
+            held = Held(self._measured_bytes(action))
         self.ledger.record(action, held)
 
-    def _measured(self, action: Action) -> int:
+    def _measured_bytes(self, action: Action) -> int:
         memory = self._stages[action.stage].memory
         if action.kind is Kind.F:
             return memory.activation_bytes or 0
         return (memory.residue_bytes or 0) if action.kind is Kind.B else 0
+
+
+def _slabs(
+    actions: Sequence[Action], rooms: Mapping[int, Rooms]
+) -> Iterator[tuple[tuple[int, int, Part], int]]:
+    """Yield what a rank's actions take of the host, and 0 for what they give back."""
+    on_device: defaultdict[tuple[int, int], Part] = defaultdict(lambda: Part(0))
+    for kind, stage, microbatch in actions:
+        key = stage, microbatch
+        here = on_device[key] if kind in _STARTS else Part(0)
+        drops = HOST_EFFECTS.get(kind, MemoryEffect()).drops
+        for part in Part:
+            if part & (here | drops):
+                yield (*key, part), rooms.get(stage, {}).get(part, 0) if part & here else 0
+        effect = MEMORY_EFFECTS.get(kind, MemoryEffect())
+        on_device[key] = (on_device[key] | effect.puts) & ~effect.drops

@@ -53,6 +53,7 @@ class Probe:
         late_changes: Changes of what hooks have bound.
         sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
+        has_run: Whether a batch with such a microbatch was cut to run.
     """
 
     flow: Flow
@@ -80,6 +81,7 @@ class Probe:
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     late_changes: list[LateChange] = field(default_factory=list)
     sized_in: int | None = None
+    has_run: bool = False
 
     @property
     def leaves_trace(self) -> bool:

@@ -26,6 +26,8 @@ from lightning_pipeoffload.schedule.actions import Part
 
 _ALIGNMENT = 64
 
+Rooms = dict[Part, int]
+
 
 @dataclass(eq=False)
 class _Group:
@@ -44,11 +46,13 @@ class HostCopies:
     Args:
         lanes: The lanes that copies run on.
         host: Memory for what is copied.
+        rooms: The most bytes that each part has taken of the host so far.
     """
 
-    def __init__(self, lanes: CopyLanes, host: HostMemory) -> None:
+    def __init__(self, lanes: CopyLanes, host: HostMemory, rooms: Rooms) -> None:
         self._lanes = lanes
         self._host = host
+        self._rooms = rooms
         self._leaving: list[_Group] = []
         self._away: list[_Group] = []
         self._returning: list[_Group] = []
@@ -61,7 +65,8 @@ class HostCopies:
             HostMemoryError: There is no room.
             CopyError: A copy cannot be started.
         """
-        slab = self._host.take(_lay_out(storages))
+        self.measure(part, storages)
+        slab = self._host.take(self._rooms[part])
         lane = self._lanes.d2h
         lane.wait_for_compute()
         for storage in storages:
@@ -69,6 +74,10 @@ class HostCopies:
             for offset, piece in slab.parts(storage.start, storage.start + storage.num_bytes):
                 lane.copy(piece, source[offset : offset + piece.numel()], what)
         self._leaving.append(_Group(part, storages, slab, lane.mark()))
+
+    def measure(self, part: Part, storages: Sequence[SavedStorage]) -> None:
+        """Note how much room storages of a part take, whether they are copied or not."""
+        self._rooms[part] = max(self._rooms.get(part, 0), _lay_out(storages))
 
     def free(self) -> None:
         """Let the compute lane wait for the copies, and drop what they copied.
@@ -114,9 +123,11 @@ class HostCopies:
 
     def drop(self) -> None:
         """Give the host's room back, once the compute lane has waited for what is on its way."""
-        groups = [*self._leaving, *self._away, *self._returning]
-        for group in groups:
+        for group in self._returning:
+            self._lanes.h2d.hold_compute(group.loaded)
+        for group in [*self._leaving, *self._away]:
             self._lanes.d2h.hold_compute(group.copied)
+        for group in [*self._leaving, *self._away, *self._returning]:
             group.slab.give_back()
         self._leaving, self._away, self._returning = [], [], []
 

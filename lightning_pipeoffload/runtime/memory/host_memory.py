@@ -1,15 +1,16 @@
 """Host memory for offloaded activations: pinned pieces that are allocated once and reused.
 
-A pinned allocation costs milliseconds and blocks the device, so all of them happen in the first
-step. torch rounds each up to a power of two, up to twice of what was asked for; a slab is therefore
-made of a few pieces whose sizes are powers of two already (PipeOffload, section 5, packs into three
-such bins).
+A pinned allocation costs milliseconds and waits for all that the device was given, messages of
+ranks that wait likewise among it. So what a plan needs is reserved before its first step. torch
+rounds each up to a power of two, up to twice of what was asked for; a slab is therefore made of a
+few pieces whose sizes are powers of two already (PipeOffload, section 5, packs into three such
+bins).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -74,7 +75,7 @@ class HostMemory:
 
     Attributes:
         allocated_bytes: The allocated bytes of all pieces.
-        num_allocations: Allocations so far; it does not grow after the first step.
+        num_allocations: Allocations so far; it does not grow in a step whose sizes were known.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
@@ -91,6 +92,24 @@ class HostMemory:
             HostMemoryError: The budget, or the machine's memory, does not allow it.
         """
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
+
+    def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
+        """Have room for what is taken and given back in an order, before anything is.
+
+        Args:
+            slabs: What each slab is for, and its bytes; 0 where it is given back.
+
+        Raises:
+            HostMemoryError: The budget, or the machine's memory, does not allow it.
+        """
+        held: dict[Hashable, Slab] = {}
+        for purpose, num_bytes in slabs:
+            if purpose in held:
+                held.pop(purpose).give_back()
+            if num_bytes:
+                held[purpose] = self.take(num_bytes)
+        for slab in held.values():
+            slab.give_back()
 
     def give_back(self, pieces: list[Tensor]) -> None:
         """Let others reuse ``pieces``, once the compute lane has waited for their last copy."""

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
-from lightning_pipeoffload.runtime.memory.host_copies import HostCopies
+from lightning_pipeoffload.runtime.memory.host_copies import HostCopies, Rooms
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Cast,
@@ -71,16 +71,24 @@ class ActivationStore(WeightInputKeeper):
         name: The name of stage and microbatch, for errors.
         resident: Addresses of storages that stay on the device anyway.
         settings: Where activations go.
+        rooms: The most bytes that each part of the stage has taken of the host so far.
     """
 
-    def __init__(self, name: str, resident: Collection[int], settings: OffloadSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        resident: Collection[int],
+        settings: OffloadSettings,
+        rooms: Rooms | None = None,
+    ) -> None:
         self._name = name
         self._resident = resident
         self._settings = settings
         self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._num_storages = 0
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._copies = HostCopies(settings.lanes, settings.host)
+        rooms = {} if rooms is None else rooms
+        self._copies = HostCopies(settings.lanes, settings.host, rooms)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -129,10 +137,13 @@ class ActivationStore(WeightInputKeeper):
             RuntimeError: Something was written to since it was saved, or the host is full.
         """
         with self._named():
-            for part in Part:
-                storages = [s for s in self._on_device() if s.part == part]
-                if storages:
-                    self._copies.offload(part, storages)
+            for part, storages in self._parts_on_device():
+                self._copies.offload(part, storages)
+
+    def measure_rooms(self) -> None:
+        """Note how much of the host each part takes that may be copied there from now on."""
+        for part, storages in self._parts_on_device():
+            self._copies.measure(part, storages)
 
     def free(self) -> None:
         """Let the compute lane wait for the copies, and drop what they copied."""
@@ -212,6 +223,12 @@ class ActivationStore(WeightInputKeeper):
 
     def _on_device(self) -> list[SavedStorage]:
         return [s for s in self._storages.values() if s.device_bytes is not None]
+
+    def _parts_on_device(self) -> Iterator[tuple[Part, list[SavedStorage]]]:
+        for part in Part:
+            storages = [s for s in self._on_device() if s.part == part]
+            if storages:
+                yield part, storages
 
     @contextmanager
     def _named(self) -> Iterator[None]:
