@@ -1,0 +1,90 @@
+"""Hosts, streams and hardware queues as a model, over plans: what hangs, and what does not."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import product
+
+import pytest
+
+from examples.benchmarks.hangs import (
+    QUEUES,
+    RUNS,
+    Variant,
+    every_action,
+    first_of_each_stage,
+    nowhere,
+    outcomes,
+    variants,
+)
+from lightning_pipeoffload.runtime import rank_messages
+from lightning_pipeoffload.schedule import SCHEDULES
+from lightning_pipeoffload.schedule.open_receives import OpenReceives
+
+SAMPLE = ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "uniform"]
+ALL_AT_ONCE = {"offloads": True, "num_replicas": 2, "ties_weights": True}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_nothing_hangs_where_hosts_wait_for_their_devices_in_steps_of_new_shapes(name):
+    assert [*outcomes(Variant(name, 4, **ALL_AT_ONCE), RUNS, [1])] == [""] * len(RUNS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks"), [*product(SCHEDULES, (2, 4, 8))])
+def test_no_variant_of_any_schedule_hangs(name, num_ranks):
+    for variant in variants(name, num_ranks):
+        assert [*outcomes(variant, RUNS, QUEUES)] == [""] * len(RUNS)
+
+
+class AllThatMayCome(OpenReceives):
+    """Posts every receive whose message follows from what this rank has sent."""
+
+    def expect(self, actions):
+        super().expect(actions)
+        receives = (action for coming in self._coming.values() for action in coming)
+        self._left = deque(sorted(receives, key=self._sends_before.__getitem__))
+
+    def count_send(self):
+        self._num_sent += 1
+        self._post_all()
+
+    def reach(self, receive):
+        self._post_all()
+
+    def until(self, receive):
+        yield receive
+
+    def _post_all(self):
+        while self._left and self._sends_before[self._left[0]] <= self._num_sent:
+            self._post(self._left[0], self._sources[self._left.popleft()])
+
+
+HANGS_AT_ONE_QUEUE = {"zb_v", "interleaved_1f1b"}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "interleaved_1f1b"])
+def test_several_open_receives_of_an_edge_hang_where_streams_share_a_queue(monkeypatch, name):
+    monkeypatch.setattr(rank_messages, "OpenReceives", AllThatMayCome)
+    (found,) = outcomes(Variant(name, 2), [nowhere], [1])
+    assert bool(found) == (name in HANGS_AT_ONE_QUEUE)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_several_open_receives_hang_where_kernels_are_loaded(monkeypatch, name):
+    assert [*outcomes(Variant(name, 4), [first_of_each_stage], [32])] == [""]
+    monkeypatch.setattr(rank_messages, "OpenReceives", AllThatMayCome)
+    (found,) = outcomes(Variant(name, 4), [first_of_each_stage], [32])
+    assert found.startswith("hangs at")
+
+
+@pytest.mark.parametrize("waits", [first_of_each_stage, every_action])
+def test_by_the_plan_steps_of_new_shapes_would_hang(waits):
+    (found,) = outcomes(Variant("interleaved_1f1b", 4), [waits], [32])
+    assert found.startswith("hangs at")
+
+
+def test_host_memory_is_reserved_before_a_plan_not_in_it(monkeypatch):
+    assert not sum(host.num_allocations for host in Variant("zb_v", 4, offloads=True).enqueue())
+    as_planned = Variant("zb_v", 4, offloads=True, as_planned=True)
+    assert sum(host.num_allocations for host in as_planned.enqueue())
