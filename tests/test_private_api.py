@@ -154,6 +154,8 @@ USED = {
     "_results": TRAINER,
     "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
     "_forward_cache": MeanMetric(),
+    "_computed": MeanMetric(),
+    "_update_count": MeanMetric(),
     "_current_fx_name": LightningModule(),
     "_to_sync": MeanMetric(),
     "_child_processes": _ChildProcessObserver(os.getpid(), []),

@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
+from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
 from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks, refuse_other_callbacks
 from lightning_pipeoffload.loop.throughput import share_throughput
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -48,6 +49,15 @@ class BackwardInStep(_AutomaticOptimization):
         made = cls(plain.trainer)
         made.optim_progress = plain.optim_progress
         return made
+
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch; of its outputs only numbers are for hooks of other ranks than the root."""
+        outputs, connector = super().run(*args, **kwargs), self.trainer._logger_connector
+        if not isinstance(connector, SharedMetricsConnector) or connector.is_root:
+            return outputs
+        root = self.trainer.strategy.group.root  # type: ignore[attr-defined]
+        return OutputsElsewhere("training_step", root, connector.outputs)
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -75,7 +85,7 @@ def join_loops(
         fail: A function that ends the run by an error of the thread that publishes.
 
     Returns:
-        The hooks that may use what is on a root only; None with one rank.
+        The hooks after which roots publish; None with one rank.
 
     Raises:
         ValueError: This rank has other callbacks than global rank 0.
@@ -92,6 +102,9 @@ def join_loops(
     for evaluation in (trainer.validate_loop, trainer.test_loop):
         evaluation.run = partial(_evaluate_alone, evaluation)  # type: ignore[method-assign]
     trainer.predict_loop.run = partial(_predict, trainer, mesh.is_root)  # type: ignore[method-assign]
+    trainer.predict_loop.on_run_end = partial(_end_prediction, trainer)  # type: ignore[method-assign]
+    # Before the hooks of an epoch's end, for schedulers are updated first.
+    loop.update_lr_schedulers = partial(_update_schedulers, trainer)  # type: ignore[method-assign]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
         loop._should_check_val_fx = partial(  # type: ignore[method-assign]
@@ -105,7 +118,7 @@ def join_loops(
     if metrics_store is None:
         return None
     refuse_other_callbacks(trainer)
-    return EndHooks(trainer, connector)
+    return EndHooks(trainer, connector.tick)
 
 
 def stop_without_waiting(trainer: Trainer) -> None:
@@ -146,6 +159,20 @@ def _predict(trainer: Trainer, is_root: bool) -> Any:
 def _evaluate_alone(loop: Any) -> Any:
     draw_seed()
     return _evaluate(loop)
+
+
+def _end_prediction(trainer: Trainer) -> Any:
+    """Run the hooks of a prediction's end, for which Lightning has no connector's word."""
+    trainer._logger_connector.at_epoch_end()  # type: ignore[attr-defined] # the one of join_loops
+    return type(trainer.predict_loop).on_run_end(trainer.predict_loop)
+
+
+def _update_schedulers(trainer: Trainer, interval: str, *args: Any, **kwargs: Any) -> None:
+    """Update learning rates; those of an epoch may depend on what its steps have collected."""
+    if any(config.interval == interval == "epoch" for config in trainer.lr_scheduler_configs):
+        trainer._logger_connector.at_epoch_end()  # type: ignore[attr-defined] # the one of join_loops
+    loop = trainer.fit_loop.epoch_loop
+    type(loop).update_lr_schedulers(loop, interval, *args, **kwargs)
 
 
 def _evaluate(loop: Any) -> Any:

@@ -21,6 +21,7 @@ from lightning_pipeoffload.loop.callback_checks import (
 from lightning_pipeoffload.loop.clocks import Clocks
 from lightning_pipeoffload.loop.data import PipelineLoaders, count_seen, leave_out_seen
 from lightning_pipeoffload.loop.first_batches import FirstBatches
+from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks
 from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
 from lightning_pipeoffload.loop.hooks.gradient_sizes import share_gradient_sizes
@@ -52,6 +53,7 @@ _OF_A_RUN = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_parameters", "_state", "_loaders", "_steps", "_copies", "backward_of_batch"),
     *("_blueprint", "_hook_forwards", "_end_hooks", "_gradient_hooks", "_metric_groups"),
+    "_collected",
     *("_requeue", "_stop", "_arrivals", "_first_batches", "_clocks", "_weights_watch", "_border"),
 })  # fmt: skip
 
@@ -64,6 +66,7 @@ class RunSetup(ModelInParts):
     backward_of_batch: BatchBackward
     _metric_groups: MetricGroups | None = None
     _end_hooks: EndHooks | None = None
+    _collected: CollectedValues | None = None
     _gradient_hooks: GradientHooks | None = None
     _clocks: Clocks | None = None
     _requeue: Requeue | None = None
@@ -100,11 +103,6 @@ class RunSetup(ModelInParts):
     def is_in_step(self) -> bool:
         return self._run is not None and self._run.pipeline.is_in_step
 
-    @property
-    @override
-    def left_hook(self) -> str:
-        return self._end_hooks.left if self._end_hooks is not None else ""
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -134,16 +132,12 @@ class RunSetup(ModelInParts):
         age = self.run.pipeline.gradient_age
         self._border = share_gradients(self.precision_plugin, self.group, age)
         self._end_hooks = join_loops(trainer, self.group, self._metrics_store, self._fail_elsewhere)
-        if self._end_hooks is not None:
-            self._steps.watching = self._end_hooks.watching_step
         if self.group.num_ranks > 1:
             self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
         self.run.plans.has_step_barrier = lambda: self._has_barrier(trainer)
         if self._meeting is not None:
-            self._hook_forwards = HookForwards(
-                self.run.pipeline, self.group, self._meeting, lambda: self.left_hook
-            )
-        self._metric_groups = MetricGroups(self._module, self.group.replicas)
+            self._hook_forwards = HookForwards(self.run.pipeline, self.group, self._meeting)
+        self._collect()
         self._join_ranks(trainer)
         self._requeue = join_requeue(
             trainer, self.cluster_environment, self._connector, self._board
@@ -151,6 +145,21 @@ class RunSetup(ModelInParts):
 
     def _step_options(self) -> StepOptions:
         return StepOptions(self.optimizers, self.run.pipeline.trained, self._num_steps)
+
+    def _collect(self) -> None:
+        """Let hooks of an epoch's end have what steps leave behind, on every rank."""
+        self._collected = None
+        if self.group.num_ranks > 1:
+            given = self._module, self.run.pipeline, self.group, self._connector
+            self._collected = collected = CollectedValues(*given)
+            self._steps.watching = collected.watching
+            self._connector.at_epoch_end = collected.send
+            self._connector.at_reset = collected.reset_logged
+        self._metric_groups = MetricGroups(self.group.replicas, self._refuse_metric)
+
+    def _refuse_metric(self, metric: Metric) -> None:
+        if self._collected is not None:
+            self._collected.refuse_metric(metric)
 
     def _has_barrier(self, trainer: Trainer) -> bool:
         goes_ahead = self._border is not None and self._border.guesses_always

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.loop.compilation import compile_ahead
-from lightning_pipeoffload.loop.hooks.outputs_elsewhere import numbers_in
+from lightning_pipeoffload.loop.hooks.elsewhere import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import hooks_between_batches
 from lightning_pipeoffload.loop.later_steps import LaterSteps
 from lightning_pipeoffload.loop.run_setup import RunSetup
@@ -103,7 +103,7 @@ class StepHooks(LaterSteps, RunSetup):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stop_watching_weights()
         backward = self.backward_of_batch
-        with self.precision_plugin.train_step_context(), self._between_hooks():
+        with self.precision_plugin.train_step_context(), self._between_hooks("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
             slices = self.run.cut_training_batch(inputs)
             accumulation = self._accumulation()
@@ -116,10 +116,15 @@ class StepHooks(LaterSteps, RunSetup):
             self._start_batch(len(slices), accumulation)
             with self._start_ahead(), sharing_casts(self.root_device), self._counted():
                 self._first_batches.start_step()
-                start, differentiate = backward.start, backward.differentiate
+                start, differentiate = self._start_backward, backward.differentiate
                 done = self.run.train(inputs, slices, accumulation, start, differentiate)
             self._log(done, self._trainer.accumulate_grad_batches)
         return backward.end(done.value, accumulation)
+
+    def _start_backward(self, results: Sequence[Any]) -> None:
+        """Run the hooks before a backward, in the middle of a plan."""
+        with nullcontext() if self._collected is None else self._collected.between_steps():
+            self.backward_of_batch.start(results)
 
     def _start_ahead(self) -> ExitStack:
         """Begin before the weights are final, if what runs can be taken back."""
@@ -175,10 +180,11 @@ class StepHooks(LaterSteps, RunSetup):
             self.run.finish_plan()
 
     @contextmanager
-    def _between_hooks(self) -> Iterator[None]:
+    def _between_hooks(self, kind: str = "") -> Iterator[None]:
         """Run steps, which leave random numbers as they were, and call modules of their own."""
         forwards = nullcontext() if self._hook_forwards is None else self._hook_forwards.paused()
-        with forwards, forked_randomness():
+        collected = nullcontext() if self._collected is None else self._collected.in_step(kind)
+        with forwards, forked_randomness(), collected:
             yield
 
     @override
@@ -199,10 +205,10 @@ class StepHooks(LaterSteps, RunSetup):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._between_hooks(), self._counted():
+        with self._between_hooks(kind), self._counted():
             done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
             self._log(done)
-        return done.value
+        return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
     def _log(self, done: StepOutput, num_accumulated: int = 1) -> None:
         self._steps.log(done.sizes, done.shares)

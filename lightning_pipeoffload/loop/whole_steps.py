@@ -6,11 +6,8 @@ be cut into stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from torchmetrics import Metric
 
 from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -18,7 +15,6 @@ from lightning_pipeoffload.runtime.microbatch import batch_size, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 
@@ -60,7 +56,7 @@ class WholeSteps:
         for part, seed in cuts:
             lending = self._pipeline.lending(self._group.send_to_all, seed)
             seed_all(mix_seed(seed, 0))
-            with self._metrics_elsewhere(), lending.running():
+            with lending.running():
                 values.append(inputs.step(part, self._call))
             could_be_cut &= lending.could_be_cut
         finish_comparing()
@@ -73,16 +69,6 @@ class WholeSteps:
             return StepOutput(None, sizes, shares)
         whole = values[0] if len(values) == 1 else merge_outputs(values, shares)
         return StepOutput(whole, sizes, shares)
-
-    @contextmanager
-    def _metrics_elsewhere(self) -> Iterator[None]:
-        """Leave metrics as they are on all ranks but global rank 0, as where a step is cut."""
-        with ExitStack() as stack:
-            if not self._group.is_root:
-                for part in self._pipeline.module.modules():
-                    if isinstance(part, Metric):
-                        stack.enter_context(unchanged(part))
-            yield
 
 
 def _size_of(batch: Any) -> int:

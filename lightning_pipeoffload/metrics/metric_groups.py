@@ -1,60 +1,47 @@
-"""Which processes a metric's value is of: the roots of all replicas, or this one alone."""
+"""Which processes a metric's value is of: this rank's counterparts in all replicas, or it alone."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipeoffload.runtime.replicas import Replicas
 
+_PLAIN = Metric.sync
+
 
 class MetricGroups:
-    """Metrics that gather over the replicas, each rank's over its counterparts, or over nobody.
+    """Lets all metrics of a process gather over the replicas while a run lasts, wherever they are.
 
-    Within a pipeline one rank has a value: there is nothing to gather.
+    Within a pipeline nothing is gathered: what steps have written is sent at an epoch's end.
 
     Args:
-        module: The module whose metrics are meant.
         replicas: The counterparts of this rank.
+        refuse: A function that raises for a metric whose value is on another rank.
     """
 
-    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
-        metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._plain = [(m, m.distributed_available_fn, m.dist_sync_fn) for m in metrics]
-        gather = _Gather(replicas)
+    def __init__(self, replicas: Replicas, refuse: Callable[[Metric], None]) -> None:
         if replicas.num == 1:
             warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
-        for metric in metrics:
-            if replicas.num == 1:
-                metric.distributed_available_fn = _never
-            elif metric.process_group is None and metric.dist_sync_fn is None:
-                metric.dist_sync_fn = gather
+
+        def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
+            if replicas.is_alone_with(state):
+                return [state] * replicas.num
+            return gather_all_tensors(state, replicas.group if group is None else group)
+
+        def sync(metric: Metric, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
+            refuse(metric)
+            if replicas.num > 1:
+                _PLAIN(metric, dist_sync_fn or gather, *args, **kwargs)
+
+        Metric.sync = sync  # type: ignore[method-assign, assignment]
 
     def give_back(self) -> None:
         """Let them gather as before, under another strategy."""
-        for metric, is_available, gather in self._plain:
-            metric.distributed_available_fn, metric.dist_sync_fn = is_available, gather
-
-
-class _Gather:
-    """Gathers a metric's state over the replicas; metrics that are copied have it in common."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-
-    def __call__(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
-        if self._replicas.is_alone_with(state):
-            return [state] * self._replicas.num
-        return gather_all_tensors(state, self._replicas.group if group is None else group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gather:
-        return self
-
-
-def _never() -> bool:
-    return False
+        Metric.sync = _PLAIN  # type: ignore[method-assign]

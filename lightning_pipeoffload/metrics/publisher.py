@@ -40,18 +40,17 @@ class Publisher:
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, key: str, metrics: Numbers, news: Any) -> None:
-        """Set ``key`` to a JSON object with both, as they are now.
+    def publish(self, key: str, metrics: Numbers) -> None:
+        """Set ``key`` to a JSON object with the numbers as they are now.
 
         Args:
             key: A key that is new in the store.
             metrics: Numbers, or tensors of one element, by kind and name.
-            news: Anything that JSON can hold.
         """
         fetch = start_fetching(metrics)
 
         def write() -> None:
-            self._store.set(key, json.dumps({"metrics": fetch(), "news": news}))
+            self._store.set(key, json.dumps(fetch()))
             self._keys.append(key)
             if len(self._keys) > _NUM_KEPT:
                 self._store.delete_key(self._keys.pop(0))

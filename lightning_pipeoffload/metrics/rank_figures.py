@@ -64,7 +64,7 @@ class RankFigures:
             step: The step, larger than those before.
             figures: Numbers, or tensors of one element, by name.
         """
-        self._publisher.publish(self._key(step, self._global_rank), {_KIND: figures}, None)
+        self._publisher.publish(self._key(step, self._global_rank), {_KIND: figures})
         if self._reader is not None:
             self._expected.put(step)
 
@@ -93,7 +93,7 @@ class RankFigures:
         try:
             for step in iter(self._expected.get, None):
                 found = store.multi_get([self._key(step, rank) for rank in ranks])
-                numbers = [json.loads(each)["metrics"][_KIND] for each in found]
+                numbers = [json.loads(each)[_KIND] for each in found]
                 self._arrived.put((step, dict(zip(ranks, numbers, strict=True))))
         except Exception as error:
             self._fail_unless_left(error)

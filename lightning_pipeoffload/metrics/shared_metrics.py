@@ -51,17 +51,14 @@ class _Published:
         self._replica = replica
         self._tick = 0
         self._last: dict[str, _Metrics] = {}
-        self.news: Any = None
 
     def at(self, tick: int) -> dict[str, _Metrics]:
         """Return the metrics of a tick, by kind; waits for them."""
         if self._tick != tick:
             found = json.loads(self._store.get(_key(self._replica, tick)))
             self._tick = tick
-            metrics = found["metrics"]
-            self._last = {kind: _as_tensors(values) for kind, values in metrics.items()}
-            self._last["pbar"] = metrics["pbar"]
-            self.news = found["news"]
+            self._last = {kind: _as_tensors(values) for kind, values in found.items()}
+            self._last["pbar"] = found["pbar"]
         return self._last
 
     def forget(self, tick: int) -> None:
@@ -78,14 +75,16 @@ class SharedMetricsConnector(_LoggerConnector):
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
-        describe: A function that returns, on the root, what else to publish.
         at_batch_end: Called when the hooks of a batch's end have run.
         at_data_end: Called when the last batch of an epoch or a validation is done.
+        at_epoch_end: Called before the hooks of an epoch's or an evaluation's end.
+        at_reset: Called when Lightning resets what steps have logged.
     """
 
-    describe: Callable[[], Any] = staticmethod(lambda: None)
     at_batch_end: Sequence[Callable[[], None]] = ()
     at_data_end: Callable[[], None] = staticmethod(lambda: None)
+    at_epoch_end: Callable[[], None] = staticmethod(lambda: None)
+    at_reset: Callable[[], None] = staticmethod(lambda: None)
     is_root = True
     _replica = 0
     _publisher: Publisher | None = None
@@ -128,7 +127,7 @@ class SharedMetricsConnector(_LoggerConnector):
 
     def _forget_callbacks(self) -> None:
         """Call nothing that was of a run."""
-        for name in ("at_batch_end", "at_data_end"):
+        for name in ("at_batch_end", "at_data_end", "at_epoch_end", "at_reset"):
             self.__dict__.pop(name, None)
 
     def leave(self) -> None:
@@ -159,7 +158,7 @@ class SharedMetricsConnector(_LoggerConnector):
             return
         mine = self._update_all()
         now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
-        self._publisher.publish(_key(self._replica, self._tick), now, self.describe())
+        self._publisher.publish(_key(self._replica, self._tick), now)
 
     def _update_all(self) -> dict[str, _Metrics]:
         """Take in what this rank has logged itself; return all, by kind."""
@@ -173,12 +172,6 @@ class SharedMetricsConnector(_LoggerConnector):
             for kind, values in mine.items():
                 values.update(latest[kind])
         return mine
-
-    def news(self, wait: bool = True) -> Any:
-        """Return what ``describe`` returned on the root at the last tick, or that is known."""
-        if wait:
-            self._fetch()
-        return None if self._roots is None else self._roots.news
 
     def outputs(self) -> _Metrics:
         """Return the numbers that the last step returned on the root; waits for them."""
@@ -195,6 +188,7 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         self.at_data_end()  # before anything waits for the other ranks
+        self.at_epoch_end()
         super().epoch_end_reached()
         self._fetch_shown = None  # a trainer may be saved now
         self.tick()
@@ -211,6 +205,11 @@ class SharedMetricsConnector(_LoggerConnector):
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.tick()
+
+    @override
+    def reset_results(self) -> None:
+        super().reset_results()
+        self.at_reset()
 
     @override
     def reset_metrics(self) -> None:

@@ -81,11 +81,6 @@ class Collectives(JointEnd):
         self._refuse_alone("reduce_boolean_decision")
         return decision if self._group is None else self._group.world.agree(decision, all)
 
-    @property
-    def left_hook(self) -> str:
-        """Where the other ranks have left the hook that is running; empty if they have not."""
-        return ""
-
     def _refuse_alone(self, name: str) -> None:
         """Refuse what needs all ranks where the others do not come to it."""
         self._refuse_after_failure(name)
@@ -94,10 +89,4 @@ class Collectives(JointEnd):
                 f"{name}() inside a step would wait for ever: the other ranks have left the step, "
                 f"or are not there yet{in_brackets(calling_line())}; call it in a hook such as "
                 f"on_train_batch_end"
-            )
-        if self.left_hook:
-            raise RuntimeError(
-                f"{name}() would wait for ever: the ranks without the last stage have left "
-                f"{self.left_hook}, which its step has written; call it before that, or in another "
-                f"hook"
             )

@@ -83,6 +83,7 @@ class Pipeline:
             first of these stages.
         flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
+        batch_probes: What was seen of the steps of the last batch that was cut.
         leaves_trace: Whether the steps of the last batch that was cut cannot run again.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
         before_look: Called before a step is run to look at it, with the weights that there are.
@@ -107,6 +108,7 @@ class Pipeline:
         self.batch_flops = 0
         self.flops_of_one = 0.0
         self.leaves_trace = self.is_new = False
+        self.batch_probes: list[Probe] = []
         self.before_look: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
@@ -197,6 +199,7 @@ class Pipeline:
         self.batch_flops = 0
         self.leaves_trace = self.is_new = False
         slices, probes = [], []
+        self.batch_probes = probes
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)

@@ -1,50 +1,59 @@
-"""Metrics gather over the replicas, or over nobody; a user's own way of gathering stays."""
+"""Metrics gather over the replicas, or over nobody, wherever they are; a user's own way stays."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from types import SimpleNamespace
 
+import pytest
 import torch
-from torch import nn
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import Metric, SumMetric
 
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 
 
-class Module(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mean = MeanMetric()
-        self.more = MetricCollection({"sum": SumMetric()})
-        self.users = SumMetric(dist_sync_fn=lambda state, group: [state, state])
+@pytest.fixture
+def join():
+    """Join replicas of which each has the same state."""
+    joined = []
+
+    def make(num, refuse=lambda metric: None):
+        replicas = SimpleNamespace(num=num, group=None, is_alone_with=lambda _: True)
+        joined.append(MetricGroups(replicas, refuse))
+        return joined[-1]
+
+    yield make
+    for groups in joined:
+        groups.give_back()
 
 
-def of_replicas(num, is_alone=True):
-    return SimpleNamespace(num=num, group=None, is_alone_with=lambda _: is_alone)
+def total(**options):
+    metric = SumMetric(distributed_available_fn=lambda: True, **options)
+    metric.update(torch.ones(2))
+    return float(metric.compute())
 
 
-def test_one_replica_gathers_from_nobody():
-    module = Module()
-    metrics = [module.mean, module.more["sum"], module.users]
-    plain = [metric.distributed_available_fn for metric in metrics]
-    groups = MetricGroups(module, of_replicas(1))
-    assert not any(metric.distributed_available_fn() for metric in metrics)
-    groups.give_back()
-    assert [metric.distributed_available_fn for metric in metrics] == plain
+def test_one_replica_gathers_from_nobody(join):
+    join(1)
+    assert total() == total(dist_sync_fn=lambda state, group: [state, state]) == 2
 
 
-def test_several_gather_all_but_what_gathers_by_itself():
-    module = Module()
-    users = module.users.dist_sync_fn
-    groups = MetricGroups(module, of_replicas(3))
-    gather = module.mean.dist_sync_fn
-    assert module.more["sum"].dist_sync_fn is gather
-    assert module.users.dist_sync_fn is users
-    assert deepcopy(module.mean).dist_sync_fn is gather
-    state = torch.ones(2)
-    assert all(part is state for part in gather(state))  # in a probe: nobody else is there
-    assert len(gather(state)) == 3
-    groups.give_back()
-    assert module.mean.dist_sync_fn is None
-    assert module.users.dist_sync_fn is users
+def test_several_gather_all_but_what_gathers_by_itself(join):
+    join(3)
+    assert total() == 6
+    assert total(dist_sync_fn=lambda state, group: [state, state]) == 4
+
+
+def test_a_value_that_is_elsewhere_is_refused(join):
+    def refuse(metric):
+        raise RuntimeError("elsewhere")
+
+    join(1, refuse)
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        total()
+
+
+def test_torchmetrics_has_its_own_back():
+    plain = Metric.sync
+    replicas = SimpleNamespace(num=2)
+    MetricGroups(replicas, lambda metric: None).give_back()
+    assert Metric.sync is plain

@@ -16,28 +16,28 @@ def test_what_was_published_is_there_when_the_publisher_is_closed():
     publisher = Publisher(store, print)
     metrics = {"log": {"a": torch.tensor(1.5), "b": 2}}
     for moment in range(70):
-        publisher.publish(f"at {moment}", metrics, [moment])
+        metrics["log"]["b"] = moment
+        publisher.publish(f"at {moment}", metrics)
         metrics["log"]["a"] = torch.tensor(float("nan"))
     publisher.close()
     assert not store.check(["at 5"])
     assert store.check(["at 6", "at 69"])
-    last = json.loads(store.get("at 69"))
-    assert (last["news"], last["metrics"]["log"]["b"]) == ([69], 2.0)
+    assert json.loads(store.get("at 69"))["log"]["b"] == 69
 
 
 def test_numbers_are_those_of_the_moment():
     store = HashStore()
     publisher = Publisher(store, print)
     metrics = {"log": {"a": torch.tensor(1.5)}}
-    publisher.publish("now", metrics, None)
+    publisher.publish("now", metrics)
     metrics["log"]["a"].fill_(3.0)
     publisher.close()
-    assert json.loads(store.get("now"))["metrics"] == {"log": {"a": 1.5}}
+    assert json.loads(store.get("now")) == {"log": {"a": 1.5}}
 
 
 def test_what_cannot_be_published_is_told():
     told = Queue()
-    publisher = Publisher(HashStore(), told.put)
-    publisher.publish("at 0", {}, object())
-    assert "not JSON serializable" in str(told.get(timeout=1000))
+    publisher = Publisher(None, told.put)
+    publisher.publish("at 0", {})
+    assert "'set'" in str(told.get(timeout=1000))
     publisher.close()

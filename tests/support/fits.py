@@ -164,6 +164,7 @@ def outlive_failures(trainer: L.Trainer) -> None:
     """Let no rank end with the run: the pool needs its processes for more."""
 
     def leave(exception: BaseException) -> None:
+        trainer.strategy.give_back()
         if trainer.strategy._board is not None:
             trainer.strategy._board.stop()
 

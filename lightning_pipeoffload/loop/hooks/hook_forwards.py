@@ -7,7 +7,7 @@ where one comes alone it does not wait for long, and says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,17 +36,12 @@ class HookForwards:
         pipeline: The module on this rank.
         group: The pipeline's processes.
         meeting: Where all ranks meet.
-        left: A function that says where the other ranks have left the hook that is running, if they
-            have.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting, left: Callable[[], str]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting) -> None:
         self._pipeline = pipeline
         self._group = group
         self._meeting = meeting
-        self._left = left
         self._names: dict[int, str] = {}
         self._named: Ownership | None = None
         self._handles: list[RemovableHandle] = []
@@ -142,10 +137,7 @@ class HookForwards:
             )
 
     def _explain_missing(self, ranks: list[int]) -> str:
-        left = f", which have left {self._left()}," if self._left() else ""
-        return (
-            f"and global ranks {ranks}{left} have not come to it for {self._meeting.seconds:.0f} s"
-        )
+        return f"and global ranks {ranks} have not come to it for {self._meeting.seconds:.0f} s"
 
 
 class _WithoutBackward(torch.autograd.Function):

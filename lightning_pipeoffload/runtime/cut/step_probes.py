@@ -67,6 +67,11 @@ class StepProbes:
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
 
+    @property
+    def written(self) -> list[Variable]:
+        """What steps write to keep."""
+        return list(self._written.values())
+
     def find(
         self,
         kind: str,

@@ -1,0 +1,447 @@
+"""What steps leave behind: on the ranks that ran the line, and at an epoch's end on all.
+
+A step comes to its end on the rank of the last stage only, so that is where ``self.outs`` fills::
+
+    global rank 0    self.outs.append(loss)    self.outs: 5 losses         sends them
+    another rank     leaves before that line   self.outs: a placeholder    receives them
+                     | a batch                 | hooks of a batch          | hooks of an epoch's end
+
+What the step writes where is known from the probe. What only later batches write (behind ``if
+batch_idx == 3``) global rank 0 notices, and the others learn when it is first sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pipeoffload.loop.hooks.elsewhere import Elsewhere, OutputsElsewhere
+from lightning_pipeoffload.loop.hooks.sent_values import (
+    MOST_BYTES,
+    UnsendableError,
+    pack,
+    unpack,
+)
+from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
+from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.users_code.libraries import is_users
+from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
+from lightning_pipeoffload.runtime.users_code.module_snapshot import refill
+from lightning_pipeoffload.runtime.users_code.namespaces import GONE, REGISTRIES, Namespace
+from lightning_pipeoffload.runtime.users_code.source_watch import Draw
+from lightning_pipeoffload.runtime.users_code.written_state import Variable, is_plain_object
+
+_OF_LIGHTNING = REGISTRIES | frozenset(vars(pl.LightningModule())) | {"log"}
+_REFILLED = (list, dict, set, deque)
+_DEPTH = 2
+_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+# Looked at in every microbatch: to ask whether they are a Mapping or a Metric takes longest.
+_WITHOUT_PARTS = {int, float, bool, str, type(None), FunctionType, MethodType}
+_FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
+
+
+class _Report(NamedTuple):
+    """What a rank has of one variable.
+
+    Attributes:
+        end: The last segment of the step that the rank runs; None: it lacks the variable.
+        num_leaves: The values in it.
+        is_whole: Whether the rank has all of these.
+        kind: The kind of step that wrote what no probe has seen; "" of what one has.
+    """
+
+    end: int | None
+    num_leaves: int
+    is_whole: bool
+    kind: str
+
+
+class CollectedValues:
+    """Attributes and metrics that the steps of a module write, over the ranks of a pipeline.
+
+    Args:
+        module: The user's module, which has a trainer.
+        pipeline: The module on this rank.
+        group: The pipeline's processes.
+        connector: The trainer's connector, which has the numbers of a step's outputs.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        connector: SharedMetricsConnector,
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._group = group
+        self._connector = connector
+        self._known: dict[str, Variable] = {}
+        self._late: dict[str, str] = {}  # the kind of step, of what no probe has seen
+        self._due: set[str] = set()
+        self._lacking: dict[str, str] = {}  # with what its use raises
+        self._hidden_metrics: dict[int, str] = {}
+        self._places: dict[int, tuple[Probe, dict[str, Draw]]] = {}
+        self._kind = ""
+        self._warned: set[str] = set()
+        self._logged: list[str] = []
+        self._found_metrics: list[tuple[str, Metric]] | None = None
+        self._takes_outputs: dict[str, bool] = {}
+        for path, part in module.named_modules():  # of a run before this one
+            for name, value in vars(part).items():
+                if isinstance(value, Elsewhere):
+                    label = self._know(Variable(Namespace.of_part(path, part), name))
+                    self._lacking[label] = value.message
+
+    @contextmanager
+    def in_step(self, kind: str) -> Iterator[None]:
+        """Let a step have this rank's own values, and hooks after it placeholders.
+
+        Args:
+            kind: The name of the step; "": what runs is left of steps before.
+        """
+        self._show()
+        self._kind = kind
+        try:
+            yield
+        finally:
+            self._end_step()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let hooks that run in the middle of a plan have placeholders too."""
+        self._end_step()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _end_step(self) -> None:
+        for label, place in self._written_in_batch().items():
+            self._due.add(label)
+            if self._has(place):
+                self._lacking.pop(label, None)
+            else:
+                self._lacking[label] = self._message(label, place)
+        self._hide()
+
+    def _show(self) -> None:
+        self._hidden_metrics.clear()
+        for label in self._lacking:
+            variable = self._now(label)
+            if isinstance(variable.value, Elsewhere):
+                variable.namespace.put(variable.name, variable.value.own)
+
+    def _hide(self) -> None:
+        for label, message in self._lacking.items():
+            variable = self._now(label)
+            owner, value = variable.namespace.owner, variable.value
+            if isinstance(owner, Metric):  # of whose attributes torchmetrics asks at any time
+                self._hidden_metrics[id(owner)] = message
+                owner._computed = None  # private: else it is given without being asked for
+            elif not isinstance(owner, MetricCollection) and not isinstance(value, Elsewhere):
+                variable.namespace.put(variable.name, Elsewhere(message, value))
+
+    def refuse_metric(self, metric: Metric) -> None:
+        """Refuse the value of a metric that steps have updated on another rank.
+
+        Raises:
+            RuntimeError: They have.
+        """
+        if id(metric) in self._hidden_metrics:
+            raise RuntimeError(self._hidden_metrics[id(metric)])
+
+    def _message(self, label: str, place: Draw) -> str:
+        segment = place.segment if place.is_in_block else len(self._pipeline.chain)
+        stage = next(s.index for s in self._pipeline.partition if segment in s.segments)
+        rank = self._group.global_ranks[self._group.stage_ranks[stage]]
+        return (
+            f"{label} is not on global rank {self._group.global_rank} between batches: the step "
+            f"writes it on global rank {rank}. Use self.log in the step and "
+            f"trainer.callback_metrics here, or {label} in a hook of the epoch's end "
+            f"(on_train_epoch_end, on_validation_epoch_end), where all ranks have it"
+        )
+
+    # Which variables
+
+    def _know(self, variable: Variable) -> str:
+        self._known.setdefault(variable.label, variable)
+        return variable.label
+
+    def _now(self, label: str) -> Variable:
+        """Return a variable, of the submodule that is there now: a hook may make a metric anew."""
+        path, name = "", label
+        if label in self._known:
+            namespace, name = self._known[label].namespace, self._known[label].name
+            if not isinstance(namespace.owner, nn.Module):
+                return self._known[label]
+            path = namespace.name.removeprefix("self").removeprefix(".")
+        else:
+            path, _, name = label.removeprefix("self.").rpartition(".")
+        owner = self._module.get_submodule(path)
+        self._known[label] = Variable(Namespace.of_part(path, owner), name)
+        return self._known[label]
+
+    def _written_in_batch(self) -> dict[str, Draw]:
+        """Return what the steps of the last batch have written, and where each wrote it last."""
+        behind = Draw(len(self._pipeline.chain), is_in_block=False)
+        found = {label: behind for label, kind in self._late.items() if kind == self._kind}
+        for probe in self._pipeline.batch_probes if self._kind else ():
+            if id(probe) not in self._places or self._places[id(probe)][0] is not probe:
+                self._places[id(probe)] = probe, dict(self._written_in(probe))
+            found |= self._places[id(probe)][1]
+        return found
+
+    def _written_in(self, probe: Probe) -> Iterator[tuple[str, Draw]]:
+        for variable in self._pipeline.probes.written:
+            uses = probe.uses.get((id(variable.namespace.owner), variable.name))
+            if uses is not None and uses.last_write is not None and _is_sent(variable):
+                yield self._know(self._attribute_of(variable)), uses.last_write.place
+
+    def _attribute_of(self, variable: Variable) -> Variable:
+        """Return the module's attribute that holds an object, for a variable of the object."""
+        found = variable
+        if is_plain_object(variable.namespace.owner):
+            for path, part in self._module.named_modules():
+                space = Namespace.of_part(path, part)
+                name = variable.label.removeprefix(f"{space.name}.").partition(".")[0]
+                if variable.label.startswith(f"{space.name}.") and name in space.contents:
+                    found = Variable(space, name)
+        return found
+
+    def _has(self, place: Draw) -> bool:
+        """Whether this rank runs the line that is at a place in the step."""
+        segments = [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
+        if place.is_in_block:
+            return any(place.segment in each for each in segments)
+        return place.segment <= max(segments[-1])
+
+    def watching(self) -> AbstractContextManager[None]:
+        """On global rank 0, note what a step writes that no probe has seen."""
+        return _Watch(self) if self._group.is_root and self._kind else nullcontext()
+
+    def look(self) -> dict[str, Look]:
+        """Look at all that no step has been seen to write yet."""
+        attributes = vars(self._module)
+        found = {
+            f"self.{name}": _look(attributes[name])
+            for name in attributes.keys() - _OF_LIGHTNING
+            if f"self.{name}" not in self._known
+        }
+        for path, metric in self._metrics():
+            if f"self.{path}._update_count" not in self._known:
+                found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
+        return found
+
+    def _metrics(self) -> list[tuple[str, Metric]]:
+        if self._found_metrics is None:
+            parts = self._module.named_modules()
+            self._found_metrics = [(path, p) for path, p in parts if isinstance(p, Metric)]
+        return self._found_metrics
+
+    def learn(self, label: str) -> None:
+        """Take it that the step that runs writes a variable."""
+        owner = self._now(label).namespace.owner
+        names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
+        path = label.rpartition(".")[0]
+        for found in (label, *(f"{path}.{name}" for name in names)):
+            self._now(found)
+            self._late[found] = self._kind
+
+    # Sending
+
+    def send(self) -> None:
+        """Send what steps have written since the last time to all ranks, which all come here."""
+        self._found_metrics = None
+        mine = {label: self._report(label) for label in sorted(self._due)}
+        self._due.clear()
+        gathered = self._group.gather((mine, self._logged_objects()))
+        self._logged = gathered[self._group.stage_ranks[-1]][1]
+        found: dict[str, dict[int, _Report]] = {}
+        for rank, (reports, _) in enumerate(gathered):
+            for label, report in reports.items():
+                found.setdefault(label, {})[rank] = report
+                if report.kind:
+                    self._late[label] = report.kind
+        self._show()
+        senders: dict[int, list[str]] = {}
+        for label, reported in found.items():
+            senders.setdefault(_choose(reported), []).append(label)
+        for label in senders.pop(-1, ()):
+            self._keep_from_hooks(label, "several stages have a part of it each")
+        for rank, labels in sorted(senders.items()):
+            self._send_from(rank, labels)
+        self._hide()
+
+    def _report(self, label: str) -> _Report:
+        segments = [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
+        end = None if label in self._lacking else max(segments[-1])
+        leaves = [] if end is None else list(leaves_of(self._now(label).value))
+        is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
+        return _Report(end, len(leaves), is_whole, self._late.get(label, ""))
+
+    def _send_from(self, rank: int, labels: Sequence[str]) -> None:
+        is_mine = rank == self._group.rank
+        packed = self._pack(labels) if is_mine else None
+        packed = self._group.broadcast(packed, self._group.global_ranks[rank])
+        for label, data in packed.items():
+            if isinstance(data, str):
+                self._keep_from_hooks(label, data, is_mine)
+            else:
+                self._lacking.pop(label, None)
+                if not is_mine:
+                    self._take(label, data)
+
+    def _pack(self, labels: Sequence[str]) -> dict[str, bytes | str | None]:
+        """Return values as bytes, why one cannot be sent, or None for what is there no more."""
+        packed: dict[str, bytes | str | None] = {}
+        room = MOST_BYTES
+        for label in labels:
+            value = self._now(label).value
+            try:
+                data = None if value is GONE else pack(value, room)
+            except UnsendableError as error:
+                packed[label] = str(error)
+            else:
+                packed[label] = data
+                room -= len(data or b"")
+        return packed
+
+    def _take(self, label: str, data: bytes | None) -> None:
+        variable = self._now(label)
+        value = GONE if data is None else unpack(data, self._group.device)
+        own = variable.value
+        if type(own) is type(value) and isinstance(own, _REFILLED):
+            refill(own, value)  # which other objects may have too
+            value = own
+        variable.namespace.put(variable.name, value)
+
+    def _keep_from_hooks(self, label: str, reason: str, has_it: bool = False) -> None:
+        message = (
+            f"{label}, which the step writes, is not sent to all ranks, for {reason}; use self.log "
+            f"in the step and trainer.callback_metrics in hooks"
+        )
+        if not has_it:
+            self._lacking[label] = message
+        if label not in self._warned:
+            self._warned.add(label)
+            rank_zero_warn(f"{message}. A hook that uses it on a rank without it raises an error.")
+
+    def _logged_objects(self) -> list[str]:
+        """Name the metrics that Lightning resets on global rank 0, where steps log them."""
+        results = self._module.trainer._results  # private: what is logged in this loop
+        if not self._group.is_root or results is None:
+            return []
+        objects = {id(item.value) for item in results.values() if not item.is_tensor}
+        return [path for path, metric in self._metrics() if id(metric) in objects]
+
+    def reset_logged(self) -> None:
+        """Reset metrics, when Lightning does on global rank 0."""
+        for path in self._logged:
+            metric = self._module.get_submodule(path)
+            if isinstance(metric, Metric):
+                metric.reset()
+        self._logged = []
+
+    def outputs(self, kind: str, value: Any) -> Any:
+        """Return what an evaluation's step has returned, on all ranks if a hook takes it.
+
+        Args:
+            kind: The name of the step.
+            value: What it has returned on global rank 0; None elsewhere.
+        """
+        if kind not in self._takes_outputs:
+            hook = f"on_{kind.removesuffix('_step')}_batch_end"
+            self._takes_outputs[kind] = bool(users_hooks(self._module.trainer, (hook,)))
+        if not self._takes_outputs[kind]:
+            return value
+        packed: Any = None
+        if self._group.is_root:
+            try:
+                packed = pack(value)
+            except UnsendableError as error:
+                packed = str(error)
+        packed = self._group.broadcast(packed, self._group.root)
+        if self._group.is_root:
+            return value
+        if isinstance(packed, str):
+            return OutputsElsewhere(kind, self._group.root, self._connector.outputs)
+        return unpack(packed, self._group.device)
+
+
+def _choose(reports: Mapping[int, _Report]) -> int:
+    """Return the rank that has all of a variable; -1: several have a part each."""
+    having = {rank: r for rank, r in reports.items() if r.end is not None}
+    if not having:
+        return -1
+    # The rank that comes farthest has run every line; some of their values may be elsewhere.
+    last = max(having, key=lambda rank: having[rank].end or 0)
+    whole = [r for r, report in having.items() if report.is_whole]
+    same = [r for r in whole if having[r].num_leaves == having[last].num_leaves]
+    return last if last in whole else max(same, default=-1)
+
+
+def _is_sent(variable: Variable) -> bool:
+    """Whether this is an attribute that a user's step has written, no buffer and no library's."""
+    owner, name = variable.namespace.owner, variable.name
+    if isinstance(owner, ModuleType):
+        return is_users(owner.__name__)
+    if isinstance(owner, type):
+        return is_users(owner.__module__)
+    if isinstance(owner, pl.LightningModule) and name in _OF_LIGHTNING:
+        return False
+    library = type(owner).__module__.partition(".")[0]
+    return not variable.namespace.is_buffers and library not in ("torch", "lightning")
+
+
+class _Watch:
+    """A class, not a generator: a step that leaves through here would be thrown into it."""
+
+    def __init__(self, collected: CollectedValues) -> None:
+        self._collected = collected
+
+    def __enter__(self) -> None:
+        self._before = self._collected.look()
+
+    def __exit__(self, *error: object) -> None:
+        for label, after in self._collected.look().items():
+            if not is_same_look(self._before.get(label, []), after):
+                self._collected.learn(label)
+
+
+def _look(value: Any, depth: int = _DEPTH) -> Look:
+    """Look at a value, its parts and theirs."""
+    if isinstance(value, Tensor):
+        return [(value, version_of(value))]
+    parts = _parts(value)
+    found: Look = [(value, len(parts))]
+    if depth and len(parts) <= _MOST_PARTS:
+        for part in parts:
+            found += _look(part, depth - 1)
+    return found
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if type(value) in _WITHOUT_PARTS:
+        return ()
+    if isinstance(value, (dict, Mapping)):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)
+    if isinstance(value, Metric) or not (isinstance(value, _FOREIGN) or callable(value)):
+        return list(getattr(value, "__dict__", {}).values())
+    return []
