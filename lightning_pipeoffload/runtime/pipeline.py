@@ -198,8 +198,8 @@ class Pipeline:
         self._notice_frozen()
         self.batch_flops = 0
         self.leaves_trace = self.is_new = False
-        slices, probes = [], []
-        self.batch_probes = probes
+        slices: list[BatchSlice] = []
+        self.batch_probes = probes = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)

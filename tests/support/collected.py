@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -29,12 +29,24 @@ USES = {
     "nested": lambda module: module.nested["val"][1],
     "number": lambda module: module.late + 1,
     "compute": lambda module: float(module.mean.compute()),
+    "parts": lambda module: len(module.parts),
+    "made": lambda module: module.made(),
 }
 
 
 def _set(module: Any, key: str, value: float) -> None:
     for group in module.trainer.optimizers[0].param_groups:
         group[key] = value
+
+
+class Meter:
+    """Keeps a sum."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def add(self, value: torch.Tensor) -> None:
+        self.total = self.total + float(value)
 
 
 class Block(fits.Block):
@@ -46,7 +58,9 @@ class Block(fits.Block):
 
 
 class Net(fits.Net):
-    """Collects losses, nested and in metrics, and does with them what it is told."""
+    """Collects losses in all ways, and does with them what it is told."""
+
+    shared: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, what: str = "", scheduler: str = "") -> None:
         L.seed_everything(7, verbose=False)
@@ -54,6 +68,7 @@ class Net(fits.Net):
         self.blocks = nn.ModuleList(Block(0.0) for _ in range(4)).double()
         self.what, self.scheduler = what, scheduler
         self.keeps_first, self.first = True, 0.0
+        self.keeps_parts, self.parts = False, []
         self.scale = 1.0
         self.outs: list[torch.Tensor] = []
         self.nested: dict[str, Any] = {"val": [[], []]}
@@ -63,6 +78,8 @@ class Net(fits.Net):
 
     def on_train_epoch_start(self) -> None:
         self.outs = []
+        self.shared.clear()
+        self.meter = Meter()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         if self.keeps_first:
@@ -72,8 +89,13 @@ class Net(fits.Net):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         loss = self.loss(batch) * self.scale
         self.outs.append(loss * len(batch["x"]))
+        self.meter.add(loss.detach() * len(batch["x"]))
+        self.shared.append(loss.detach() * len(batch["x"]))
         self.sums[0].update(loss.detach() * len(batch["x"]))
         self.mean.update(loss.detach(), weight=len(batch["x"]))
+        if self.keeps_parts:
+            self.parts += [self.embed.weight.mean().detach(), loss.detach()]
+            self.made = lambda: 1
         if batch_idx == 3:
             self.late = float(batch_idx)
         self.log("train_loss", loss)
@@ -133,6 +155,7 @@ class Records(L.Callback):
         self.seen.append([
             *(float(metric.compute()) for metric in (self.sum, module.sums[0], module.mean)),
             module.late, float(torch.stack(module.outs).sum()), float(module.first),
+            module.meter.total, float(sum(module.shared)),
             *(float(block.size) for block in module.blocks),
             float(torch.cat(self.rows).double().mean()),
         ])  # fmt: skip
@@ -147,8 +170,10 @@ class Uses(L.Callback):
         self.found: dict[str, Any] = {}
 
     def use(self, module: Any, hook: str, names: Any = ("stack",)) -> None:
-        if module.trainer.current_epoch == 1:  # by then the ranks have learned what is late
-            for name in names:
+        for name in names:
+            # In the first epoch, but what only a later batch writes, and not in the first batch.
+            epoch = 1 if name == "number" else 0
+            if module.trainer.current_epoch == epoch and module.trainer.fit_loop.batch_idx > 0:
                 try:
                     self.found[f"{hook} {name}"] = USES[name](module)
                 except RuntimeError as error:
@@ -156,7 +181,10 @@ class Uses(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, i: int) -> None:
         if i == 4:
-            self.use(module, "on_train_batch_start", USES.keys() - {"nested"})
+            self.use(module, "on_train_batch_start", ("stack", "len", "for", "number", "compute"))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.use(module, "on_train_epoch_end", ("parts", "made"))
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
         self.use(module, "on_validation_batch_end", ("nested",))
@@ -174,6 +202,7 @@ def fit_with_uses(num_devices: int) -> dict[str, Any]:
     """Fit with hooks that use what steps collect where only one rank has it."""
     uses, module = Uses(), Net(scheduler="step")
     module.collected = lambda hook: 1.0
+    module.keeps_parts = True
 
     def use(hook: str, *args: Any, **kwargs: Any) -> Any:
         uses.use(module, hook)

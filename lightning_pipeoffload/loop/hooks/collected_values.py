@@ -6,8 +6,8 @@ A step comes to its end on the rank of the last stage only, so that is where ``s
     another rank     leaves before that line   self.outs: a placeholder    receives them
                      | a batch                 | hooks of a batch          | hooks of an epoch's end
 
-What the step writes where is known from the probe. What only later batches write (behind ``if
-batch_idx == 3``) global rank 0 notices, and the others learn when it is first sent.
+What the step writes where is known from the probe, as far as that comes. What else it writes global
+rank 0 notices: others learn of it after the first batch, or when it is first sent.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class CollectedValues:
         self._kind = ""
         self._warned: set[str] = set()
         self._logged: list[str] = []
-        self._found_metrics: list[tuple[str, Metric]] | None = None
+        self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
+        self._seen_probes: list[Probe] = []
+        self._told_kinds = {""}
+        self._of_classes = {v.label: v for v in _values_of_classes(type(module))}
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # of a run before this one
             for name, value in vars(part).items():
@@ -119,6 +122,12 @@ class CollectedValues:
         try:
             yield
         finally:
+            self._end_step()
+        if kind not in self._told_kinds:  # once, in the first batch
+            self._told_kinds.add(kind)
+            mine = [label for label, late in self._late.items() if late == kind]
+            for labels in self._group.gather(mine):
+                self._late.update(dict.fromkeys(labels, kind))
             self._end_step()
 
     @contextmanager
@@ -185,6 +194,8 @@ class CollectedValues:
     def _now(self, label: str) -> Variable:
         """Return a variable, of the submodule that is there now: a hook may make a metric anew."""
         path, name = "", label
+        if label in self._of_classes:
+            return self._of_classes[label]
         if label in self._known:
             namespace, name = self._known[label].namespace, self._known[label].name
             if not isinstance(namespace.owner, nn.Module):
@@ -232,7 +243,12 @@ class CollectedValues:
 
     def watching(self) -> AbstractContextManager[None]:
         """On global rank 0, note what a step writes that no probe has seen."""
-        return _Watch(self) if self._group.is_root and self._kind else nullcontext()
+        if not self._group.is_root or not self._kind:
+            return nullcontext()
+        if self._seen_probes is not self._pipeline.batch_probes:
+            self._seen_probes = self._pipeline.batch_probes
+            self._written_in_batch()  # which makes it known
+        return _Watch(self)
 
     def look(self) -> dict[str, Look]:
         """Look at all that no step has been seen to write yet."""
@@ -242,16 +258,20 @@ class CollectedValues:
             for name in attributes.keys() - _OF_LIGHTNING
             if f"self.{name}" not in self._known
         }
+        for label, variable in self._of_classes.items():
+            if label not in self._known:
+                found[label] = _look(variable.value)
         for path, metric in self._metrics():
             if f"self.{path}._update_count" not in self._known:
                 found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
         return found
 
     def _metrics(self) -> list[tuple[str, Metric]]:
-        if self._found_metrics is None:
+        key = [*map(id, self._module._modules.values())]  # private: hooks make metrics
+        if self._found_metrics[0] != key:
             parts = self._module.named_modules()
-            self._found_metrics = [(path, p) for path, p in parts if isinstance(p, Metric)]
-        return self._found_metrics
+            self._found_metrics = key, [(path, p) for path, p in parts if isinstance(p, Metric)]
+        return self._found_metrics[1]
 
     def learn(self, label: str) -> None:
         """Take it that the step that runs writes a variable."""
@@ -259,14 +279,13 @@ class CollectedValues:
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
         for found in (label, *(f"{path}.{name}" for name in names)):
-            self._now(found)
+            self._known[found] = self._now(found)
             self._late[found] = self._kind
 
     # Sending
 
     def send(self) -> None:
         """Send what steps have written since the last time to all ranks, which all come here."""
-        self._found_metrics = None
         mine = {label: self._report(label) for label in sorted(self._due)}
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
@@ -393,6 +412,14 @@ def _choose(reports: Mapping[int, _Report]) -> int:
     whole = [r for r, report in having.items() if report.is_whole]
     same = [r for r in whole if having[r].num_leaves == having[last].num_leaves]
     return last if last in whole else max(same, default=-1)
+
+
+def _values_of_classes(kind: type[Any]) -> Iterator[Variable]:
+    """Yield what the user's classes have that is no method: ``losses = []``."""
+    for cls in kind.__mro__:
+        for name, value in vars(cls).items() if is_users(cls.__module__) else ():
+            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
+                yield Variable(Namespace(cls, cls.__qualname__), name)
 
 
 def _is_sent(variable: Variable) -> bool:
