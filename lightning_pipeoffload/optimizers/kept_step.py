@@ -242,18 +242,21 @@ def _make_room(tensor: Tensor, on_host: bool) -> Tensor:
 
 
 def _bytes_left(device: torch.device) -> float:
-    """Return the bytes of a device that no step has needed so far, but for a reserve."""
+    """Return the bytes of a device that no step has needed so far."""
     if device.type == "cpu":
         return inf
     return bytes_usable(device) - torch.accelerator.max_memory_reserved(device)
 
 
 def bytes_usable(device: torch.device) -> float:
-    """Return the bytes of a device that copies may fill up; those of the host are not counted."""
+    """Return the bytes of a device that this process may fill up, but for a reserve.
+
+    They are what is free and what it has; those of the host are not counted.
+    """
     if device.type == "cpu":
         return inf
-    _, total = torch.accelerator.get_memory_info(device)
-    return (1 - _RESERVE) * total
+    free, total = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device) - _RESERVE * total
 
 
 def can_keep(optimizer: Optimizer) -> bool:

@@ -1,14 +1,13 @@
 """How one tensor goes over a directed edge between two processes.
 
-As bytes, for NCCL knows fewer dtypes than torch. Over NCCL through buffers that are never freed:
-its group tells the allocator that another stream uses what it sends and receives, which is free
+As bytes, for NCCL knows fewer dtypes than torch. Over NCCL through buffers that are used again: its
+group tells the allocator that another stream uses what it sends and receives, which is free
 only when all of that stream is done, so each message of a step would take fresh memory. gloo reads
 and writes the host's memory: on an accelerator messages go through pinned memory.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ class MessageSettings:
         max_channels: Channels that an edge may use; an open receive takes a multiprocessor for
             each. None: as many as NCCL likes.
         is_urgent: Whether messages go before what waits for the device already.
-        keeps_buffers: Whether messages go through buffers that are never freed.
+        keeps_buffers: Whether messages go through buffers that are used again.
     """
 
     max_channels: int | None = 4
@@ -111,12 +110,15 @@ class HostLink(Link):
 
 
 class BufferRing:
-    """Buffers that messages use one after the other; as many as were ever in use at once.
+    """Buffers that messages use one after the other.
 
     The compute lane waits for the message before the ring has the buffer back::
 
         send     tensor -- copy --> buffer -- NCCL --> peer;  wait;  back into the ring
         receive  peer -- NCCL --> buffer;  wait;  -- copy --> tensor;  back into the ring
+
+    Sizes are rounded up by an eighth at most. The ring lets go of those that were not in use for
+    longest where it would have twice of what was ever in use at once: lengths may vary.
 
     A plan's limit counts them among what the device held beside activations when it was measured.
 
@@ -129,20 +131,33 @@ class BufferRing:
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0
+        self._in_use = self._most_in_use = 0
         self._device = device
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer that no message is in."""
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
-        self.num_bytes += num_bytes
+        """Return a buffer that no message is in, with room for so many bytes."""
+        size = _size_class(num_bytes)
+        self._in_use += size
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        for place, buffer in enumerate(self._free):
+            if buffer.numel() == size:
+                return self._free.pop(place)
+        self.num_bytes += size
+        while self._free and self.num_bytes > 2 * self._most_in_use:
+            self.num_bytes -= self._free.pop(0).numel()
         with torch.inference_mode(False):  # a validation may come first
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let another message use a buffer, once the compute lane has waited for its last."""
-        self._free[buffer.numel()].append(buffer)
+        self._in_use -= buffer.numel()
+        self._free.append(buffer)
+
+
+def _size_class(num_bytes: int) -> int:
+    step = max(512, 1 << (num_bytes.bit_length() - 4 if num_bytes > 16 else 0))
+    return max(1, -(-num_bytes // step)) * step
 
 
 @dataclass(frozen=True)
@@ -158,8 +173,9 @@ class BufferedLink(Link):
     def send(self, tensor: Tensor, tag: int) -> Wait:
         """Copy a tensor and start sending; return what waits until it has gone."""
         buffer = self.ring.take(tensor.nbytes)
-        buffer.copy_(as_bytes(_plain(tensor)))
-        work = self._send_bytes(buffer, tag)
+        data = buffer[: tensor.nbytes]
+        data.copy_(as_bytes(_plain(tensor)))
+        work = self._send_bytes(data, tag)
 
         def wait() -> None:
             work.wait()
@@ -170,12 +186,13 @@ class BufferedLink(Link):
     def receive(self, spec: TensorSpec, tag: int) -> Wait:
         """Start receiving a tensor; return what waits for it and takes it out."""
         buffer = self.ring.take(spec.num_bytes)
-        work = self._receive_bytes(buffer, tag)
+        data = buffer[: spec.num_bytes]
+        work = self._receive_bytes(data, tag)
 
         def wait() -> Tensor:
             work.wait()
             tensor = _empty(spec, self.device)
-            as_bytes(tensor).copy_(buffer)
+            as_bytes(tensor).copy_(data)
             self.ring.give_back(buffer)
             return tensor
 

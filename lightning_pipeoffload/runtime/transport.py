@@ -9,6 +9,7 @@ probe. A send never waits for the receiver to come round; only the consumer wait
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ from lightning_pipeoffload.schedule.messages import recv_of
 # A gloo tag holds the kind, stage, microbatch and place in the list of one tensor.
 MOST_MICROBATCHES = 1 << 12
 _STAGES, _TENSORS = 1 << 9, 1 << 9
+
+# With fewer examples/benchmarks/hangs.py finds plans that hang.
+_FEWEST_QUEUES = 4
 
 
 class PeerLostError(RuntimeError):
@@ -158,6 +162,8 @@ class ProcessGroupTransport:
         self._device = device
         self._settings = settings
         self._backend = _backend_for(device)
+        if self._backend == "nccl":
+            check_queues()
         self._make_link = self._link_maker()
         self.connect()
 
@@ -260,6 +266,20 @@ class _Message(NamedTuple):
         except RuntimeError as error:
             _blame_peer(error, f"global rank {self.peer}, lost in {action}")
             raise
+
+
+def check_queues() -> None:
+    """Check that the device has enough hardware queues.
+
+    Raises:
+        ValueError: Streams share so few that messages block what the ranks need to receive them.
+    """
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if int(given) < _FEWEST_QUEUES:
+        raise ValueError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS ({given}) must be at least {_FEWEST_QUEUES}, or messages "
+            f"that share a hardware queue may wait for each other for ever; unset it, or use 32"
+        )
 
 
 def _is_staged(device: torch.device) -> bool:

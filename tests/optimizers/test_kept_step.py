@@ -195,3 +195,12 @@ def test_others_are_not():
 
     assert not can_keep(Own(weights(), lr=0.1))
     assert not can_keep(torch.optim.LBFGS(weights()))
+
+
+def test_copies_may_take_what_the_device_has_left_beside_other_processes(monkeypatch):
+    device, accelerator = torch.device("cuda", 0), torch.accelerator
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (30, 100))
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda device: 20)
+    monkeypatch.setattr(accelerator, "max_memory_reserved", lambda device: 25)
+    assert kept_step.bytes_usable(device) == 45
+    assert kept_step._bytes_left(device) == 20

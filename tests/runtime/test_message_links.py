@@ -104,8 +104,19 @@ def test_buffers_are_used_one_message_after_the_other():
         kept += [receive() for receive in receives]
         for sent in sends:
             sent()
-        assert ring.num_bytes == 4 * tensor.nbytes
+        assert ring.num_bytes == 4 * 512
     assert [float(tensor[0]) for tensor in kept] == [0, 1, 2, 3, 4, 5]
+
+
+def test_buffers_of_lengths_that_vary_are_bounded():
+    ring, most = BufferRing(CPU), 0
+    for length in range(10_000, 110_000, 1_000):
+        buffers = [ring.take(length) for _ in range(3)]
+        most = max(most, sum(buffer.numel() for buffer in buffers))
+        assert all(length <= buffer.numel() <= length * 9 / 8 + 512 for buffer in buffers)
+        for buffer in buffers:
+            ring.give_back(buffer)
+        assert ring.num_bytes <= 2 * most
 
 
 def test_a_buffer_whose_message_is_on_its_way_is_not_used():

@@ -343,6 +343,16 @@ def test_only_errors_of_the_connection_blame_a_peer():
         assert found.value is own
 
 
+@pytest.mark.parametrize("number", ["1", "3"])
+def test_too_few_hardware_queues_are_refused(monkeypatch, number):
+    transport_module.check_queues()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
+    with pytest.raises(
+        ValueError, match=rf"\({number}\) must be at least 4, .*; unset it, or use 32"
+    ):
+        transport_module.check_queues()
+
+
 def test_in_process_messages_keep_their_order():
     transport = InProcessTransport()
     send, receive = parse("0SEND_F0", "1RECV_F0")

@@ -41,6 +41,8 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
 from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
 
+_ASKS_FOR_ADDRESSES = {nn.modules.rnn.__name__, "torch.cuda._sanitizer"}
+
 aten = torch.ops.aten
 
 
@@ -137,12 +139,12 @@ class ShapeOnly(Tensor):
         """Refuse: a kernel that asks for it is none of torch's, and would read what is not there.
 
         Torch's RNNs are answered: they ask whether their weights lie in one piece, which these do
-        not.
+        not. So is its sanitizer, which asks for the address of all that an operation has.
 
         Raises:
             ValueNeededError: Other code asks.
         """
-        if sys._getframe(1).f_globals["__name__"] == nn.modules.rnn.__name__:
+        if sys._getframe(1).f_globals["__name__"] in _ASKS_FOR_ADDRESSES:
             return 0
         raise ValueNeededError(
             "a kernel that is called with the tensor's address (torch.library makes an operator "

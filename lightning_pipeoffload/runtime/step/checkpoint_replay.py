@@ -153,6 +153,11 @@ def _find_watch() -> CheckpointWatch | None:
     return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointWatch)
 
 
+def is_repeatable(device: torch.device) -> bool:
+    """Whether operations compute the same bits again: an accelerator's may add in any order."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
 def install_replay() -> None:
     """Follow torch's checkpoints from now on; again is harmless."""
     torchs._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]

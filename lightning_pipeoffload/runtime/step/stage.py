@@ -21,7 +21,7 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.backward_watch import BackwardWatch
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
-from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch
+from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
@@ -230,7 +230,8 @@ class StageRunner:
         state = self._context.writes.state
         if not is_first and not state:
             return _NOTHING
-        return CheckpointWatch(state, step, is_first).watching()
+        compares = is_first and is_repeatable(microbatch.device)
+        return CheckpointWatch(state, step, compares).watching()
 
     def abandon(self) -> None:
         """Keep nothing for backwards that will not come."""

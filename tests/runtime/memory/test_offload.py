@@ -276,6 +276,24 @@ def test_a_plan_without_offload_installs_no_hooks(monkeypatch):
     assert sum(store is not None for store in opened) == 2  # each stage is measured once
 
 
+def test_after_an_error_memory_is_given_back_once_its_copies_are_waited_for():
+    lanes = CopyLanes(LastMomentLane(), LastMomentLane())
+    memory = memory_of_all(torch.device("cpu"), lanes=lanes)
+    store, tensors = ActivationStore("", (), memory.settings), [torch.arange(8.0), torch.ones(8)]
+    memory._stores[0, 0] = store
+    kept = [store.pack(tensors[0]), store.pack_weight_input(tensors[1])]
+    store.offload()
+    store.free()
+    store.reload(Part.FOR_B)
+    memory.abandon()
+    assert (lanes.h2d.num_late, lanes.d2h.num_late) == (1, 2)
+    num_allocations = memory.settings.host.num_allocations
+    store = ActivationStore("", (), memory.settings)
+    kept += [store.pack(torch.ones(8)), store.pack_weight_input(torch.ones(8))]
+    store.offload()
+    assert memory.settings.host.num_allocations == num_allocations
+
+
 def test_host_memory_exhausted():
     plan = offloaded(build("1f1b", 2, 2), FOR_B)
     with pytest.raises(HostMemoryError, match="stage 0, microbatch 0: host memory .* exhausted"):

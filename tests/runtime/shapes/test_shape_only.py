@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _sanitizer
 from torch.nn import functional
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -188,6 +189,13 @@ def test_a_kernel_that_torch_does_not_know_gets_no_address():
         found.t().data_ptr()
     with pytest.raises(RuntimeError, match="custom op"):  # as a kernel in C++ asks
         torch.Tensor.data_ptr(found)
+
+
+def test_the_sanitizer_may_ask_for_addresses():
+    found = ShapeOnly.like(torch.ones(2), "x", device=torch.device("cuda", 0))
+    handler = _sanitizer.ArgumentHandler()
+    handler.parse_inputs(torch.ops.aten.relu.default._schema, (found,), {}, is_factory=False)
+    assert handler.dataptrs_read == {id(found)}  # as of a tensor without memory
 
 
 def test_an_rnn_does_not_lay_out_weights_that_are_not_there(monkeypatch):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.runtime.step.checkpoint_replay import is_repeatable
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import Regression, call_step
 
@@ -184,3 +185,13 @@ def test_a_checkpoint_is_torchs_own_again_without_a_pipeline():
     x = torch.randn(2, 4, requires_grad=True)
     checkpoint(lambda y: y * 2, x, use_reentrant=False).sum().backward()
     assert x.grad.tolist() == [[2.0] * 4] * 2
+
+
+def test_results_are_compared_where_they_are_repeatable():
+    assert is_repeatable(torch.device("cpu"))
+    assert not is_repeatable(torch.device("cuda"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert is_repeatable(torch.device("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
