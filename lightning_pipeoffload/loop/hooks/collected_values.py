@@ -121,8 +121,10 @@ class CollectedValues:
         self._kind = kind
         try:
             yield
-        finally:
-            self._end_step()
+        except BaseException:
+            self._hide()
+            raise
+        self._end_step()
         if kind not in self._told_kinds:  # once, in the first batch
             self._told_kinds.add(kind)
             mine = [label for label, late in self._late.items() if late == kind]
@@ -236,10 +238,20 @@ class CollectedValues:
 
     def _has(self, place: Draw) -> bool:
         """Whether this rank runs the line that is at a place in the step."""
-        segments = [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
         if place.is_in_block:
-            return any(place.segment in each for each in segments)
-        return place.segment <= max(segments[-1])
+            return any(place.segment in each for each in self._segments)
+        return place.segment <= self._end
+
+    @property
+    def _segments(self) -> list[frozenset[int]]:
+        """The segments of the step that each stage of this rank runs; all while it is not cut."""
+        if not self._pipeline.stages:
+            return [frozenset(range(len(self._pipeline.chain) + 1))]
+        return [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
+
+    @property
+    def _end(self) -> int:
+        return max(self._segments[-1])
 
     def watching(self) -> AbstractContextManager[None]:
         """On global rank 0, note what a step writes that no probe has seen."""
@@ -307,8 +319,7 @@ class CollectedValues:
         self._hide()
 
     def _report(self, label: str) -> _Report:
-        segments = [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
-        end = None if label in self._lacking else max(segments[-1])
+        end = None if label in self._lacking else self._end
         leaves = [] if end is None else list(leaves_of(self._now(label).value))
         is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
         return _Report(end, len(leaves), is_whole, self._late.get(label, ""))

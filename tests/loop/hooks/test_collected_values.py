@@ -49,3 +49,14 @@ def test_between_batches_a_use_is_refused_by_name_where_it_is_not(found):
     assert elsewhere["on_train_batch_start number"].startswith("self.late")
     assert elsewhere["on_train_batch_start compute"].startswith("self.mean")
     assert "of what training_step returns, only numbers are on every rank" in elsewhere["outputs"]
+
+
+def test_a_replica_has_its_own_lists_and_metrics_over_all_replicas(ranks):
+    found = ranks(4).run(collected.fit_replicas)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    for one, other in zip(found[0], found[2], strict=True):
+        *metrics, _, own, _, _, shared = one[:8]
+        assert metrics == other[:3]
+        assert (own, shared) != (other[4], other[7])
+        assert metrics[1] == pytest.approx(own + other[4])
