@@ -134,7 +134,8 @@ class OnDemandRun:
         self._transport.clear()
 
     def _settle(self) -> None:
-        """Wait until this rank's device has done all that it was asked to."""
+        """Wait until this rank's device and its pushes have done all that they were asked to."""
+        self._transport.wait()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 

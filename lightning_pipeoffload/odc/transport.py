@@ -11,7 +11,10 @@ Four operations make a minibatch::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,  # private: what FSDP2 does by itself, which torch exports nowhere
 )
+from typing_extensions import override
 
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.shared_bytes import OwnerLocks, share_bytes
@@ -27,6 +31,7 @@ from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 _ALIGNMENT = 64
+_MOST_PUSHES = 2  # whose gradients are kept whole at once
 
 
 class OnDemandTransport(ABC):
@@ -38,20 +43,23 @@ class OnDemandTransport(ABC):
         ranks: These ranks.
         device: Where the parameters are.
 
-    Attributes:
-        place: What it does right now, in words; empty: nothing.
     """
 
     def __init__(
         self, groups: Sequence[ShardedGroup], rank: int, ranks: HostGroup, device: torch.device
     ) -> None:
-        self.place = ""
+        self._gathering = self._pushing = ""
         self._groups = groups
         self._rank = rank
         self._num_ranks = len(ranks.gather(rank))
         self._device = device
         spans = [(group.size, group.published) for group in groups]
         self._published = _shared_tensors(spans, rank, ranks, device)
+
+    @property
+    def place(self) -> str:
+        """What it does right now, in words; empty: nothing."""
+        return self._gathering or self._pushing
 
     def publish(self) -> None:
         """Lay this rank's shards where other ranks read them; the caller waits for all ranks."""
@@ -65,9 +73,9 @@ class OnDemandTransport(ABC):
         self._check(index, out.numel(), self._groups[index].size * self._num_ranks)
         shards = out.view(self._num_ranks, -1)
         for rank in _others_after(self._rank, self._num_ranks):
-            self.place = f"the gather of {self._groups[index].name} from rank {rank}"
+            self._gathering = f"the gather of {self._groups[index].name} from rank {rank}"
             shards[rank].copy_(self._published[rank][index])
-        self.place = ""
+        self._gathering = ""
 
     @abstractmethod
     def clear(self) -> None:
@@ -82,6 +90,10 @@ class OnDemandTransport(ABC):
             gradients: The gradients of some of its parameters, laid out for each owner in turn.
             parameters: The places of these parameters in the group.
         """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until this rank has added all that it was given."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -130,7 +142,11 @@ class OnDemandTransport(ABC):
 
 
 class SharedSums(OnDemandTransport):
-    """Adds gradients to sums in memory that all ranks share, in the order in which they come."""
+    """Adds gradients to sums in memory that all ranks share, in the order in which they come.
+
+    A thread with a stream of its own does: a backward goes on while an owner is busy, until the
+    gradients of two groups wait.
+    """
 
     def __init__(
         self, groups: Sequence[ShardedGroup], rank: int, ranks: HostGroup, device: torch.device
@@ -139,6 +155,9 @@ class SharedSums(OnDemandTransport):
         spans = [(group.trained_size, group.summed) for group in groups]
         self._sums = _shared_tensors(spans, rank, ranks, device)
         self._locks = OwnerLocks(len(groups), rank, ranks)
+        self._thread = ThreadPoolExecutor(1)
+        self._pushes: deque[Future[None]] = deque()
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def clear(self) -> None:
         """Forget the sums of this rank's shards."""
@@ -146,27 +165,48 @@ class SharedSums(OnDemandTransport):
             total.zero_()
 
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
-        """Add gradients to each owner's sum, this rank's last."""
+        """Start to add gradients, which stay as they are, to each owner's sum, this rank's last."""
         group = self._groups[index]
         size = sum(group.sizes[parameter] for parameter in parameters)
         self._check(index, gradients.numel(), size * self._num_ranks)
-        spans = self._spans(index, parameters)
-        parts = gradients.view(self._num_ranks, -1)
-        self._settle()  # before the locks: others wait for an addition, not for a backward
-        for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
-            self.place = f"the push of {group.name} to rank {owner}"
-            total, part = self._sums[owner][index], parts[owner]
-            with self._locks.held(owner, index):
-                for target, start, length in spans:
-                    total[target : target + length] += part[start : start + length]
-                self._settle()  # who holds the lock next reads what was written
-        self.place = ""
+        while len(self._pushes) >= _MOST_PUSHES:
+            self._pushes.popleft().result()
+        spans, parts = self._spans(index, parameters), gradients.view(self._num_ranks, -1)
+        ready = None if self._stream is None else torch.accelerator.current_stream().record_event()
+        self._pushes.append(self._thread.submit(self._push, index, parts, spans, ready))
+
+    def _push(
+        self,
+        index: int,
+        parts: Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        ready: torch.Event | None,
+    ) -> None:
+        if self._pushing:
+            return  # the one before has failed there
+        if ready is not None:
+            ready.synchronize()  # before the locks: others wait for an addition, not a backward
+        with torch.no_grad(), self._stream or nullcontext():
+            for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
+                self._pushing = f"the push of {self._groups[index].name} to rank {owner}"
+                total, part = self._sums[owner][index], parts[owner]
+                with self._locks.held(owner, index):
+                    for target, start, length in spans:
+                        total[target : target + length] += part[start : start + length]
+                    self._settle()  # who holds the lock next reads what was written
+        self._pushing = ""
+
+    @override
+    def wait(self) -> None:
+        while self._pushes:
+            self._pushes.popleft().result()
 
     def finish(self) -> None:
         """Do nothing: the sums are where others have written them."""
 
     def close(self) -> None:
         """Let go of other ranks' memory, and of the file of locks; its own sums are gradients."""
+        self._thread.shutdown(cancel_futures=True)
         super().close()
         self._sums = []
         self._locks.close()
@@ -213,6 +253,10 @@ class WholeGradients(OnDemandTransport):
         parts = gradients.view(self._num_ranks, -1)
         for target, start, length in self._spans(index, parameters):
             self._whole[index][:, target : target + length] += parts[:, start : start + length]
+
+    @override
+    def wait(self) -> None:
+        pass  # gradients are added where they are given
 
     def finish(self) -> None:
         """Reduce the gradients of all ranks."""

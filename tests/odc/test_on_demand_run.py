@@ -1,5 +1,7 @@
 """What a minibatch costs: waits between ranks, and memory."""
 
+import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch.profiler import profile
 
 from lightning_pipeoffload.odc import shared_bytes, transport
+from lightning_pipeoffload.odc.fsdp_hooks import _Push
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from tests.support.on_demand_fits import Texts, fit_rank, made
@@ -105,3 +108,34 @@ def test_uneven_ranks_take_less_time_than_with_collectives(ranks, num_ranks, mos
 
     found = ranks(num_ranks).run(skewed)
     assert max(rank["on demand"] / rank["collective"] for rank in found) <= most
+
+
+def pushed_to_a_slow_owner():
+    """Return the seconds of each push's call in a backward, where an addition takes a while."""
+    seconds, push, held = [], _Push.__call__, shared_bytes.OwnerLocks.held
+
+    def timed(self, *args, **kwargs):
+        started = time.perf_counter()
+        push(self, *args, **kwargs)
+        seconds.append(time.perf_counter() - started)
+
+    @contextmanager
+    def slow(self, *place):
+        with held(self, *place):
+            time.sleep(SLOW)
+            yield
+
+    _Push.__call__, shared_bytes.OwnerLocks.held = timed, slow
+    try:
+        fit_rank((1, 1))
+    finally:
+        _Push.__call__, shared_bytes.OwnerLocks.held = push, held
+    return seconds
+
+
+SLOW = 0.5
+
+
+def test_a_backward_goes_on_while_an_owner_is_slow(ranks):
+    for seconds in ranks(2).run(pushed_to_a_slow_owner):
+        assert max(seconds[:2]) < SLOW  # one push takes two additions
