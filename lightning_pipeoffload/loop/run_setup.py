@@ -309,5 +309,5 @@ class RunSetup(ModelInParts):
             self._copies.remove()
             self._copies = None
         if self._metric_groups is not None:
-            self._metric_groups.give_back()
+            self._metric_groups.end_run()
             self._metric_groups = None

@@ -1,4 +1,8 @@
-"""Which processes a metric's value is of: this rank's counterparts in all replicas, or it alone."""
+"""Which processes a metric's value is of: this rank's counterparts in all replicas, or it alone.
+
+That holds after a run too, where a script prints what a callback has counted, until the next run of
+whatever strategy begins.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -14,10 +19,11 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_pipeoffload.runtime.replicas import Replicas
 
 _PLAIN = Metric.sync
+_PLAIN_SETUP = Strategy.setup_environment
 
 
 class MetricGroups:
-    """Lets all metrics of a process gather over the replicas while a run lasts, wherever they are.
+    """Lets all metrics of a process gather over the replicas until another run, wherever they are.
 
     Within a pipeline nothing is gathered: what steps have written is sent at an epoch's end.
 
@@ -30,18 +36,31 @@ class MetricGroups:
         if replicas.num == 1:
             warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
 
-        def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
-            if replicas.is_alone_with(state):
-                return [state] * replicas.num
-            return gather_all_tensors(state, replicas.group if group is None else group)
+        self._num, self._group = replicas.num, replicas.group
+        self._is_alone_with: Callable[[Tensor], bool] = replicas.is_alone_with
+        self._refuse = refuse
 
         def sync(metric: Metric, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
-            refuse(metric)
-            if replicas.num > 1:
-                _PLAIN(metric, dist_sync_fn or gather, *args, **kwargs)
+            self._refuse(metric)
+            if self._num > 1:
+                _PLAIN(metric, dist_sync_fn or self._gather, *args, **kwargs)
 
         Metric.sync = sync  # type: ignore[method-assign, assignment]
+        Strategy.setup_environment = _start_run  # type: ignore[method-assign]
 
-    def give_back(self) -> None:
-        """Let them gather as before, under another strategy."""
-        Metric.sync = _PLAIN  # type: ignore[method-assign]
+    def _gather(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
+        if self._is_alone_with(state):
+            return [state] * self._num
+        return gather_all_tensors(state, self._group if group is None else group)
+
+    def end_run(self) -> None:
+        """Keep nothing of the run but over whom metrics gather."""
+        self._refuse = lambda metric: None
+        self._is_alone_with = lambda state: False
+
+
+def _start_run(strategy: Strategy) -> None:
+    """Let metrics gather as torchmetrics does, unless the strategy of this run has its own way."""
+    Metric.sync = _PLAIN  # type: ignore[method-assign]
+    Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]
+    strategy.setup_environment()

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torchmetrics import Metric, SumMetric
 
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
@@ -14,16 +16,19 @@ from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 @pytest.fixture
 def join():
     """Join replicas of which each has the same state."""
-    joined = []
 
     def make(num, refuse=lambda metric: None):
         replicas = SimpleNamespace(num=num, group=None, is_alone_with=lambda _: True)
-        joined.append(MetricGroups(replicas, refuse))
-        return joined[-1]
+        return MetricGroups(replicas, refuse)
 
     yield make
-    for groups in joined:
-        groups.give_back()
+    start_run()
+
+
+def start_run():
+    """Start a run of another strategy."""
+    strategy = SingleDeviceStrategy(accelerator=CPUAccelerator())
+    strategy.setup_environment()
 
 
 def total(**options):
@@ -52,8 +57,14 @@ def test_a_value_that_is_elsewhere_is_refused(join):
         total()
 
 
-def test_torchmetrics_has_its_own_back():
-    plain = Metric.sync
-    replicas = SimpleNamespace(num=2)
-    MetricGroups(replicas, lambda metric: None).give_back()
+def test_after_a_run_metrics_gather_as_in_it_until_another_begins(join):
+    plain, setup = Metric.sync, Strategy.setup_environment
+
+    def refuse(metric):
+        raise RuntimeError("elsewhere")
+
+    join(1, refuse).end_run()
+    assert total() == 2
+    start_run()
     assert Metric.sync is plain
+    assert Strategy.setup_environment is setup
