@@ -59,8 +59,8 @@ class MetricGroups:
         self._is_alone_with = lambda state: False
 
 
-def _start_run(strategy: Strategy) -> None:
+def _start_run(self: Strategy) -> None:
     """Let metrics gather as torchmetrics does, unless the strategy of this run has its own way."""
     Metric.sync = _PLAIN  # type: ignore[method-assign]
     Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]
-    strategy.setup_environment()
+    self.setup_environment()
