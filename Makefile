@@ -1,6 +1,6 @@
 # make train   trains the demo GPT over two pipeline ranks on the CPU
 # make test    runs lint, types and tests
-# make gpu     what one GPU tells, in eight minutes at most, with the python that it is given:
+# make gpu     what one GPU tells, in less than eight minutes, with the python that it is given:
 #              make gpu PYTHON=python3
 # The first two make the environment that they need, and again when pyproject.toml changes.
 

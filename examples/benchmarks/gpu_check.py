@@ -1,31 +1,27 @@
-"""What one GPU tells of the runtime, in at most eight minutes.
+"""What one GPU tells of the runtime, in less than eight minutes.
 
     make gpu PYTHON=python3        (or: python -m examples.benchmarks.gpu_check)
 
-Each part (``gpu_parts.py``, ``gpu_fits.py``, ``gpu_hops.py``) is a process of its own with a limit
-of its own, so that one that hangs or kills the device's context takes nothing from the others. A
-row is printed and appended to the file as it comes. Without an accelerator this says so and ends
+What matters most comes first, so that a run that is cut off has told it. Each part is a process
+with a process group and a limit of its own, so that one that hangs or kills the device's context
+takes nothing from the others. A row is printed and appended to the file as it comes, and all else
+that a part prints goes to a file ``.log`` beside it. Without an accelerator this says so and ends
 with status 2; if a part has failed, or did not come to its end, with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts
-from examples.benchmarks.gpu_part import ROW, Function, command_of
-
-_ALL_SECONDS = 480.0
+from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts, gpu_ranks
+from examples.benchmarks.gpu_part import ROW, Function, end, lines_of, start
 
 
 @dataclass(frozen=True)
@@ -33,9 +29,9 @@ class Part:
     """One part of the check.
 
     Attributes:
-        function: of a device; yields what it has found.
-        seconds: it may take.
-        environment: beside this process's own.
+        function: A function of a device, which yields what it has found.
+        seconds: The seconds after which it is killed.
+        environment: Variables beside this process's own.
     """
 
     function: Function
@@ -44,78 +40,88 @@ class Part:
 
     @property
     def name(self) -> str:
-        """For the rows."""
+        """The name in the rows."""
         return self.function.__name__
 
 
+# With as many streams as a fit with offload has, fewer hardware queues make them wait for others.
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
 PARTS = [
-    Part(gpu_parts.exactness, 45),
-    Part(gpu_parts.late_copies, 40),
-    Part(gpu_parts.late_copies, 50, {"TORCH_CUDA_SANITIZER": "1"}),
-    Part(gpu_parts.host_waits, 25),
-    Part(gpu_fits.host_waits_of_a_trainer, 30),
-    Part(gpu_parts.casts, 30),
-    Part(gpu_parts.live_bytes, 40),
-    Part(gpu_hops.hops_of_threads, 25),
-    Part(gpu_hops.held_multiprocessors, 30),
-    Part(gpu_parts.split, 30),
-    Part(gpu_fits.fits, 50),
-    Part(gpu_fits.two_processes, 50),
-    Part(gpu_hops.hops_of_processes, 45),
-    Part(gpu_fits.blame, 50),
-    Part(gpu_parts.offload, 90),
+    Part(gpu_parts.exactness, 40),
+    Part(gpu_ranks.two_ranks, 30),
+    Part(gpu_fits.two_processes, 30),
+    Part(gpu_parts.offload, 65, _QUEUES),
+    Part(gpu_fits.on_demand, 25),
+    Part(gpu_parts.compiled, 45),
+    Part(gpu_fits.ways_of_two_processes, 40),
+    Part(gpu_parts.host_time, 15),
+    Part(gpu_parts.tests_of_gpus, 50),
+    Part(gpu_parts.late_copies, 10, _QUEUES),
+    Part(gpu_parts.late_copies_under_sanitizer, 15, _QUEUES),
+    Part(gpu_parts.host_waits, 8),
+    Part(gpu_fits.host_waits_of_a_trainer, 10),
+    Part(gpu_fits.fits, 20),
+    Part(gpu_parts.casts, 8),
+    Part(gpu_parts.live_bytes, 8),
+    Part(gpu_hops.hops_of_threads, 10),
+    Part(gpu_hops.held_multiprocessors, 10),
+    Part(gpu_hops.hops_of_processes, 15),
+    Part(gpu_fits.blame, 20),
 ]
 
 
-def run_part(part: Part, seconds: float) -> Iterator[str]:
+def described(device: torch.device) -> Iterator[str]:
+    """Yield what the machine has; not in the process that forks the others."""
+    module = torch.get_device_module(device)
+    yield f"{module.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+
+
+def run_part(part: Part, device: torch.device, log: Path) -> Iterator[str]:
     """Run a part in a process of its own; yield its rows as they come, and what became of it.
 
     Args:
-        part: to run.
-        seconds: after which it is killed.
+        part: The part.
+        device: Its device.
+        log: The file that gets what it prints beside its rows.
     """
-    environment = {**os.environ, **part.environment}
     started = time.monotonic()
-    with subprocess.Popen(
-        ["timeout", "--signal=KILL", f"{seconds:.0f}", *command_of(part.function)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        said: list[str] = []
-        for line in process.stdout:
-            if line.startswith(ROW):
-                yield _row(part, line.removeprefix(ROW).strip())
-            else:
-                said = [*said[-19:], line]
+    running = start(part.function, device, part.environment, leads=True)
+    deadline = started + part.seconds
+    try:
+        with log.open("a") as opened:
+            opened.write(f"== {_label(part)}\n")
+            for line in lines_of(running, deadline):
+                if line.startswith(ROW):
+                    yield _row(part, line.removeprefix(ROW))
+                opened.write(f"{line}\n")
+                opened.flush()
+    finally:
+        status = end(running, deadline)
     took = time.monotonic() - started
-    if process.returncode == 0:
-        yield _row(part, f"done in {took:.0f} s")
-        return
-    yield _row(part, f"FAILED with status {process.returncode} after {took:.0f} s")
-    sys.stderr.write("".join(said))
+    how = f"FAILED with status {status} after" if status else "done in"
+    yield _row(part, f"{how} {took:.0f} s")
+
+
+def _label(part: Part) -> str:
+    return ", ".join([part.name, *(f"{n}={value}" for n, value in part.environment.items())])
 
 
 def _row(part: Part, text: str) -> str:
-    extra = "".join(f", {name}={value}" for name, value in part.environment.items())
-    return f"| {part.name}{extra} | {text} |"
+    return f"| {_label(part)} | {text} |"
 
 
-def check(parts: Sequence[Part], file: Path) -> bool:
-    """Run parts one after the other, until the time is up; return whether all has gone well.
+def check(parts: Sequence[Part], device: torch.device, file: Path) -> bool:
+    """Run parts one after the other; return whether all has gone well.
 
     Args:
-        parts: to run.
-        file: which rows are appended to.
+        parts: The parts.
+        device: Their device.
+        file: The file to which rows are appended.
     """
-    deadline = time.monotonic() + _ALL_SECONDS
     is_well = True
     for part in parts:
-        seconds = min(part.seconds, deadline - time.monotonic())
-        rows = run_part(part, seconds) if seconds >= 1 else iter([_row(part, "FAILED: no time")])
-        for row in rows:
+        for row in run_part(part, device, file.with_suffix(".log")):
             is_well &= "FAILED" not in row
             print(row, flush=True)
             with file.open("a") as opened:
@@ -132,16 +138,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    device: Any = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
+    # Not check_available: who asks the driver forks no process that can use it.
+    device = torch.accelerator.current_accelerator()
+    if device is None or not check([Part(described, 30)], device, options.file):
         print("there is no accelerator that torch can use here, so there is nothing to check")
         return 2
-    name = torch.get_device_module(device).get_device_name()
+    print(f"rows go to {options.file}\n| part | found |\n|---|---|")
     parts = [part for part in PARTS if not options.parts or part.name in options.parts]
-    print(
-        f"{name}, torch {torch.__version__}; rows go to {options.file}\n| part | found |\n|---|---|"
-    )
-    return 0 if check(parts, options.file) else 1
+    return 0 if check(parts, device, options.file) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from examples.benchmarks.gpu_pair import run_two
-from examples.benchmarks.gpu_part import Function, rows_of
+from examples.benchmarks.gpu_pair import rows_of, run_two
+from examples.benchmarks.gpu_part import Function, is_accelerated
 from examples.benchmarks.gpu_parts import forbidding_waits
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import Minibatch, OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.demos.gpt import GPT
 
 
@@ -34,23 +35,41 @@ class ForbidWaits(Callback):
             self.around.__exit__(None, None, None)
 
 
-def train(device: torch.device, *callbacks: Callback, resume: str | None = None, **options: Any):
-    """Train a small GPT in this process for some batches; return the trainer."""
+def _module() -> GPT:
     torch.manual_seed(0)
-    module = GPT(context=64, width=64, depth=8, heads=2, dropout=0.0)
-    tokens = torch.randint(256, (64, 65))
-    data = [(row[:-1], row[1:]) for row in tokens]
+    return GPT(context=64, width=64, depth=8, heads=2, dropout=0.0)
+
+
+def _rows() -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(256, (64, 65), generator=torch.Generator().manual_seed(0))
+    return [(row[:-1], row[1:]) for row in tokens]
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    """Return batches of rows: inputs and targets."""
+    rows = _rows()
+    return [rows[start : start + 8] for start in range(0, len(rows), 8)]
+
+
+def train(
+    device: torch.device,
+    *callbacks: Callback,
+    resume: str | None = None,
+    batch_size: int = 8,
+    **options: Any,
+) -> Trainer:
+    """Train a small GPT in this process for some batches; return the trainer."""
     arguments = {"strategy": "pipeoffload_zb_v", "max_steps": 6, "devices": 1, "logger": False}
     trainer = Trainer(
-        accelerator="cpu" if device.type == "cpu" else "auto",
+        accelerator="auto" if is_accelerated(device) else "cpu",
         callbacks=[*callbacks],
         gradient_clip_val=1.0,
         val_check_interval=2,
         enable_model_summary=False,
         **{**arguments, **options},
     )
-    loader = DataLoader(data, batch_size=8)
-    trainer.fit(module, loader, loader, ckpt_path=resume)
+    loader = DataLoader(_rows(), batch_size=batch_size)
+    trainer.fit(_module(), loader, loader, ckpt_path=resume)
     return trainer
 
 
@@ -73,36 +92,117 @@ def fits(device: torch.device) -> Iterator[str]:
         assert second.global_step == 12
 
 
-def _train_as_one_of_two(device: torch.device, *callbacks: Callback) -> Trainer:
-    gloo = PipeOffloadStrategy(schedule="zb_h1", process_group_backend="gloo")
+def _train_as_one_of_two(device: torch.device, *callbacks: Callback, **options: Any) -> Trainer:
+    more = {name: options.pop(name) for name in ("precision", "batch_size") if name in options}
+    gloo = PipeOffloadStrategy(
+        **{"schedule": "zb_h1", "process_group_backend": "gloo", **_host(device), **options}
+    )
     return train(
         device, *callbacks, strategy=gloo, num_nodes=2, enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=False, **more,
     )  # fmt: skip
+
+
+def _host(device: torch.device) -> dict[str, Any]:
+    """Return what each of two ranks may take of a machine that tells of less than it has."""
+    return {"host_memory_limit": "45GiB"} if is_accelerated(device) else {}
+
+
+def _loss(trainer: Trainer) -> str:
+    return f"{float(trainer.callback_metrics['val_loss']):.6f}"
 
 
 def be_one_of_two(device: torch.device) -> Iterator[str]:
     """Train as one of two processes."""
-    trainer = _train_as_one_of_two(device)
-    yield f"{float(trainer.callback_metrics['val_loss']):.6f}"
+    yield _loss(_train_as_one_of_two(device))
+
+
+def be_one_of_two_in_float16(device: torch.device) -> Iterator[str]:
+    """Train with scaled losses, and with steps that may be taken back."""
+    ways = {"optimizer_sync": "post_validation", "precision": "16-mixed"}
+    yield _loss(_train_as_one_of_two(device, **ways))
+
+
+def be_one_of_two_replicas(device: torch.device) -> Iterator[str]:
+    """Train half of each batch, and hold half of the optimizer's state."""
+    ways = {"data_parallel_size": 2, "sharding": "optimizer", "schedule": "auto"}
+    yield _loss(_train_as_one_of_two(device, **ways, batch_size=4))
 
 
 def two_processes(device: torch.device) -> Iterator[str]:
-    """Two processes share a device, over gloo, and come to the loss of one."""
-    alone = train(device, enable_checkpointing=False, enable_progress_bar=False)
-    expected = float(alone.callback_metrics["val_loss"])
-    said = run_two(be_one_of_two, device)
-    losses = [_row_of(text) for text in said]
-    yield f"validation losses of two processes: {losses}, of one: {expected:.6f}"
-    assert all(abs(float(loss) - expected) < 1e-3 for loss in losses)
+    """A fit of two processes that share a device, over gloo, comes to the loss of one."""
+    yield from _as_in_one(device, [be_one_of_two], 1e-3)
 
 
-def _row_of(said: str) -> str:
+def ways_of_two_processes(device: torch.device) -> Iterator[str]:
+    """Post-validation in float16, and replicas that share the optimizer's state out."""
+    yield from _as_in_one(device, [be_one_of_two_in_float16, be_one_of_two_replicas], 2e-2)
+
+
+def _as_in_one(device: torch.device, functions: list[Function], tolerance: float) -> Iterator[str]:
+    losses = {f.__name__: [_row_of(said) for said in run_two(f, device, 18)] for f in functions}
+    # Afterwards: processes are forked from one that has not used the device.
+    expected = float(_loss(train(device, enable_checkpointing=False, enable_progress_bar=False)))
+    for name, found in losses.items():
+        yield f"{name}: validation losses {found}, of one process {expected:.6f}"
+        assert all(abs(float(loss) - expected) < tolerance for loss in found)
+
+
+def _row_of(said: list[str]) -> str:
     rows = rows_of(said)
     if not rows:
-        sys.stderr.write(said[-3000:])
         raise RuntimeError("a process has found nothing")
     return rows[0]
+
+
+class Shards(IterableDataset):
+    """The microbatches of one of two ranks: each second row of each batch."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        """Yield a minibatch for each batch."""
+        for batch in batches():
+            rows = [tuple(part[None] for part in row) for row in batch[self._rank :: 2]]
+            yield Minibatch(rows, [1 / len(batch)] * len(rows), len(batch))
+
+
+def be_one_on_demand(device: torch.device) -> Iterator[str]:
+    """Train as one of two ranks that read each other's weights where they lie."""
+    rank = os.environ["LOCAL_RANK"] = os.environ.pop("NODE_RANK")
+    os.environ["WORLD_SIZE"] = "2"
+    strategy = OnDemandStrategy(process_group_backend="gloo")
+    if is_accelerated(device):
+        strategy.parallel_devices = [torch.device(device.type, 0)] * 2
+    trainer = Trainer(
+        accelerator="auto" if is_accelerated(device) else "cpu",
+        devices="auto" if is_accelerated(device) else 2,
+        strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = _module()
+    trainer.fit(module, DataLoader(Shards(int(rank)), batch_size=None))
+    yield f"{float(trainer.callback_metrics['train_loss']):.6f}"
+
+
+def on_demand(device: torch.device) -> Iterator[str]:
+    """strategy="odc" over memory that two processes of a device share comes to the loss of one."""
+    losses = [_row_of(said) for said in run_two(be_one_on_demand, device, 20)]
+    module = _module().to(device)
+    module.log = lambda *args, **options: None
+    optimizers: Any = module.configure_optimizers()
+    optimizer, scheduler = optimizers["optimizer"], optimizers["lr_scheduler"]["scheduler"]
+    loss = torch.zeros(())
+    for batch in batches():
+        rows: Any = torch.utils.data.default_collate(batch)
+        loss = module.training_step(tuple(part.to(device) for part in rows), 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    yield f"losses of two ranks: {losses}, of a plain loop: {float(loss):.6f}"
+    assert all(abs(float(found) - float(loss)) < 1e-3 for found in losses)
 
 
 class Fail(Callback):
@@ -141,7 +241,6 @@ def blame(device: torch.device) -> Iterator[str]:
     """Who fails on the device is named, on both processes."""
     failing: list[Function] = [be_one_with_an_assert, be_one_out_of_memory]
     for function in failing:
-        said = run_two(function, device)[0]
-        lines = [line for line in said.splitlines() if line.startswith("[pipeoffload]")]
+        lines = [line for line in run_two(function, device, 10)[0] if line.startswith("[pipeo")]
         yield f"{function.__name__}: {lines[-1:]}"
         assert any("because of global rank 1: " in line for line in lines)

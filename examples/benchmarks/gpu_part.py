@@ -1,53 +1,95 @@
-"""Runs one part of ``gpu_check.py``, a function of a device that yields what it has found.
+"""Parts of ``gpu_check.py``: functions of a device that yield what they have found, each a process.
 
-python -m examples.benchmarks.gpu_part examples.benchmarks.gpu_parts exactness
+The processes are forked from one that has imported everything and never touched the device, for
+imports take longer than most parts do.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from select import select
+from typing import Any, NamedTuple
 
 import torch
 
 ROW = "row: "
 Function = Callable[[torch.device], Iterator[str]]
+PROCESSES: Any = get_context("fork")
 
 
-def command_of(function: Function, *more: str) -> list[str]:
-    """Return the command that runs a part in a process of its own.
+class Running(NamedTuple):
+    """A process that runs a part, and the reading end of what it prints, errors included."""
+
+    process: Any
+    output: Connection
+
+
+def start(
+    function: Function, device: torch.device, environment: Mapping[str, str], leads: bool = False
+) -> Running:
+    """Start a process that runs a part and prints its rows as they come.
 
     Args:
-        function: the part.
-        more: the device, if it is not to be the accelerator.
+        function: The part.
+        device: The device that it is given.
+        environment: Variables beside this process's own.
+        leads: Whether the process leads a process group, in which those that it starts are.
     """
-    return [sys.executable, "-m", "examples.benchmarks.gpu_part", *arguments_of(function), *more]
+    reading, writing = PROCESSES.Pipe(duplex=False)
+    arguments = writing, function, device.type, dict(environment), leads
+    process = PROCESSES.Process(target=_run, args=arguments)
+    process.start()
+    writing.close()
+    return Running(process, reading)
 
 
-def arguments_of(function: Function) -> list[str]:
-    """Return those that :func:`main` finds a part by."""
-    return [function.__module__, function.__name__]
+def _run(
+    output: Connection, function: Function, kind: str, environment: dict[str, str], leads: bool
+) -> None:
+    if leads:
+        os.setpgrp()
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    os.environ.update(environment)
+    for row in function(torch.device(kind)):
+        print(f"{ROW}{row}", flush=True)
 
 
-def rows_of(said: str) -> list[str]:
-    """Return the rows among the lines that a part has printed."""
-    return [line.removeprefix(ROW) for line in said.splitlines() if line.startswith(ROW)]
+def lines_of(running: Running, deadline: float) -> Iterator[str]:
+    """Yield the lines of a process as it prints them, until it has ended or time is up."""
+    output, begun = running.output.fileno(), b""
+    while time.monotonic() < deadline:
+        is_alive = running.process.is_alive()  # asked first: what it has printed is there then
+        if select([output], [], [], 0.1)[0]:
+            data = os.read(output, 1 << 16)
+            *lines, begun = (begun + data).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+            if not data:
+                break
+        elif not is_alive:  # one that it has started has the writing end still
+            break
+    if begun:
+        yield begun.decode(errors="replace")
+
+
+def end(running: Running, deadline: float) -> int:
+    """Kill a process that is not over in time, and all of its group; return its exit status."""
+    running.process.join(max(0, deadline - time.monotonic()))
+    with suppress(ProcessLookupError):  # none of the group is left, or it leads none
+        os.killpg(running.process.pid, signal.SIGKILL)
+    running.process.kill()
+    running.process.join()
+    running.output.close()
+    return int(running.process.exitcode)
 
 
 def is_accelerated(device: torch.device) -> bool:
     """Whether a device is more than the CPU, on which parts are small and measure nothing."""
     return device.type != "cpu"
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run a part, and print its rows as they come."""
-    module, name, *types = arguments
-    device: Any = torch.device(types[0]) if types else torch.accelerator.current_accelerator()
-    for row in getattr(importlib.import_module(module), name)(device or torch.device("cpu")):
-        print(f"{ROW}{row}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

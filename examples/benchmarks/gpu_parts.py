@@ -6,15 +6,23 @@ run on the CPU too, for the tests, where they are small and measure nothing of i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._sanitizer import (
+    enable_cuda_sanitizer,  # private: TORCH_CUDA_SANITIZER works at the import of torch alone
+)
 from torch.nn import functional
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks import offload_gpu
@@ -26,11 +34,23 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, InlineLane, StreamLane
+from lightning_pipeoffload.runtime.memory.streams import (
+    CopyLanes,
+    InlineLane,
+    StreamLane,
+    make_lanes,
+)
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.runtime.timing import finished_at
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, build, offload_activations
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Schedule,
+    build,
+    offload_activations,
+)
 
 _CYCLES = 20_000_000
 _VOCABULARY = 256
@@ -58,10 +78,12 @@ def call_step(module: Any, part: Any) -> Tensor:
     return module.step(part)
 
 
-def gradients(model: Model, batch: Tensor, plan: Schedule, **options: Any) -> dict[str, Tensor]:
+def gradients(
+    model: Model, batch: Tensor, plan: Schedule, size: int = 1, **options: Any
+) -> dict[str, Tensor]:
     """Return the gradients of a step of a pipeline in this process."""
     pipeline = InProcessPipeline(model, plan, call_step, **options)
-    pipeline.run(batch, 1)
+    pipeline.run(batch, size)
     return {n: g for n, g in pipeline.named_gradients().items() if g is not None}
 
 
@@ -73,12 +95,14 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def exactness(device: torch.device) -> Iterator[str]:
-    """Gradients over ranks, with dropout, are those of one rank."""
+    """Gradients of all schedules, with dropout and recomputation, are those of one rank."""
     model = Model(64, 8, 16, dropout=0.1).double().to(device)
     batch = model.batch(8)
     expected = gradients(model, batch, build("gpipe", 1, 8))
-    for name in ("zb_h1", "zb_v"):
-        for recompute in ("none", "cheap", "full"):
+    names = ["zb_h1", "zb_v", *(n for n in SCHEDULES if is_accelerated(device))]
+    for name in dict.fromkeys(names):
+        ways = ("none", "cheap", "full") if name in names[:2] else ("none",)
+        for recompute in ways:
             found = gradients(model, batch, build(name, 2, 8), recompute=recompute)
             error = difference(found, expected)
             yield f"{name}, recompute {recompute}: gradients differ by {error:.1e}"
@@ -102,22 +126,38 @@ class DelayedLane(StreamLane):
         super().copy(target, source, what)
 
 
+def all_offloaded(schedule: Schedule) -> Schedule:
+    """Return a schedule that offloads each activation, whatever its copies take."""
+    return offload_activations(schedule, Costs.unit(), 1.0)[0]
+
+
+def offloading_memory(device: torch.device, lanes: CopyLanes | None = None) -> ActivationMemory:
+    """Return memory that offloads small tensors too."""
+    host = HostMemory(pinned=is_accelerated(device))
+    return ActivationMemory(OffloadSettings(device, lanes or make_lanes(device), host, 0))
+
+
 def late_copies(device: torch.device) -> Iterator[str]:
     """Copies that come as late as they can change no gradient."""
     model = Model(64, 4, 64).double().to(device)
     batch, schedule = model.batch(4), build("zb_h1", 2, 4)
-    plan, _ = offload_activations(schedule, Costs.unit(), 1.0)
     late = partial(DelayedLane, device) if is_accelerated(device) else InlineLane
-    host = partial(HostMemory, pinned=is_accelerated(device))
 
     def memory(device: torch.device) -> ActivationMemory:
-        return ActivationMemory(OffloadSettings(device, CopyLanes(late(), late()), host(), 0))
+        return offloading_memory(device, CopyLanes(late(), late()))
 
     expected = gradients(model, batch, schedule)
-    found = gradients(model, batch, plan, memory=memory)
+    found = gradients(model, batch, all_offloaded(schedule), memory=memory)
     error = difference(found, expected)
     yield f"everything offloaded: gradients differ by {error:.1e}"
     assert error < 1e-9
+
+
+def late_copies_under_sanitizer(device: torch.device) -> Iterator[str]:
+    """Nor does torch's sanitizer see a stream that reads before another has written."""
+    if is_accelerated(device):
+        enable_cuda_sanitizer()
+    yield from late_copies(device)
 
 
 @contextmanager
@@ -214,26 +254,86 @@ def _peak_allocated(device: torch.device) -> int:
     return int(torch.accelerator.max_memory_allocated()) if is_accelerated(device) else 0
 
 
-def split(device: torch.device) -> Iterator[str]:
-    """B and W apart against both at once, and the host's time for a microbatch."""
-    sizes = (1024, 8, 512) if is_accelerated(device) else (32, 8, 16)
-    model = Model(*sizes).bfloat16().to(device)
+def compiled(device: torch.device) -> Iterator[str]:
+    """Compiled blocks have the gradients of plain ones, for two sizes of microbatches."""
+    compile_with = True if is_accelerated(device) else {"backend": "aot_eager"}
+    model = Model(64, 4, 64).to(device)
+    plan = build("zb_h1", 2, 4)
+    pipeline = InProcessPipeline(model, plan, call_step, compile=compile_with)
+    for size in (1, 2):
+        batch = model.batch(4 * size)
+        expected = gradients(model, batch, plan, size)
+        for rank in pipeline.ranks:
+            rank.module.zero_grad()
+        pipeline.run(batch, size)
+        found = {n: g for n, g in pipeline.named_gradients().items() if g is not None}
+        error = difference(found, expected)
+        yield f"microbatches of {size}: gradients differ by {error:.1e} from eager ones"
+        assert error < _FUSED
+    large = Model(*_LARGE if is_accelerated(device) else _SMALL).bfloat16().to(device)
+    yield from _split(large, compile=compile_with)
+
+
+_FUSED = 1e-3  # in float32, where products may be rounded to TF32
+_LARGE, _SMALL = (2048, 4, 2048), (32, 4, 16)  # width, blocks and sequence
+
+
+def _split(model: Model, **options: Any) -> Iterator[str]:
+    """B + W against both at once."""
     batch, seconds = model.batch(8), {}
+    for name in ("1f1b", "zb_h1"):
+        pipeline = InProcessPipeline(model, build(name, 1, 8), call_step, **options)
+        for _ in range(3):
+            pipeline.run(batch, 1)
+            finished_at()
+        times = pipeline.executors[0].timer.action_seconds()
+        seconds[name] = sum(s for (kind, _), s in times.items() if kind is not Kind.F)
+    yield f"B + W take {seconds['zb_h1'] / seconds['1f1b']:.3f} of both at once"
+
+
+def host_time(device: torch.device) -> Iterator[str]:
+    """The host's time for a microbatch beside that of its kernels, in a stage of a usual size."""
+    model = Model(*_LARGE if is_accelerated(device) else _SMALL).bfloat16().to(device)
+    yield from _split(model)
+    batch = model.batch(8)
     for name in ("1f1b", "zb_h1"):
         pipeline = InProcessPipeline(model, build(name, 1, 8), call_step)
         for _ in range(3):
-            finished_at()
-            started = time.perf_counter()
             pipeline.run(batch, 1)
-            on_host = (time.perf_counter() - started) / 8
-            whole = finished_at() - started
-        times = pipeline.executors[0].timer.action_seconds()
-        seconds[name] = sum(s for (kind, _), s in times.items() if kind is not Kind.F)
+        started = finished_at()
+        pipeline.run(batch, 1)
+        on_host, whole = time.perf_counter() - started, finished_at() - started
+        with profile() as profiled:
+            pipeline.run(batch, 1)
+            finished_at()
+        kernels = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
         yield (
-            f"{name}: {on_host * 1e3:.2f} ms of the host for a microbatch, a step takes "
-            f"{whole * 1e3:.1f} ms"
+            f"{name}, a microbatch: {on_host / 8 * 1e3:.2f} ms of the host, "
+            f"{kernels / 8 * 1e3:.2f} ms of kernels, {whole / 8 * 1e3:.2f} ms in all"
         )
-    yield f"B + W over fused: {seconds['zb_h1'] / seconds['1f1b']:.3f}"
+
+
+def tests_of_gpus(device: torch.device) -> Iterator[str]:
+    """The tests that need a GPU, in parallel as far as they come; those that fail are named."""
+    options = ["--numprocesses", "8"] if find_spec("xdist") and is_accelerated(device) else []
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *options, *_TESTS]
+    found: Counter[str] = Counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            outcome = next((word for word in ("PASSED", "FAILED", "ERROR") if word in line), None)
+            if outcome is None or "::" not in line or " - " in line:  # the summary has them again
+                sys.stderr.write(line)
+                continue
+            found[outcome] += 1
+            if outcome != "PASSED":
+                yield line.strip()
+            elif found[outcome] % 50 == 0:
+                yield f"{found[outcome]} have passed so far"
+    yield f"{dict(found)}"
+
+
+_TESTS = ["tests/runtime/test_gpu.py", "tests/odc/test_on_demand_gpu.py"]
 
 
 def offload(device: torch.device) -> Iterator[str]:
@@ -261,7 +361,7 @@ def _first_that_fits(device: torch.device, speed: CopySpeed) -> tuple[Size, Line
     """Return the first size with k <= 1, else the last one, and its line without offload."""
     is_large, found = is_accelerated(device), None
     for hidden, sequence in _SIZES if is_large else _SMALL_SIZES:
-        size = Size(hidden, sequence, 2, 2, 4, 0, 128 if is_large else 16, device)
+        size = Size(hidden, sequence, 2, 2, 4, 0, 128 if is_large else 16, device, _HOST_BYTES)
         line = offload_gpu.measure(size, Variant("uniform"), speed, _STEPS)
         if line is None:
             break
@@ -274,5 +374,6 @@ def _first_that_fits(device: torch.device, speed: CopySpeed) -> tuple[Size, Line
 
 
 _STEPS = 2
+_HOST_BYTES = 90 << 30  # of a machine whose files tell of less than it has
 _SIZES = [(4096, 8192), (8192, 8192), (8192, 16384), (8192, 32768)]
 _SMALL_SIZES = [(32, 64)]

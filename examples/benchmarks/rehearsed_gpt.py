@@ -45,6 +45,7 @@ class Size:
     rank: int
     head_size: int
     device: torch.device
+    least_host_bytes: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -119,7 +120,10 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
         tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
         return pipeline.cut_batch(tokens, 1, lambda part, _: model.step(part), "train", 0)
 
-    host = HostMemory(pin, HostBudget.share_of_machine(1))
+    budget = HostBudget.share_of_machine(1)
+    if budget is not None and budget.num_bytes < size.least_host_bytes:
+        budget = HostBudget.given(size.least_host_bytes)
+    host = HostMemory(pin, budget)
     settings = OffloadSettings(size.device, make_lanes(size.device), host)
     return Rehearsal(pipeline, ActivationMemory(settings), cut_batch)
 

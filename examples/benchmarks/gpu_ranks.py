@@ -1,0 +1,120 @@
+"""A step of each schedule over two processes on one device, through the real transport.
+
+The executor, the transport and the stores are those of a fit; the Trainer and its strategy are left
+out, so that a hang is theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.benchmarks.gpu_pair import rows_of, run_two
+from examples.benchmarks.gpu_part import Function, is_accelerated
+from examples.benchmarks.gpu_parts import (
+    Model,
+    all_offloaded,
+    call_step,
+    difference,
+    gradients,
+    offloading_memory,
+)
+from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.microbatch import batch_size
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
+from lightning_pipeoffload.schedule import SCHEDULES, Schedule, build, lower, one_at_a_time
+
+NUM_MICROBATCHES = 4
+
+
+def two_ranks(device: torch.device) -> Iterator[str]:
+    """Two processes give the gradients of one, by every schedule, over gloo."""
+    yield from in_two_processes(be_rank_over_gloo, device)
+
+
+def be_rank_over_gloo(device: torch.device) -> Iterator[str]:
+    """Be one of them."""
+    rank = int(os.environ["NODE_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    yield from steps_of_all_schedules(rank, device)
+    dist.destroy_process_group()
+
+
+def in_two_processes(
+    function: Function, device: torch.device, seconds: float = 40, **environment: str
+) -> Iterator[str]:
+    """Run both ranks; yield how many steps were right, and raise where the last one has stopped."""
+    rows = [rows_of(said) for said in run_two(function, device, seconds, environment)]
+    done = min(sum("differ" in row for row in own) for own in rows)
+    steps = 2 * len(names_for(device))
+    yield f"{done} of {steps} steps over two processes have the gradients of one"
+    if done < steps:
+        raise RuntimeError(f"the last words of the two: {[own[-1:] for own in rows]}")
+
+
+def names_for(device: torch.device) -> list[str]:
+    """Return the schedules, first those with most messages at once; on the CPU a few alone."""
+    first = ["zb_v", "interleaved_1f1b", "1f1b"]
+    return [*first, *(n for n in SCHEDULES if n not in first and is_accelerated(device))]
+
+
+def steps_of_all_schedules(global_rank: int, device: torch.device) -> Iterator[str]:
+    """Compare the gradients of a step of each schedule, with and without offload."""
+    torch.manual_seed(0)
+    model = Model(64, 8, 16).double().to(device)
+    batch = model.batch(NUM_MICROBATCHES)
+    expected: dict[str, Tensor] = {}
+    for name in names_for(device):
+        schedule = build(name, 2, NUM_MICROBATCHES)
+        mesh = RankMesh(schedule, global_rank)
+        mesh.device = device
+        transport = ProcessGroupTransport(mesh, {(0, 1), (1, 0)}, device)
+        for plan in (schedule, all_offloaded(schedule)):
+            how = f"{name}, {'nothing' if plan is schedule else 'all'} offloaded"
+            yield f"{how}: begins"
+            found = gradients_of_rank(mesh.rank, schedule, plan, transport, model, batch)
+            # Afterwards, for the first steps of the process are to find the device cold.
+            expected = expected or gradients(model, batch, build("gpipe", 1, NUM_MICROBATCHES))
+            error = difference(found, {name: expected[name] for name in found})
+            yield f"{how}: gradients differ by {error:.1e}"
+            assert error < 1e-9
+
+
+def gradients_of_rank(
+    rank: int,
+    schedule: Schedule,
+    plan: Schedule,
+    transport: ProcessGroupTransport,
+    model: Model,
+    batch: Tensor,
+) -> dict[str, Tensor]:
+    """Return a rank's gradients of a plan's step; one of one microbatch at a time comes first."""
+    device = batch.device
+    pipeline = Pipeline(copy.deepcopy(model), rank, CutSettings(schedule.placement), device)
+    memory = offloading_memory(device)
+    executor = Executor(rank, pipeline.stages, transport, ActionTimer(device), memory)
+    for measures, step in ((True, one_at_a_time(schedule)), (False, plan)):
+        slices = pipeline.cut_batch(
+            batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
+        )
+        if not pipeline.committed:
+            pipeline.commit()
+        executor.stages = pipeline.stages
+        pipeline.module.zero_grad()
+        memory.measures_rooms = measures
+        with forked_randomness():
+            weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
+            executor.run(lower(step), make_microbatches(slices, weights))
+    owned = pipeline.ownership.local_tensors().items()
+    return {name: t.grad for name, t in owned if t.grad is not None}
