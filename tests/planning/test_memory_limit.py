@@ -62,7 +62,7 @@ class Allocator(TorchDispatchMode):
 
 
 def test_buffers_of_messages_take_what_activations_cannot_have(monkeypatch):
-    tensor, ring = torch.ones(64), BufferRing(torch.device("cpu"))
+    tensor, ring = torch.ones(128), BufferRing(torch.device("cpu"))
     link = BufferedLink(LateGroup(), 0, 1, torch.device("cpu"), ring)
     with Allocator() as allocator:
         for _ in range(3):

@@ -62,7 +62,7 @@ def test_no_group_waits_longer_than_the_timeout(monkeypatch, device):
     group = PipelineGroup(build("1f1b", 2, 4), 0, torch.device(device), seconds)
     tensors = Mock(ranks_sharing=lambda: [(0, 1)], shared_parameters=list, common_buffers=list)
     group.share(Mock(tensors=tensors))
-    assert timeouts == [seconds] * {"cpu": 5, "meta": 6}[device]
+    assert timeouts == [seconds] * {"cpu": 4, "meta": 5}[device]
 
 
 def test_a_trainer_that_has_started_no_ranks_claims_none():
