@@ -80,9 +80,7 @@ class PipeOffloadStrategy(StepHooks):
         optimizer_sync: What a rank does that has yet to learn the norm by which all clip, or
             whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
             steps, begins the next batch, and takes both back where it was wrong, from copies of
-            weights and optimizer state; "auto": so after ten steps in a row that needed no
-            clipping, where the plan gains by it, the copies fit on the device, and the user
-            overrides neither on_after_backward nor on_before_optimizer_step.
+            weights and optimizer state. Without clipping and loss scale no rank waits.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
             it with; what the user has compiled stays as it is. Weight gradients are left for W as
             without.
@@ -124,7 +122,7 @@ class PipeOffloadStrategy(StepHooks):
         blocks: str | Sequence[str] | None = None,
         split: str | Sequence[int] = "auto",
         microbatch_weight: str | Callable[[Any], float] = "samples",
-        optimizer_sync: str = "auto",
+        optimizer_sync: str = "barrier",
         compile: bool | Mapping[str, Any] = False,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,

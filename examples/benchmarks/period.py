@@ -438,7 +438,7 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--m", type=int, default=16, help="microbatches")
     parser.add_argument("--milliseconds", type=float, default=10, help="of a rank's F, B and W")
     parser.add_argument("--schedules", nargs="+", default=["zb_h2"], help="ours, one by one")
-    parser.add_argument("--optimizer-sync", default="auto")
+    parser.add_argument("--optimizer-sync", default="barrier")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clip_val; norms are 0.1")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="of a run")

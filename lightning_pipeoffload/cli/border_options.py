@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BorderOptions"]
 
-_IF_FREE = "as if nothing clipped by norm nor scaled the loss"
-_WAYS = ("auto", "barrier", "post_validation")
+_WAYS = ("barrier", "post_validation")
 
 
 class BorderOptions(NamedTuple):
@@ -21,19 +20,16 @@ class BorderOptions(NamedTuple):
     Attributes:
         has_barrier: Whether no rank begins a step before all have ended the one before.
         num_drawn: Steps that a picture shows.
-        is_known: Whether that was said; "auto" depends on what a run does between two steps.
     """
 
     has_barrier: bool = False
     num_drawn: int = 1
-    is_known: bool = True
 
     @classmethod
     def of(cls, config: DictConfig) -> BorderOptions:
-        """Read ``strategy.optimizer_sync`` and ``picture.steps``.
+        """Read ``strategy.optimizer_sync``, what makes such a run wait, and ``picture.steps``.
 
-        Only "barrier" is one; "auto" is one in a run that clips by norm or has a loss scale, of
-        which a plan does not know.
+        Ranks wait where the trainer clips by norm or its precision has a loss scale.
 
         Raises:
             ScheduleError: One of them is not what it can be.
@@ -46,10 +42,15 @@ class BorderOptions(NamedTuple):
         steps = None if isinstance(picture, str) else picture.get("steps")
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ScheduleError(f"picture.steps ({steps}) must be a whole number from 1 on")
-        return cls(way == "barrier", steps or 1, way != "auto")
+        return cls(way == "barrier" and _needs_others(config.get("trainer") or {}), steps or 1)
 
     @property
     def words(self) -> str:
         """What a period is one of."""
-        words = f"with{'' if self.has_barrier else 'out'} a barrier between steps"
-        return words if self.is_known else f"{words}, {_IF_FREE}"
+        return f"with{'' if self.has_barrier else 'out'} a barrier between steps"
+
+
+def _needs_others(trainer: Any) -> bool:
+    by_norm = trainer.get("gradient_clip_algorithm") != "value"
+    is_scaled = str(trainer.get("precision")) in ("16", "16-mixed")
+    return is_scaled or (bool(trainer.get("gradient_clip_val")) and by_norm)

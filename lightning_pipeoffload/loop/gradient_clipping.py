@@ -56,9 +56,7 @@ def _clip(
     if border.guesses_clipping():
         border.expect_clipping(clipping)
         return
-    norm = clipping.norm(group.sum(squares))
-    border.note(partial(clipping.is_needless, norm))
-    clipping.clip(norm)
+    clipping.clip(clipping.norm(group.sum(squares)))
     age.change()
 
 

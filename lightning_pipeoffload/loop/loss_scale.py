@@ -75,9 +75,7 @@ def _unscale(  # noqa: PLR0913 - torch's own, and whom to ask
     if border.guesses():
         border.expect_scaling(_scaling(scaler, own))
         return {found_inf.device: own}
-    found_anywhere = group.largest(own)
-    border.note(partial(found_anywhere.eq, 0))
-    return {found_inf.device: found_anywhere}
+    return {found_inf.device: group.largest(own)}
 
 
 def _scaling(scaler: GradScaler, found: Tensor) -> Scaling:

@@ -18,12 +18,11 @@ from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
+from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs
-from lightning_pipeoffload.schedule.simulation.steady_step import steady_period
 
 
 class RunPlans:
@@ -77,14 +76,6 @@ class RunPlans:
         These are on the first and the last stage: where one waits for the other, all follow.
         """
         return self.has_step_barrier() or bool(self._pipeline.tensors.ranks_sharing())
-
-    def gain_without_barrier(self) -> bool:
-        """Whether steps follow each other sooner, by a hundredth, where ranks need not wait."""
-        if self._pipeline.tensors.ranks_sharing():
-            return False
-        schedule, costs = self.training.schedule, self.training.costs or self._pipeline.costs
-        apart, along = (steady_period(schedule, costs, has) for has in (True, False))
-        return is_worth_changing(apart, along)
 
     def choose(self, inputs: StepInputs, total: int) -> int:
         """Make the plan that the first steps run by.

@@ -162,7 +162,7 @@ class RunSetup(ModelInParts):
             self._collected.refuse_metric(metric)
 
     def _has_barrier(self, trainer: Trainer) -> bool:
-        goes_ahead = self._border is not None and self._border.guesses_always
+        goes_ahead = self._border is not None and self._border.keeps_copies
         return has_step_barrier(trainer, self._gradient_hooks) and not goes_ahead
 
     def _described(self, trainer: Trainer) -> dict[str, str]:

@@ -29,11 +29,7 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
         trainer: The trainer.
         gradient_hooks: The hooks that may read gradients; None: there are none.
     """
-    return _reads_gradients(gradient_hooks) or _needs_others(trainer)
-
-
-def _reads_gradients(gradient_hooks: GradientHooks | None) -> bool:
-    return gradient_hooks is not None and gradient_hooks.is_any
+    return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_others(trainer)
 
 
 def _needs_others(trainer: Trainer) -> bool:
@@ -51,22 +47,16 @@ def clips_by_norm(trainer: Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and not by_value
 
 
-def may_step_ahead(
-    trainer: Trainer, gradient_hooks: GradientHooks | None, wanted: str, reports: bool
-) -> bool:
-    """Whether ranks need not wait where their step depends on the gradients of all stages.
+def may_step_ahead(trainer: Trainer, reports: bool) -> bool:
+    """Whether steps that depend on the gradients of all stages can be taken back.
 
     Args:
         trainer: The trainer, whose training starts.
-        gradient_hooks: The hooks that may read gradients; None: there are none.
-        wanted: The argument ``optimizer_sync``.
-        reports: Whether this rank says why, where it was asked for.
+        reports: Whether this rank says why not.
     """
-    if wanted == "barrier" or not _needs_others(trainer):
+    if not _needs_others(trainer):
         return False
     obstacle = _obstacle(trainer)
-    if wanted == "auto":
-        return not obstacle and not _reads_gradients(gradient_hooks)
     if obstacle and reports:
         log.info(_WAITS, obstacle)
     return not obstacle

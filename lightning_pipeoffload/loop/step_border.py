@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 
 _WAITS = "ranks wait for each other at each step from now on: hooks run at the steps of %s"
 
-NUM_CALM = 10
-"""Right steps in a row after which the next ones are taken for right; as in the paper's code."""
-
 
 class Clipping(NamedTuple):
     """How gradients are clipped by their norm.
@@ -95,7 +92,7 @@ class StepBorder:
 
     Attributes:
         weights: What the last step has changed, until it is known to be right.
-        keeps_copies: Whether steps are kept so that they can be taken back.
+        keeps_copies: Whether steps are taken for right, and kept so that they can be taken back.
         clips: Whether gradients will be clipped by :meth:`expect_clipping` after the loss scale.
         is_open: Whether the ranks have not met since a step that was taken for right.
         num_taken_back: How many steps were taken back.
@@ -109,10 +106,8 @@ class StepBorder:
         self.is_open = self.keeps_copies = False
         self.num_taken_back = 0
         self._kept: KeptStep | None = None
-        self._gains: Callable[[], bool] | None = None
         self._is_last: Callable[[], bool] = lambda: False
         self.clips: Callable[[], bool] = lambda: False
-        self._calm = _Calm()
         self._was_wrong = False
         self._somebody_looks = False
         self._forget_step()
@@ -124,25 +119,15 @@ class StepBorder:
         self._exchange: _Exchange | None = None
         self._looks = self._has_looked = False
 
-    def open_for(
-        self, kept: KeptStep, gains: Callable[[], bool] | None, is_last: Callable[[], bool]
-    ) -> None:
+    def open_for(self, kept: KeptStep, is_last: Callable[[], bool]) -> None:
         """Take steps for right from now on; all processes call it.
 
         Args:
             kept: What keeps the steps of the one optimizer.
-            gains: A function that says whether it is worth while, asked once several steps in a
-                row were right, and only then are they taken for right; None: all are.
             is_last: A function that says whether no hook runs between what clips now and the step.
         """
-        self._kept, self._gains, self._is_last = kept, gains, is_last
-        self.keeps_copies = self.guesses_always
+        self._kept, self._is_last, self.keeps_copies = kept, is_last, True
         self._group.connect_borders()
-
-    @property
-    def guesses_always(self) -> bool:
-        """Whether every step is taken for right."""
-        return self._kept is not None and self._gains is None
 
     def guesses_clipping(self) -> bool:
         """Whether the step at hand is taken for right, and nobody looks at what is not clipped."""
@@ -155,20 +140,13 @@ class StepBorder:
         return self._guesses
 
     def _decide(self) -> bool:
-        if self._kept is None or not (self._gains is None or self._calm):
+        if self._kept is None:
             return False
         if self._somebody_looks:
             self._wait_from_now_on()
             return False
         self._looks = is_watched(self._kept.optimizer)  # on this rank, since training has begun
-        if self._gains is not None and self._kept.has_room is None:
-            # Over the link to the host copies would take longer than a rank waits.
-            is_worth_it = not self._looks and self._gains() and self._kept.find_room()
-            if not self._group.world.agree(is_worth_it, unanimous=True):
-                self._kept = None
-                return False
         self._kept.keep()
-        self.keeps_copies = True
         return True
 
     def _wait_from_now_on(self) -> None:
@@ -176,11 +154,6 @@ class StepBorder:
         if self._group.reports:
             log.info(_WAITS, type(self._kept.optimizer).__name__)
         self._kept, self.keeps_copies = None, False
-
-    def note(self, is_right: Callable[[], Tensor]) -> None:
-        """Note of a step that waits whether a guess would have been right, where it is of use."""
-        if self._kept is not None and self._gains is not None:
-            self._calm.note(is_right())
 
     def expect_scaling(self, scaling: Scaling) -> None:
         """Find out later whether other ranks have found infinities."""
@@ -221,7 +194,6 @@ class StepBorder:
 
     def end_step(self) -> None:
         """Go on without knowing, after the optimizer's step."""
-        self._calm.end_step()
         if self._guesses:
             assert self._kept is not None
             if self._exchange is None:
@@ -245,7 +217,6 @@ class StepBorder:
         assert self._kept is not None
         self._somebody_looks |= bool(total[1])
         self._kept.end()
-        self._calm.know(is_right)
         self.num_taken_back += not is_right
         self._was_wrong = not is_right
         self._forget_step()
@@ -310,27 +281,3 @@ class _Exchange:
             total = self._start() if self._total is None else self._total
             self._found = self._own, total()
         return self._found
-
-
-class _Calm:
-    """Whether the last steps were all right; of each it is told a step later, and nobody waits."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._found: list[Callable[[], Tensor]] = []
-        self._before: list[Callable[[], Tensor]] = []
-
-    def note(self, is_right: Tensor) -> None:
-        self._found.append(start_reading(is_right))
-
-    def know(self, is_right: bool) -> None:
-        self._number = self._number + 1 if is_right else 0
-
-    def end_step(self) -> None:
-        """Read what was noted in the step before."""
-        before, self._before, self._found = self._before, self._found, []
-        if before:
-            self.know(all(read() for read in before))
-
-    def __bool__(self) -> bool:
-        return self._number >= NUM_CALM

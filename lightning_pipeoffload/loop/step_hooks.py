@@ -47,14 +47,12 @@ class StepHooks(LaterSteps, RunSetup):
         self._open_border()
 
     def _open_border(self) -> None:
-        wanted = self.settings.optimizer_sync
-        given = self._trainer, self._gradient_hooks, wanted, self.group.reports
-        may_open = self.group.num_ranks > 1 and may_step_ahead(*given)
+        if self.settings.optimizer_sync == "barrier" or self.group.num_ranks == 1:
+            return
+        may_open = may_step_ahead(self._trainer, self.group.reports)
         if self.group.world.agree(may_open, unanimous=True):
-            border, kept = self._step_border, KeptStep(self._trainer.optimizers[0])
-            is_asked = wanted == "post_validation"
-            gains = None if is_asked else self.run.plans.gain_without_barrier
-            border.open_for(kept, gains, self._is_clipping)
+            border = self._step_border
+            border.open_for(KeptStep(self._trainer.optimizers[0]), self._is_clipping)
             border.clips = partial(clips_by_norm, self._trainer)
             self.run.report.keeps_steps = lambda: border.keeps_copies
             found = has_forward_hooks(self._module)

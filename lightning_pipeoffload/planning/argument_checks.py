@@ -55,8 +55,7 @@ def check_optimizer_sync(value: Any) -> None:
     _check_choice(
         "optimizer_sync",
         value,
-        auto="",
-        barrier="ranks wait for the norm of all gradients",
+        barrier="ranks wait where a norm, a loss scale or a hook needs all gradients",
         post_validation="a step that was wrong is taken back",
     )
 

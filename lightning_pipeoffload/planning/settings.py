@@ -68,7 +68,7 @@ class PipelineSettings:
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
-    optimizer_sync: str = "auto"
+    optimizer_sync: str = "barrier"
     offload: str | float = "auto"
     recompute: str = "none"
     memory_limit: int | str | None = None

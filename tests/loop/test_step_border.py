@@ -181,36 +181,6 @@ def test_so_they_are_with_replicas_offload_and_accumulation(
     assert_as_barrier(ranks, tmp_path, world, module, strategy, options)
 
 
-class Late(Net):
-    """Two of its last batches are clipped."""
-
-    def training_step(self, batch, batch_idx):
-        loss = fits.Net.training_step(self, batch, batch_idx)
-        return loss * (20.0 if self.trainer.global_step in (14, 16) else 1.0)
-
-
-def fit_automatically(folder, sync):
-    L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=2,
-        strategy=PipeOffloadStrategy(num_microbatches=4, schedule="zb_h2", optimizer_sync=sync),
-        enable_checkpointing=False,
-        max_steps=NUM_STEPS,
-        gradient_clip_val=6.0,
-    )
-    trainer.fit(Late(), fits.loader())
-    trainer.save_checkpoint(Path(folder, sync))
-    return trainer.strategy.report()["steps_taken_back"]
-
-
-def test_auto_takes_a_step_for_right_when_several_were_and_waits_after_a_wrong_one(ranks, tmp_path):
-    assert ranks(2).run(fit_automatically, str(tmp_path), "barrier") == [0, 0]
-    assert ranks(2).run(fit_automatically, str(tmp_path), "auto") == [1, 1]
-    saved = [torch.load(tmp_path / sync, weights_only=False) for sync in ("auto", "barrier")]
-    assert_same(saved[0]["state_dict"], saved[1]["state_dict"])
-
-
 class Overflowing(Net):
     """Its first block overflows in every fourth batch, in that stage only."""
 

@@ -226,7 +226,7 @@ def main() -> None:
             data_parallel_size=options.replicas,
             sharding=options.sharding,
             timeout=timedelta(seconds=options.timeout),
-            optimizer_sync="post_validation" if options.hook == TAKEN_BACK else "auto",
+            optimizer_sync="post_validation" if options.hook == TAKEN_BACK else "barrier",
         ),
         gradient_clip_val=1e-3 if options.hook == TAKEN_BACK else None,
         max_epochs=3,
