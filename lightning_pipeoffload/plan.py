@@ -85,7 +85,12 @@ def plan(config: DictConfig) -> None:
     units = Units.of(costs)
     file = _picture_file(config, units)
     if config.sweep is not None:
-        _sweep(config, costs, file)
+        if file is not None:
+            raise ScheduleError(
+                f"picture ({file.path}) has no part in a sweep, which prints a table; leave it out"
+            )
+        sweep = sweep_memory_limit(config, costs_by_option(costs), units)
+        print_sweep(sweep, config.format == "json")
         return
     if config.compare:
         report_comparison(config, costs, file)
@@ -275,11 +280,6 @@ def _schedule(
         if option in has_place:
             raise ScheduleError(f"options.{option} has a place of its own; set {option}")
     return build(_name(config), **has_place, **options)
-
-
-def _sweep(config: DictConfig, costs: Costs, file: PictureFile | None) -> None:
-    sweep = sweep_memory_limit(config, costs_by_option(costs), Units.of(costs))
-    print_sweep(sweep, file, config.format == "json")
 
 
 def _mapping(

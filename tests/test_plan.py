@@ -430,8 +430,8 @@ def test_a_picture_shows_several_steps(command, tmp_path):
         (("picture=a.svg", "picture.steps=0"), "picture.steps (0) must be a whole number from 1"),
         (("picture.steps=2",), "picture.steps (2) needs a file to draw"),
         (
-            ("schedule=auto", "sweep=memory_limit", "picture=a.svg", "picture.steps=2"),
-            "picture.steps (2) has no part in a sweep",
+            ("schedule=auto", "sweep=memory_limit", "picture=a.svg"),
+            "picture (a.svg) has no part in a sweep",
         ),
     ],
 )

@@ -17,12 +17,8 @@ from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import NARROW, bare_table
 from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.axis import round_step
-from lightning_pipeoffload.pictures.drawing import Drawing
-from lightning_pipeoffload.pictures.legend import color_of
-from lightning_pipeoffload.pictures.limit_drawing import Stair, Stairs, draw_stairs
-from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.planning.candidate_table import lines_by_reason
-from lightning_pipeoffload.schedule import Costs, Kind, ScheduleError
+from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 from lightning_pipeoffload.schedule.families import FAMILIES
@@ -32,13 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MemorySweep", "print_sweep", "sweep_memory_limit"]
 
-_COLORS = {
-    Kind.BW: ("gpipe", "1f1b", "interleaved_1f1b"),
-    Kind.F: ("zb_h1", "zb_h2", "zb_1p", "zb_2p", "zb"),
-    Kind.W: ("zb_v", "1f1b_v", "v_min", "v_half", "v"),
-    Kind.OFFLOAD: ("gis", "gis_h", "grouped", "uniform"),
-    Kind.RELOAD_B: ("po_h", "po_f"),
-}
 # Limits that are not given are round, and about so many.
 _MANY = 10
 # What needs more than so many times the memory of the fastest plan has no part in choosing them.
@@ -135,21 +124,6 @@ class MemorySweep:
         """Say why families have no plan at all, those with one reason together."""
         return lines_by_reason((f.name, f.reason) for f in self.families if not f.plans)
 
-    def drawing(self) -> Drawing:
-        """Return the picture: families that offer the same are one line."""
-        most = self.limits[-1]
-        alike: dict[str, list[Family]] = {}
-        for family in self.families:
-            stairs = _stairs(family, most)
-            if stairs:
-                key = "".join(f"{stair.memory:.6g} {stair.seconds:.6g};" for stair in stairs)
-                alike.setdefault(key, []).append(family)
-        lines = [_line(families, most) for families in alike.values()]
-        every = [plan for family in self.families for plan in family.plans]
-        ideal = min(_seconds(plan) * (1 - (plan.bubble or 0.0)) for plan in every)
-        title = f"Step time over the memory limit of a rank: {self.title}"
-        return draw_stairs(lines, most, ideal, title, self.units)
-
 
 def sweep_memory_limit(config: DictConfig, costs_of: CostsOf, units: Units) -> MemorySweep:
     """Plan all families for each of several limits.
@@ -227,10 +201,8 @@ class _Search:
         return [Family.of(name, plans, self._reasons[name]) for name, plans in self.found.items()]
 
 
-def print_sweep(sweep: MemorySweep, file: PictureFile | None, is_json: bool) -> None:
-    """Write the picture if one is asked for, and print the same as a table or as JSON."""
-    if file:
-        file.write_drawing(sweep.drawing)
+def print_sweep(sweep: MemorySweep, is_json: bool) -> None:
+    """Print it as a table or as JSON."""
     if is_json:
         sys.stdout.write(json.dumps(sweep.figures()) + "\n")
         return
@@ -245,11 +217,8 @@ def _refuse_what_is_for_one_plan(config: DictConfig) -> None:
         raise ScheduleError(f"sweep ({config.sweep}) must be memory_limit")
     if config.strategy.schedule != "auto":
         raise ScheduleError(
-            f"sweep draws all families; use schedule=auto, not {config.strategy.schedule}"
+            f"sweep plans all families; use schedule=auto, not {config.strategy.schedule}"
         )
-    steps = BorderOptions.of(config).num_drawn
-    if steps > 1:
-        raise ScheduleError(f"picture.steps ({steps}) has no part in a sweep; leave it out")
     for name in ("compare", "options"):
         if config[name]:
             raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
@@ -315,25 +284,3 @@ def _cell(plan: Candidate | None, best: Candidate | None) -> str:
         return "-"
     is_best = best is not None and _seconds(plan) <= _seconds(best) * _ROUNDING
     return f"[bold]{_seconds(plan):.4g}[/]" if is_best else f"{_seconds(plan):.4g}"
-
-
-def _line(families: Sequence[Family], most: float) -> Stairs:
-    name = ", ".join(family.name for family in families)
-    return Stairs(name, _color(families[0].name), _stairs(families[0], most))
-
-
-def _stairs(family: Family, most: float) -> list[Stair]:
-    return [_stair(plan) for plan in family.plans if _memory(plan) <= most * _ROUNDING]
-
-
-def _stair(plan: Candidate) -> Stair:
-    option, memory, seconds = plan.option, _memory(plan), _seconds(plan)
-    hint = f"{option.schedule}, {option.num_chunks} per rank, offload {plan.offload}: "
-    return Stair(memory, seconds, f"{hint}{seconds:.4g} in {memory:.4g}")
-
-
-def _color(name: str) -> str:
-    for kind, names in _COLORS.items():
-        if name in names:
-            return color_of(kind, names.index(name), len(names))
-    return color_of(Kind.REDUCE, 0, 1)

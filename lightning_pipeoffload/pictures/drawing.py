@@ -47,7 +47,6 @@ class Area(NamedTuple):
     points: tuple[tuple[float, float], ...]
     color: str
     outline: str
-    thickness: float = 1.0
 
 
 class Words(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,25 +75,6 @@ class PictureFile:
             self._write_trace(drawn)
         else:
             self._write_picture(self._draw(drawn))
-
-    def write_drawing(self, draw: Callable[[], Drawing]) -> None:
-        """Write what is no timeline.
-
-        Args:
-            draw: Draws it.
-
-        Raises:
-            ScheduleError: It cannot be written, a part of it or a trace is asked for, or matplotlib
-                is missing for a PNG.
-        """
-        for name, value in (("microbatches", self.microbatches), ("time", self.time)):
-            if value is not None:
-                raise ScheduleError(f"picture.{name} ({value}) is for timelines; leave it out")
-        if self.path.suffix == ".json":
-            raise ScheduleError(
-                f"picture ({self.path}) is a trace, which shows a schedule; use .svg or .png"
-            )
-        self._write_picture(draw())
 
     def _write_picture(self, drawing: Drawing) -> None:
         with self._writing():

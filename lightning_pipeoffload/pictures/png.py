@@ -60,7 +60,7 @@ def _add_areas(axes: Axes, areas: list[Area]) -> None:
     for area in areas:
         x, y = zip(*area.points, strict=True)
         axes.fill(x, y, color=area.color, linewidth=0)
-        axes.plot(x, y, color=area.outline, linewidth=area.thickness * POINTS_PER_PIXEL)
+        axes.plot(x, y, color=area.outline, linewidth=POINTS_PER_PIXEL)
 
 
 def _add_words(axes: Axes, lines: list[Words]) -> None:

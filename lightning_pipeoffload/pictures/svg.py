@@ -41,10 +41,9 @@ def _box(box: Box) -> str:
 
 def _area(area: Area) -> str:
     points = " ".join(f"{x:.2f},{y:.2f}" for x, y in area.points)
-    thick = "" if area.thickness == 1 else f' stroke-width="{area.thickness:g}"'
     return (
         f'<polygon points="{points}" fill="{area.color}"/>'
-        f'<polyline points="{points}" fill="none" stroke="{area.outline}"{thick}/>'
+        f'<polyline points="{points}" fill="none" stroke="{area.outline}"/>'
     )
 
 
