@@ -63,4 +63,4 @@ def _start_run(self: Strategy) -> None:
     """Let metrics gather as torchmetrics does, unless the strategy of this run has its own way."""
     Metric.sync = _PLAIN  # type: ignore[method-assign]
     Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]
-    self.setup_environment()
+    _PLAIN_SETUP(self)

@@ -25,10 +25,20 @@ def join():
     start_run()
 
 
+class Once(SingleDeviceStrategy):
+    """A strategy that counts how often it is set up."""
+
+    num_setups = 0
+
+    def setup_environment(self):
+        super().setup_environment()
+        self.num_setups += 1
+        assert self.num_setups == 1
+
+
 def start_run():
     """Start a run of another strategy."""
-    strategy = SingleDeviceStrategy(accelerator=CPUAccelerator())
-    strategy.setup_environment()
+    Once(accelerator=CPUAccelerator()).setup_environment()
 
 
 def total(**options):
