@@ -10,7 +10,15 @@ import time
 import pytest
 import torch
 
-from examples.benchmarks import gpu_check, gpu_fits, gpu_hops, gpu_part, gpu_parts, gpu_ranks
+from examples.benchmarks import (
+    gpu_check,
+    gpu_fits,
+    gpu_hops,
+    gpu_part,
+    gpu_parts,
+    gpu_ranks,
+    gpu_spin,
+)
 from examples.benchmarks.gpu_check import PARTS, Part
 from tests.support.forks import FORKS
 from tests.support.pairs import first
@@ -18,13 +26,14 @@ from tests.support.pairs import first
 CPU = torch.device("cpu")
 # The first of each are in the default run; what the others call has tests of its own on the CPU.
 ALONE = [
-    gpu_parts.late_copies, gpu_parts.live_bytes, gpu_hops.hops_of_threads, gpu_parts.host_waits,
-    gpu_parts.late_copies_under_sanitizer, gpu_parts.exactness, gpu_parts.casts, gpu_parts.compiled,
-    gpu_parts.host_time, gpu_parts.offload, gpu_parts.tests_of_gpus, gpu_hops.held_multiprocessors,
-    gpu_fits.host_waits_of_a_trainer, gpu_fits.fits,
+    gpu_parts.late_copies, gpu_parts.live_bytes, gpu_spin.waits_beside_a_kernel,
+    gpu_parts.host_waits, gpu_parts.late_copies_under_sanitizer, gpu_parts.exactness,
+    gpu_parts.casts, gpu_parts.compiled, gpu_parts.host_time, gpu_parts.offload,
+    gpu_parts.tests_of_gpus, gpu_hops.held_multiprocessors, gpu_fits.host_waits_of_a_trainer,
+    gpu_fits.fits,
 ]  # fmt: skip
 IN_PAIRS = [
-    gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,
+    gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,
     gpu_fits.ways_of_two_processes, gpu_hops.hops_of_processes, gpu_fits.blame,
 ]  # fmt: skip
 

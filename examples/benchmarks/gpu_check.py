@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts, gpu_ranks
+from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts, gpu_ranks, gpu_spin
 from examples.benchmarks.gpu_part import ROW, Function, end, lines_of, start
 
 
@@ -48,26 +48,27 @@ class Part:
 _QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 PARTS = [
-    Part(gpu_parts.exactness, 40),
-    Part(gpu_ranks.two_ranks, 30),
-    Part(gpu_fits.two_processes, 30),
-    Part(gpu_parts.offload, 65, _QUEUES),
-    Part(gpu_fits.on_demand, 25),
-    Part(gpu_parts.compiled, 45),
-    Part(gpu_fits.ways_of_two_processes, 40),
+    Part(gpu_parts.exactness, 35),
+    Part(gpu_ranks.two_ranks, 28),
+    Part(gpu_spin.waits_beside_a_kernel, 15),
+    Part(gpu_spin.spinning_messages, 54),
+    Part(gpu_fits.two_processes, 26),
+    Part(gpu_parts.offload, 55, _QUEUES),
+    Part(gpu_fits.on_demand, 22),
+    Part(gpu_parts.compiled, 38),
+    Part(gpu_fits.ways_of_two_processes, 36),
     Part(gpu_parts.host_time, 15),
-    Part(gpu_parts.tests_of_gpus, 50),
+    Part(gpu_parts.tests_of_gpus, 45),
     Part(gpu_parts.late_copies, 10, _QUEUES),
-    Part(gpu_parts.late_copies_under_sanitizer, 15, _QUEUES),
+    Part(gpu_parts.late_copies_under_sanitizer, 12, _QUEUES),
     Part(gpu_parts.host_waits, 8),
     Part(gpu_fits.host_waits_of_a_trainer, 10),
-    Part(gpu_fits.fits, 20),
+    Part(gpu_fits.fits, 18),
     Part(gpu_parts.casts, 8),
     Part(gpu_parts.live_bytes, 8),
-    Part(gpu_hops.hops_of_threads, 10),
     Part(gpu_hops.held_multiprocessors, 10),
-    Part(gpu_hops.hops_of_processes, 15),
-    Part(gpu_fits.blame, 20),
+    Part(gpu_hops.hops_of_processes, 10),
+    Part(gpu_fits.blame, 16),
 ]
 
 

@@ -58,7 +58,7 @@ def _run(
         os.dup2(output.fileno(), stream)
     output.close()
     os.environ.update(environment)
-    for row in function(torch.device(kind)):
+    for row in function(torch.device(kind, 0)):  # what is shared between processes names its place
         print(f"{ROW}{row}", flush=True)
 
 
