@@ -58,7 +58,8 @@ def _run(
         os.dup2(output.fileno(), stream)
     output.close()
     os.environ.update(environment)
-    for row in function(torch.device(kind, 0)):  # what is shared between processes names its place
+    # With an index, by which processes that share memory name the device.
+    for row in function(torch.device(kind) if kind == "cpu" else torch.device(kind, 0)):
         print(f"{ROW}{row}", flush=True)
 
 
