@@ -18,7 +18,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
-from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.host_group import World
 
 _HOOK = "on_train_batch_end"

@@ -37,7 +37,7 @@ class KeptStep:
 
     Attributes:
         optimizer: The optimizer.
-        has_room: Whether the device has room for the copies; None until that was asked.
+        has_room: Whether the device has room for the copies; None before the first are made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -50,15 +50,13 @@ class KeptStep:
         self._versions: list[tuple[Tensor, int]] = []
         self.has_room: bool | None = None
 
-    def find_room(self) -> bool:
-        """Find out whether the device has room for the copies beside what a step has needed."""
+    def _find_room(self) -> None:
         tensors = [p for group in self.optimizer.param_groups for p in own_members(group)]
         kept = tensors + _tensors_of([*self.optimizer.state.values()])
         device = tensors[0].device if tensors else _CPU
         there = self._weights.num_bytes(device) + self._states.num_bytes(device)
         num_bytes = sum(tensor.nbytes for tensor in kept) - there
         self.has_room = num_bytes <= _bytes_left(device)
-        return self.has_room
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -69,7 +67,7 @@ class KeptStep:
         self._kept_states = [dict(self.optimizer.state.get(p, _NONE)) for p in self._stepping]
         num_values = sum(map(len, self._kept_states))
         if self.has_room is None or num_values > self._num_values:
-            self.find_room()  # most optimizers have no state before their first step
+            self._find_room()  # most optimizers have no state before their first step
         self._num_values = num_values
         on_host = not self.has_room
         self._weights.take(self._stepping, on_host)

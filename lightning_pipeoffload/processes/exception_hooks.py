@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
+
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,11 @@ class ExceptionHooks:
 
     def __init__(self, callbacks: Iterable[Callback], says: bool) -> None:
         self._says = says
-        self._own: list[tuple[dict[str, Any], Any]] = []
-        for callback in callbacks:
-            attributes = vars(callback)
-            self._own.append((attributes, attributes.get("on_exception")))
-            attributes["on_exception"] = partial(self._run, callback.on_exception)
+        self._wrapped = [WrappedHook(each, "on_exception", self._run) for each in callbacks]
 
-    def _run(self, hook: Callable[..., None], *args: Any) -> None:
+    def _run(self, plain: Callable[..., None], *args: Any) -> None:
         try:
-            hook(*args)
+            plain(*args)
         except NeedsOthersError as error:
             if self._says:
                 log.warning(str(error))
@@ -42,9 +39,6 @@ class ExceptionHooks:
 
     def give_back(self) -> None:
         """Let the callbacks have their own hooks again."""
-        for attributes, own in self._own:
-            if own is None:
-                del attributes["on_exception"]
-            else:
-                attributes["on_exception"] = own
-        self._own.clear()
+        for wrapped in self._wrapped:
+            wrapped.remove()
+        self._wrapped.clear()

@@ -147,12 +147,16 @@ class RankMesh:
         Returns:
             The group of this process; None if it is in none.
         """
-        chosen = list(range(self.num_ranks) if ranks is None else ranks)
-        return self._make_groups([[row[rank] for rank in chosen] for row in self._table], options)
+        return self._make_groups(self._rows(ranks), options)
 
     def make_data_group(self, **options: Any) -> Any:
         """Make a process group of each rank's counterparts in all replicas; return this one's."""
         return self._make_groups(self._columns, options)
+
+    def _rows(self, ranks: Iterable[int] | None) -> list[list[int]]:
+        """Return the global ranks of some ranks of each replica; of all of them if None."""
+        chosen = range(self.num_ranks) if ranks is None else [*ranks]
+        return [[row[rank] for rank in chosen] for row in self._table]
 
     @property
     def _columns(self) -> list[tuple[int, ...]]:
@@ -160,8 +164,7 @@ class RankMesh:
 
     def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
         """Return the group of a directed edge of each replica over the device's backend."""
-        groups = [[row[rank] for rank in edge] for row in self._table]
-        return self._made_once("edge", groups, options)
+        return self._made_once("edge", self._rows(edge), options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
         """Return the group of some ranks of each replica, all of them if None, on the device.
@@ -169,8 +172,7 @@ class RankMesh:
         It is made once, by all processes, and its members meet in it: NCCL connects where a group
         is first used, in a step perhaps, and connecting waits for all that the device was given.
         """
-        chosen = list(range(self.num_ranks) if ranks is None else ranks)
-        return self._meeting("", [[row[rank] for rank in chosen] for row in self._table])
+        return self._meeting("", self._rows(ranks))
 
     def device_data_group(self, use: str) -> Any:
         """Return the group of each rank's counterparts on the device, one for each use."""

@@ -156,7 +156,7 @@ class BufferRing:
 
 
 def _size_class(num_bytes: int) -> int:
-    step = max(512, 1 << (num_bytes.bit_length() - 4 if num_bytes > 16 else 0))
+    step = max(512, (1 << num_bytes.bit_length()) >> 4)
     return max(1, -(-num_bytes // step)) * step
 
 

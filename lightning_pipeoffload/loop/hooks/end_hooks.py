@@ -16,7 +16,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     owners_of_hooks,
     refuse_others,
 )
-from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 
 _KINDS = ("train", "validation", "test", "predict")
 _EPOCH_END = (

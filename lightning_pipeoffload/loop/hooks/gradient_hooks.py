@@ -12,7 +12,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     owners_of_hooks,
     refuse_others,
 )
-from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_pipeoffload.loop.hooks.wrapped_hook import WrappedHook
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
     in_brackets,
