@@ -193,7 +193,12 @@ class ProbePass:
             reach = self._trace.lead_back(loss)
             named = [(self._weights.name_of(leaf), leaf) for leaf in reach.leaves]
             self.result.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
-            self.result.trained = {*self.result.weight_uses}
+            # An expert that no row is sent to gets none.
+            self.result.trained = {
+                name
+                for name in self.result.weight_uses
+                if self.chain.index_of(name) not in self.result.imagined
+            }
 
     def check_complete(self) -> None:
         """Check that the step has called all blocks."""

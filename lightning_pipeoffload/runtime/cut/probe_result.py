@@ -45,7 +45,8 @@ class Probe:
         changes_batch: Whether the step changes its microbatch in place.
         unrepeatable: The first value that a second run did not have; None if it had all.
         uses: The uses of what some step writes to keep, by the id of what holds it and its name.
-        trained: Names of the parameters that the loss leads back to; None: it is not known.
+        trained: Names of the parameters that the loss leads back to, but for those of blocks that
+            ask for values; None: it is not known.
         weight_uses: The segments that use each of them, and whether its gradient could wait for W.
         imagined: Blocks that ask for values, which are made up, and the line that does so first.
         own_backwards: What the step differentiates by itself.

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.imagined_probe import look_both_ways
 from lightning_pipeoffload.runtime.cut.probe import find_sizes, probe_step, repeat_step
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_difference
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
-from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
+from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
 from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
 from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, Namespace
 from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE, UsersStep
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 _MOST_PROBES = 64
@@ -133,13 +133,16 @@ class StepProbes:
         return not self.always_trained.isdisjoint(names)
 
     def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
-        logs: dict[Imagined, ValueLog] = {}
-
-        def look(way: Imagined) -> Probe:
-            log = logs[way] = ValueLog()
-            return self._run(call, log if is_first and self._is_cut else None, way)
-
-        probe, way = look_both_ways(look, self._chain)
+        log, way = ValueLog(), EVERYTHING
+        try:
+            probe = self._run(call, log if is_first and self._is_cut else None)
+        except ImaginedError as error:
+            # A flag that is up may be an alarm, at which a step raises.
+            log, way = ValueLog(), NO_ALARM
+            try:
+                probe = self._run(call, log if is_first and self._is_cut else None, way)
+            except ImaginedError:
+                raise self._explain(error) from error.cause
         if not self._is_cut:
             return probe
         run = partial(self._run, way=way)
@@ -155,10 +158,21 @@ class StepProbes:
             probe.uses = uses.found
         elif is_first:
             again = self._repeat(call, way)
-        if again is not None and first_difference(logs[way], again):
+        if again is not None and first_difference(log, again):
             # What only the first run makes is a cache.
             probe.unrepeatable = first_difference(again, self._repeat(call, way))
         return probe
+
+    def _explain(self, error: ImaginedError) -> Exception:
+        if not error.is_in_block:
+            return error.cause
+        block, line = list(error.found.imagined.items())[-1]
+        return ValueError(
+            f"{self._chain.block_name(block)} asks for values{in_brackets(line)} that only the "
+            f"stage has that runs it; its shapes are found as if every search found everything, "
+            f"and then it fails ({type(error.cause).__name__}: {error.cause}); let the block take "
+            f"any number of rows, or compute what it asks for from the batch"
+        )
 
     def _in_place(self, probe: Probe) -> Iterator[Variable]:
         paths = {part: path for path, part in self._module.named_modules()}
