@@ -199,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     speed = measure_copy_speed(device)
     print(
         f"{device}, torch {torch.__version__}: {speed.to_host / 1e9:.1f} GB/s to the host, "

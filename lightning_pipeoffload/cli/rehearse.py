@@ -180,7 +180,7 @@ def _settings(config: DictConfig) -> PipelineSettings:
 
 def _device(name: str | None) -> torch.device:
     if name is None:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(name)
     except RuntimeError as error:

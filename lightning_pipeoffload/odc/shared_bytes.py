@@ -82,7 +82,8 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
         raise RuntimeError(
             f"{device} cannot read the memory of rank {peer} of this machine, which "
             f"strategy='odc' needs ({str(error).splitlines()[0]}); give it devices that reach each "
-            f"other, as nvidia-smi topo -p2p r shows, one for each process"
+            f"other, as nvidia-smi topo -p2p r shows, one for each process, run all processes of a "
+            f"machine in one container, and leave expandable_segments out of PYTORCH_ALLOC_CONF"
         ) from error
 
 
