@@ -378,6 +378,8 @@ CLASSIFIER = {**TEXT, "num_labels": CLASSES, **NO_DROPOUT}
 INPUT_IDS = partial(own_loss, name="input_ids")
 PIXELS = partial(own_loss, name="pixel_values")
 
+RELATIVE = {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}
+
 T5 = {
     **{"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 4, "num_heads": 2},
     **{"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0},
@@ -432,6 +434,9 @@ FAMILIES = {
         blocks=("model.transformer.encoder.layers.*", "model.transformer.decoder.layers.*"),
     ),
     "bert": Family(HF("BertForMaskedLM", **TEXT, **NO_DROPOUT), masked_tokens, tokens),
+    "deberta": Family(
+        HF("DebertaV2ForMaskedLM", **TEXT, **NO_DROPOUT, **RELATIVE), masked_tokens, tokens
+    ),
     "roberta": Family(
         HF("RobertaForSequenceClassification", **CLASSIFIER), INPUT_IDS, labelled_tokens
     ),

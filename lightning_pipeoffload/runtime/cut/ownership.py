@@ -15,11 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
+
+
+class _Hidden(Awaited, ForeignTensor):
+    """A weight before a stage's first block: the stage uses it from there on, or never has it."""
 
 
 class Ownership:
@@ -55,15 +60,21 @@ class Ownership:
         self._blocks: dict[str, tuple[_View, _View]] = {}
         self._home = self._make_view(self._glue, _all)
         self._hidden = self._make_view(self._glue, self._is_common_buffer)
+        self._fetched = [(p, slot) for p, slot in self._stand_ins if isinstance(p, _Hidden)]
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
         """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
         _exchange(self._views[stage])
+        # What the step has fetched before its first block on this stage is there from here on.
+        for placeholder, slot in self._fetched:
+            placeholder.value = slot.tensor if stage in self.owners[slot.name] else None
 
     def hide(self) -> None:
         """Let the modules outside of the blocks have nothing but shapes."""
         _exchange(self._hidden)
+        for placeholder, _ in self._fetched:
+            placeholder.value = None
 
     def restore(self) -> None:
         """Let every module have all that this rank owns."""
@@ -144,7 +155,8 @@ class Ownership:
             ranks = sorted({stage_ranks[stage] for stage in stages})
             place += ", on global rank " + " and ".join(map(str, ranks))
         # The module may be on the host still, whose step makes masks, say, where its weights are.
-        return ForeignTensor.standing_for(slot, f"{slot.name} ({place})", self._device)
+        kind = ForeignTensor if stage_ranks else _Hidden
+        return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
 
 def _all(slot: Slot) -> bool:

@@ -110,9 +110,11 @@ class ValueTrace(CallCounter):
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Give new tensors a port."""
         place = -1
+        given = {id(leaf) for leaf in tree_iter(args)}
         for leaf in tree_iter(result):
             place += isinstance(leaf, Tensor)
-            if isinstance(leaf, ShapeOnly):
+            # A weight that w.to(x.device) gives back is a weight still.
+            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "birth") or id(leaf) not in given):
                 self._name(leaf, Port(self.segment, call, place))
         self._note_training((args, result))
         return result

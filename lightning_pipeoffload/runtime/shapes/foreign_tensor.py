@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_pipeoffload.runtime.shapes.foreign_gradient import GRADIENT_OF, ForeignGradient
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
@@ -53,7 +53,7 @@ class ForeignTensor(ShapeOnly):
     became: Tensor | None = None
 
     @classmethod
-    def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> ForeignTensor:
+    def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> Self:
         """Return what takes the place of the tensor in ``slot``.
 
         Args:

@@ -43,7 +43,13 @@ def tied_by_function(m, x):
     return (through(m.blocks, m.embed(x)) @ m.embed.weight).pow(2).mean()
 
 
-@pytest.mark.parametrize("step", [penalty_behind, tied_by_function])
+def fetched_before(m, x):
+    weight = m.embed.weight
+    x = through(m.blocks[:2], x @ weight.to(x.device))
+    return (through(m.blocks[2:], x @ weight.t()) @ weight).pow(2).mean()
+
+
+@pytest.mark.parametrize("step", [penalty_behind, tied_by_function, fetched_before])
 def test_weights_that_several_stages_use_are_shared(step):
     assert_exact(Step(step).double(), torch.randn(4, 4).double(), num_ranks=4)
 
