@@ -146,7 +146,7 @@ class AutoChoice:
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
-        compile_ahead(self._pipeline, self._group, first)
+        compile_ahead(self._pipeline, self._group)
         blocks = self._measure(cut_batch, counts)
         limits = self._limits()
         if blocks is not None:

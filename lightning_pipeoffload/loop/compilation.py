@@ -6,20 +6,16 @@ import time
 from functools import partial
 
 from lightning_pipeoffload.planning.report_text import print_line
-from lightning_pipeoffload.runtime.cut.block_examples import find_examples
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 
 
-def compile_ahead(pipeline: Pipeline, group: PipelineGroup, first: BatchSlice) -> None:
+def compile_ahead(pipeline: Pipeline, group: PipelineGroup) -> None:
     """Compile each rank's blocks, where any block is compiled; all ranks call it.
 
     Args:
-        pipeline: This rank's part of the module, as it is cut now.
+        pipeline: This rank's part of the module, as it is cut now, for a batch that it has cut.
         group: The pipeline's processes.
-        first: A microbatch of the first batch.
     """
     if not pipeline.compiler.has_work:
         return
@@ -27,16 +23,15 @@ def compile_ahead(pipeline: Pipeline, group: PipelineGroup, first: BatchSlice) -
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
     with group.world.waiting_as_long_as_it_takes():
-        _compile(pipeline, first)
+        _compile(pipeline)
     if group.reports:
         print_line(f"Compiled in {time.monotonic() - started:.1f} s.")
 
 
-def _compile(pipeline: Pipeline, first: BatchSlice) -> None:
-    chain, run = pipeline.chain, partial(first.run, PROBE)
-    examples = find_examples(pipeline.module, chain, run, pipeline.device)
+def _compile(pipeline: Pipeline) -> None:
+    chain, calls = pipeline.chain, pipeline.batch_probes[0].block_calls
     local = [pipeline.partition[stage] for stage in pipeline.local_stages]
     for index in [index for stage in local for index in stage.blocks]:
-        with examples[index].called() as (args, kwargs):
+        with calls[index].with_zeros() as (args, kwargs):
             call = partial(chain.run_block, index, *args, **kwargs)
             pipeline.compiler.compile_ahead(chain.blocks[index], call)

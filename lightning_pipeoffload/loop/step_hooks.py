@@ -110,7 +110,7 @@ class StepHooks(LaterSteps, RunSetup):
                 self._parameters.leave_foreign()
                 self._leave_copies()
                 self.run.begin_training(accumulation)
-                compile_ahead(self.run.pipeline, self.group, slices[0])
+                compile_ahead(self.run.pipeline, self.group)
             self._start_batch(len(slices), accumulation)
             with self._start_ahead(), sharing_casts(self.root_device), self._counted():
                 self._first_batches.start_step()

@@ -56,7 +56,7 @@ class BlockCompiler:
     @property
     def has_work(self) -> bool:
         """Whether any block is compiled, by its owner or here."""
-        return any(compiled_call(part) is not None for b in self._all for part in b.modules())
+        return any(map(is_compiled, self._all))
 
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
         """Compile a block now, or let it run as it is written if it cannot be.
@@ -85,6 +85,11 @@ def compiled_call(module: nn.Module) -> Any:
     """Return what a module's call is compiled to; None: it is not compiled as a whole."""
     # Private: what module.compile() leaves behind.
     return module if isinstance(module, OptimizedModule) else module._compiled_call_impl
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Whether a block, or a part of it, is compiled."""
+    return any(compiled_call(part) is not None for part in block.modules())
 
 
 def check_compile(compile: Any) -> None:

@@ -3,13 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block as training makes it, but for the values.
+
+    Attributes:
+        arguments: Its arguments, those without values described.
+        autocast: The dtype that autocast computes in; None: it is off.
+        device_type: The type of device that autocast is for.
+    """
+
+    arguments: Any
+    autocast: torch.dtype | None
+    device_type: str
+
+    @classmethod
+    def of(cls, arguments: Any, device_type: str) -> BlockCall:
+        """Describe the call that is being made."""
+        is_on = torch.is_autocast_enabled(device_type)
+        autocast = torch.get_autocast_dtype(device_type) if is_on else None
+        return cls(tree_map(_describe, arguments), autocast, device_type)
+
+    @contextmanager
+    def with_zeros(self) -> Iterator[Any]:
+        """Return the arguments with zeros for values; inside, autocast is as it was."""
+        with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
+            yield tree_map(_make_zeros, self.arguments)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    meta: Tensor
+    device: torch.device
+    requires_grad: bool
+
+
+def _describe(leaf: Any) -> Any:
+    if not isinstance(leaf, ShapeOnly):
+        return leaf
+    return _Argument(leaf.meta.detach(), leaf.device, leaf.requires_grad)
+
+
+def _make_zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    zeros = torch.zeros_like(leaf.meta, device=leaf.device)
+    return zeros.requires_grad_(leaf.requires_grad)
 
 
 class BlockCalls:
@@ -17,20 +70,28 @@ class BlockCalls:
 
     Args:
         chain: The blocks.
+        device: The device that they seem to be on.
+
+    Attributes:
+        found: The calls of blocks, where any part of one is compiled.
     """
 
-    def __init__(self, chain: BlockChain) -> None:
+    def __init__(self, chain: BlockChain, device: torch.device) -> None:
+        self._device_type = device.type
+        self._keeps = any(is_compiled(block) for block in chain.blocks)
+        self.found: list[BlockCall] = []
         self._chain = chain
         self._training = torch.is_grad_enabled()
         self._checkpoint: Any = None
         self._num_hooks: list[int] = []
 
-    def see(self, index: int, expected: int) -> None:
+    def see(self, index: int, expected: int, arguments: Any) -> None:
         """Look at a call before it is made.
 
         Args:
             index: The index of the block.
             expected: Index of the block that comes next.
+            arguments: The block's arguments.
 
         Raises:
             ValueError: A stage could not make it; says why and where.
@@ -38,6 +99,8 @@ class BlockCalls:
         self._check_order(index, expected)
         self._check_gradients(index)
         self._check_checkpoint(index)
+        if self._keeps:
+            self.found.append(BlockCall.of(arguments, self._device_type))
         self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
 
     def _check_order(self, index: int, expected: int) -> None:

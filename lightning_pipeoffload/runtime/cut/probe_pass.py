@@ -60,7 +60,7 @@ class ProbePass:
         self.uses: AttributeUses | None = None
         self.sizes = BatchSizes(self._find_place)
         self._trace = ValueTrace(chain, log)
-        self._calls = BlockCalls(chain)
+        self._calls = BlockCalls(chain, device)
         self._weights = WeightWatch(lambda: self.segment)
         self._stripped = StrippedModule(module, device, self._weights)
         self._hooked = HookedSpans(module, lambda: self.segment)
@@ -69,6 +69,7 @@ class ProbePass:
             defaultdict(set),
             [0] * count,
             [0] * count,
+            block_calls=self._calls.found,
             weight_writes=self._weights.writes,
             aliases=self._trace.aliases,
             own_backwards=self._trace.own_backwards,
@@ -120,7 +121,7 @@ class ProbePass:
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Run a block on shapes, and look around before and after."""
-        self._calls.see(index, self.segment)
+        self._calls.see(index, self.segment, arguments)
         args, kwargs = self._trace.enter_block(index, arguments)
         self._look(Draw(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0

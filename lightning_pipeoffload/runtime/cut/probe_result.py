@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_pipeoffload.runtime.cut.block_calls import BlockCall
 from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.hook_closures import LateChange
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpan
@@ -29,6 +30,7 @@ class Probe:
             its name.
         forward_flops: Floating-point operations of each segment's forward, for one microbatch.
         weight_flops: The part of them that has a weight gradient of as many operations.
+        block_calls: The calls of the blocks, where any part of one is compiled.
         training_flops: Operations of a forward and its backward of the whole step, nothing twice.
         written: Names of buffers that the step writes from values that every stage has.
         written_in_place: These buffers, and other tensors in the modules' attributes that the
@@ -61,6 +63,7 @@ class Probe:
     segments: dict[str, set[int]]
     forward_flops: list[int]
     weight_flops: list[int]
+    block_calls: list[BlockCall] = field(default_factory=list)
     training_flops: int = 0
     written: set[str] = field(default_factory=set)
     written_in_place: set[Attribute] = field(default_factory=set)
