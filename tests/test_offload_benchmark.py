@@ -7,7 +7,7 @@ from examples.benchmarks import offload_emulated, offload_gpu
 from examples.benchmarks.offload_gpu import measure
 from examples.benchmarks.rehearsed_gpt import Size, Variant
 from lightning_pipeoffload.runtime.absent_neighbours import delays_of
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
 

@@ -44,7 +44,7 @@ from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime import rank_memory
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
 from lightning_pipeoffload.schedule import Costs, Schedule, split_fused_backward, steady_period
 from lightning_pipeoffload.schedule.candidates import Option, options

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from examples.benchmarks.gpu_pair import rows_of, run_two
 from examples.benchmarks.gpu_part import is_accelerated
-from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.measure.link_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport

@@ -31,7 +31,7 @@ from examples.benchmarks.offload_gpu import Line
 from examples.benchmarks.rehearsed_gpt import Size, Variant
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import (

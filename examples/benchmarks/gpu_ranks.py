@@ -25,7 +25,7 @@ from examples.benchmarks.gpu_parts import (
     offloading_memory,
     schedules,
 )
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import batch_size

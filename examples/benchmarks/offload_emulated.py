@@ -23,7 +23,7 @@ from torch import Tensor
 from examples.benchmarks.emulated import FEATURES, EmulatedBlock
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings

@@ -32,8 +32,8 @@ from statistics import fmean
 import torch
 
 from examples.benchmarks.rehearsed_gpt import Size, Variant, few_microbatches, rehearse
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.schedule import (

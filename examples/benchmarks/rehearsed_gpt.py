@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import make_lanes

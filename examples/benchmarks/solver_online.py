@@ -34,7 +34,7 @@ from examples.benchmarks.emulated import FEATURES, EmulatedModel, sleep_on_time
 from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
 
 SECONDS = 0.030, 0.029, 0.020  # of F, B and W

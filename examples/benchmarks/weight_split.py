@@ -34,7 +34,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos.gpt import Block
-from lightning_pipeoffload.runtime.compiled.backends import install_split, remove_split
+from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
 

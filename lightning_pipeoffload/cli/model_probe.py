@@ -19,7 +19,7 @@ from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.optimizers.state_size import measure_states
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
 from lightning_pipeoffload.runtime.making.module_of_shapes import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size

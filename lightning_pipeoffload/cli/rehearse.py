@@ -20,8 +20,8 @@ from lightning_pipeoffload.cli.rehearsed_model import RehearsedModel
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
 from lightning_pipeoffload.planning.memory_plan import plan_by_costs
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory

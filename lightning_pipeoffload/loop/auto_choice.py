@@ -28,8 +28,8 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
     costs_of_stages,
     cut_by_costs,
+    join_costs,
 )
-from lightning_pipeoffload.runtime.measure.measured_costs import join_costs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part

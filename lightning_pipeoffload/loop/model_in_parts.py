@@ -15,8 +15,7 @@ from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.whole_again import make_whole
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.absent_values import absent_in
-from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
+from lightning_pipeoffload.runtime.cut.absent_values import ModuleCopies, absent_in
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint, draw_blueprint
 from lightning_pipeoffload.runtime.making.construction import constructing
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule

@@ -45,7 +45,7 @@ from lightning_pipeoffload.processes.rank_differences import (
     describe_trainer,
     refuse_differences,
 )
-from lightning_pipeoffload.runtime.cut.module_copies import ModuleCopies
+from lightning_pipeoffload.runtime.cut.absent_values import ModuleCopies
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 

@@ -11,14 +11,17 @@ from lightning_pipeoffload.planning.rank_step import times_of
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.measure.clocks import compare_clocks
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.measure.hop_speed import measure_hops
-from lightning_pipeoffload.runtime.measure.measured_costs import (
+from lightning_pipeoffload.runtime.measure.block_costs import (
     RankCosts,
     join_costs,
     measure_costs,
     slowest_costs,
+)
+from lightning_pipeoffload.runtime.measure.link_speed import (
+    CopySpeed,
+    compare_clocks,
+    measure_copy_speed,
+    measure_hops,
 )
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes

@@ -26,7 +26,7 @@ from lightning_pipeoffload.planning.argument_checks import (
 )
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.runtime.memory.recompute import check_recompute

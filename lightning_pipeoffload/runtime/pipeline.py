@@ -18,21 +18,20 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
+from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.cut_check import check_shared_weights
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.cut.draw_check import drawn_before
 from lightning_pipeoffload.runtime.cut.lending import Lending
-from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors, SharedWeight
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
+    CutSettings,
     SegmentCosts,
+    SegmentUses,
     cut,
     estimate_costs,
     stage_costs,
 )
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
-from lightning_pipeoffload.runtime.cut.segment_uses import SegmentUses
 from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
 from lightning_pipeoffload.runtime.cut.step_checks import StepChecks
 from lightning_pipeoffload.runtime.cut.step_probes import StepProbes

@@ -10,8 +10,8 @@ from statistics import median
 
 from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
-from lightning_pipeoffload.runtime.measure.measured_costs import StageCosts, measure_costs
+from lightning_pipeoffload.runtime.measure.block_costs import StageCosts, measure_costs
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import merge_outputs, split_batch
 from lightning_pipeoffload.runtime.pipeline import Pipeline

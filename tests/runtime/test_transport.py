@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.runtime import transport as transport_module
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure import hop_speed
-from lightning_pipeoffload.runtime.measure.hop_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.measure import link_speed
+from lightning_pipeoffload.runtime.measure.link_speed import answer_hop, time_hop
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -142,7 +142,7 @@ class OpenReceives:
 @pytest.mark.parametrize("measure", [time_hop, answer_hop])
 def test_a_hop_waits_for_no_receive_that_is_open(monkeypatch, measure):
     transport = OpenReceives()
-    monkeypatch.setattr(hop_speed, "finished_at", transport.finished_at)
+    monkeypatch.setattr(link_speed, "finished_at", transport.finished_at)
     measure(transport, 1, 2, [])
 
 

@@ -13,18 +13,160 @@ Both are ordinary inputs and outputs, which no compiler reuses while somebody ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode  # private: who imagines values for this compilation
 
-from lightning_pipeoffload.runtime.compiled.example_inputs import ExampleInputs
-from lightning_pipeoffload.runtime.compiled.graph_writes import writes_in_place
-from lightning_pipeoffload.runtime.compiled.products import FoundProduct, find_product
-from lightning_pipeoffload.runtime.compiled.result_shapes import ResultShape, ShapeReader
-from lightning_pipeoffload.runtime.compiled.weight_sources import WeightFinder, WeightSource
+from lightning_pipeoffload.runtime.compiled.products import (
+    FoundProduct,
+    WeightFinder,
+    WeightSource,
+    find_product,
+)
+
+
+class ExampleInputs:
+    """Makes examples beside those that dynamo gives.
+
+    A compiler would take sizes of a tensor that dynamo does not know for new symbols.
+
+    Args:
+        inputs: Those that dynamo gives.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._mode = detect_fake_mode(inputs)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """Return the example of a weight."""
+        if self._mode is None:
+            return weight.detach()
+        return self._mode.from_tensor(weight.detach(), static_shapes=True)
+
+    def zero(self, result: Tensor) -> Tensor:
+        """Return the example of what is added to a result."""
+        with self._mode or nullcontext():
+            zero = torch.zeros((), dtype=result.dtype, device=result.device)
+            return zero.expand(result.shape).detach().requires_grad_()
+
+
+_IN_PLACE = {
+    operator.setitem,
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
+}  # fmt: skip
+
+
+def writes_in_place(graph: fx.Graph) -> bool:
+    """Whether any call in a graph may write one of its arguments."""
+    return any(_writes(node) for node in graph.nodes)
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return _is_in_place(str(node.target))
+    return node.op == "call_function" and _function_writes(node)
+
+
+def _function_writes(node: fx.Node) -> bool:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    named = target in _IN_PLACE or _is_in_place(getattr(target, "__name__", ""))
+    return named or node.kwargs.get("out") is not None or _is_inplace_call(node)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+
+
+def _is_inplace_call(node: fx.Node) -> bool:
+    """Whether a function has an argument ``inplace``, and it is true."""
+    target: Any = node.target
+    if not inspect.isfunction(target):
+        return bool(node.kwargs.get("inplace"))
+    parameters = inspect.signature(target).parameters
+    if "inplace" not in parameters:
+        return False
+    place = [*parameters].index("inplace")
+    return bool(node.kwargs.get("inplace") or node.args[place : place + 1] == (True,))
+
+
+_MOST_KNOWN = 256
+_Read = Callable[[Sequence[Any]], int]
+
+
+class ResultShape:
+    """The shape of one result.
+
+    Args:
+        sizes: Numbers, or expressions.
+        reads: How the expressions' symbols are read off the region's inputs.
+    """
+
+    def __init__(self, sizes: Sequence[Any], reads: Mapping[Any, _Read]) -> None:
+        self._sizes = sizes
+        self._reads = reads
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the sizes for these inputs."""
+        values = tuple(read(inputs) for read in self._reads.values())
+        if values not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[values] = self._compute(values)
+        return self._known[values]
+
+    def _compute(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        of_symbols = dict(zip(self._reads, values, strict=True))
+        return tuple(
+            size if isinstance(size, int) else int(size.xreplace(of_symbols))
+            for size in self._sizes
+        )
+
+
+class ShapeReader:
+    """Makes the shapes of one graph's results.
+
+    Args:
+        placeholders: The graph's inputs.
+    """
+
+    def __init__(self, placeholders: Sequence[fx.Node]) -> None:
+        self._reads: dict[Any, _Read] = {}
+        for index, node in enumerate(placeholders):
+            self._add(index, node.meta.get("example_value"))
+
+    def read(self, example: Tensor) -> ResultShape | None:
+        """Return the shape of a result; None: its inputs' shapes do not tell."""
+        sizes = [_expression(size) for size in example.shape]
+        symbols = {s for size in sizes if not isinstance(size, int) for s in size.free_symbols}
+        if not symbols <= self._reads.keys():
+            return None
+        return ResultShape(sizes, {symbol: self._reads[symbol] for symbol in symbols})
+
+    def _add(self, index: int, example: Any) -> None:
+        if isinstance(example, torch.SymInt):
+            self._reads.setdefault(_expression(example), lambda inputs: int(inputs[index]))
+        elif isinstance(example, Tensor):
+            for dim, size in enumerate(example.shape):
+                if isinstance(size, torch.SymInt):
+                    self._add_size(_expression(size), index, dim)
+
+    def _add_size(self, symbol: Any, index: int, dim: int) -> None:
+        self._reads.setdefault(symbol, lambda inputs: int(inputs[index].shape[dim]))
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 @dataclass(frozen=True)

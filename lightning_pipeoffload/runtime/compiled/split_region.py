@@ -1,17 +1,19 @@
-"""A compiled region whose weight gradients wait for W."""
+"""A compiled region whose weight gradients wait for W, and compilation before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_pipeoffload.runtime.compiled.ahead import Region, leave_if_ahead
+from lightning_pipeoffload.runtime.compiled.products import WeightSource
 from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
-from lightning_pipeoffload.runtime.compiled.weight_sources import WeightSource
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 from lightning_pipeoffload.runtime.weight_grad.node import (
@@ -21,7 +23,46 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     keep_input,
     queue_or_run,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue, deferring
+
+Region = Callable[..., Any]
+
+
+class _Ahead:
+    """Says that regions are compiled, and not to be run."""
+
+
+class _RegionReached(BaseException):
+    """Leaves a block whose first region has been compiled."""
+
+
+def leave_if_ahead() -> None:
+    """Leave the block where regions are compiled only."""
+    if IN_FORCE.latest(_Ahead) is not None:
+        raise _RegionReached
+
+
+def leaving_if_ahead(region: Region) -> Region:
+    """Return a region that is left where regions are compiled only."""
+    if IN_FORCE.latest(_Ahead) is None:
+        return region
+
+    @wraps(region)
+    def run(*inputs: Any) -> Any:
+        leave_if_ahead()
+        return region(*inputs)
+
+    return run
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Compile the first region that is called inside, as a forward of training would, and leave."""
+    try:
+        with IN_FORCE.during(_Ahead()), deferring(WeightGradQueue()), torch.enable_grad():
+            yield
+    except _RegionReached:
+        pass
 
 
 class _Run:

@@ -1,12 +1,14 @@
-"""What a module lacks on this rank when its pipeline has left it, and how it becomes whole again.
+"""What a module lacks on this rank after its pipeline, and what copies of it lack.
 
 Loading a state dict gives it real tensors in place of the shapes, so that any trainer can go on
-with it; using it without them is refused with what to do, where results would be shapes.
+with it; using it without them is refused with what to do, where results would be shapes. Deep
+copies, as callbacks keep that average weights, are made while the module is whole. When it is
+split, each copy keeps what this rank owns of the module, and has shapes for the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
 class AbsentValues:
@@ -109,3 +112,112 @@ def explain_absent(module: nn.Module) -> str:
         f"trained over a pipeline; load its checkpoint (ckpt_path=..., or load_state_dict), or go "
         f"on with a pipeline over the same ranks"
     )
+
+
+_MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in there is copied
+
+
+class ModuleCopies:
+    """Notes the deep copies of a module, or of parts of it, until :meth:`remove`.
+
+    Args:
+        module: The user's module.
+    """
+
+    # The user's attributes are looked at for changes: this one has nothing to look at.
+    __slots__ = ("_memos", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._memos: list[dict[int, Any]] = []
+        self.resume()
+
+    def pause(self) -> None:
+        """Note no copies for a while: the module is being made, maybe of copies of its parts."""
+        for part in self._module.modules():
+            part.__dict__.pop(_MARK, None)
+
+    def resume(self) -> None:
+        """Note copies of all the parts that the module has by now."""
+        for part in self._module.modules():
+            part.__dict__[_MARK] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
+        """Keep the memo, which will tell what each part was copied to; mark the copy too."""
+        if not any(known is memo for known in self._memos):
+            self._memos.append(memo)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as nothing, whatever is pickled with the module."""
+        return type(None), ()
+
+    def follow(self) -> None:
+        """Let the copies have shapes and tensors where the module has them now."""
+        made: dict[int, Tensor] = {}
+        for original, copied in self._pairs():
+            shape, found = original.tensor, copied.tensor
+            if isinstance(shape, ForeignTensor) and not isinstance(found, ForeignTensor):
+                _put(copied, made.setdefault(id(found), _shape_like(shape, copied)))
+            elif isinstance(found, ForeignTensor) and not isinstance(shape, ForeignTensor):
+                _put(copied, made.setdefault(id(found), _value_like(shape, found)))
+
+    def remove(self) -> None:
+        """Note no more."""
+        copied = [found for memo in self._memos for found in memo.values()]
+        for part in [*self._module.modules(), *copied]:
+            if isinstance(part, nn.Module):
+                part.__dict__.pop(_MARK, None)
+        self._memos.clear()
+
+    def _pairs(self) -> Iterator[tuple[Slot, Slot]]:
+        """Yield the places of the module with those of its copies, and of copies of copies."""
+        known = [(slot, slot) for slot in find_slots(self._module)]
+        for memo in self._memos:
+            copies = [(original, _copy_of(place, memo)) for original, place in known]
+            found = [(original, copied) for original, copied in copies if copied is not None]
+            yield from found
+            known += found
+
+
+def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
+    """Return the place that a place was copied to; None where it was not, or is there no more."""
+    module = memo.get(id(slot.module))
+    if not isinstance(module, nn.Module):
+        return None
+    if module.__dict__[slot.kind].get(slot.attribute) is None:
+        return None
+    return Slot(slot.name, module, slot.attribute, slot.kind)
+
+
+def _shape_like(shape: ForeignTensor, copied: Slot) -> Tensor:
+    (origin,) = shape.origins
+    return ForeignTensor.standing_for(copied, f"a copy of {origin}", copied.tensor.device)
+
+
+def _value_like(value: Tensor, shape: Tensor) -> Tensor:
+    made = value.detach().to(shape.device, shape.dtype, copy=True)
+    return nn.Parameter(made, shape.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _put(slot: Slot, tensor: Tensor) -> None:
+    slot.module.__dict__[slot.kind][slot.attribute] = tensor
+    hooks = slot.module._forward_pre_hooks  # private: to see what is registered already
+    if _refuse_call not in hooks.values():
+        slot.module.register_forward_pre_hook(_refuse_call)
+
+
+def _refuse_call(part: nn.Module, args: Any) -> None:
+    """Refuse a forward of a copy, of which this rank has a part.
+
+    Raises:
+        RuntimeError: The copy has shapes in place of values.
+    """
+    tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    if any(isinstance(tensor, ForeignTensor) for tensor in tensors):
+        raise RuntimeError(
+            f"a copy of the module that averages its weights has on each rank that rank's part, "
+            f"and cannot run{in_brackets(calling_line())}: exchange "
+            f"its weights with the module's in on_validation_start and on_validation_end, as "
+            f"WeightAveraging does, and call the module; or load its checkpoint after training"
+        )

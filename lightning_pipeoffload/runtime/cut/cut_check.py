@@ -9,7 +9,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.hook_closures import LateChange
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpan
-from lightning_pipeoffload.runtime.cut.named_tensors import SharedWeight
+from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins

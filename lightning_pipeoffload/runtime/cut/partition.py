@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,36 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
+
+
+@dataclass(frozen=True)
+class CutSettings:
+    """How to cut.
+
+    Attributes:
+        stage_ranks: The pipeline rank of each stage.
+        blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
+        split: See :func:`.partition.cut`.
+        recompute: See :class:`.stage_pass.StageContext`.
+        global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
+        agree: A function that returns replica 0's of what each replica gives it: its costs, as they
+            have to cut alike.
+        compile: See :class:`.block_compiler.BlockCompiler`.
+    """
+
+    stage_ranks: tuple[int, ...]
+    blocks: str | Sequence[str] | None = None
+    split: str | Sequence[int] = "auto"
+    recompute: str = "none"
+    global_ranks: tuple[int, ...] = ()
+    agree: Callable[[Any], Any] = lambda own: own
+    compile: bool | Mapping[str, Any] = False
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of each stage, as messages name it."""
+        return self.global_ranks or self.stage_ranks
+
 
 # What a parameter weighs against time: enough to decide where times are equal, or unknown.
 _PARAMETER_SHARE = 1e-3
@@ -267,3 +298,39 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
         backward_weight=total(costs.backward_weight),
         activation=tuple(float(len(stage.blocks)) for stage in stages),
     )
+
+
+class SegmentUses:
+    """What is learned from one probe after the other.
+
+    Args:
+        module: The user's module.
+        chain: Its blocks.
+        trainable: The names of its parameters.
+
+    Attributes:
+        segments: The segments that use each name.
+    """
+
+    def __init__(self, module: nn.Module, chain: BlockChain, trainable: Collection[str]) -> None:
+        self._module = module
+        self._chain = chain
+        self._trainable = trainable
+        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
+        self.segments: dict[str, set[int]] = {}
+
+    def learn(self, probe: Probe) -> bool:
+        """Take in one more probe; return whether anything is used where it was not before."""
+        found = find_segments(self._module, self._chain, probe)
+        computed = {n for n in found if n not in self._trainable and probe.segments[n]}
+        for name in computed - self._computed:  # no stage but these has its value from now on
+            self.segments[name] = set()
+        self._computed |= computed
+        known = self._computed - computed
+        learned = {
+            name: self.segments.get(name, set()) | (set() if name in known else uses)
+            for name, uses in found.items()
+        }
+        is_new = learned != self.segments
+        self.segments = learned
+        return is_new

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
 from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.call_counter import mark_slots
+from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.flops import count_flops
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpans
 from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leav
 
 from lightning_pipeoffload.runtime.cut.backward_reach import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.call_counter import CallCounter
-from lightning_pipeoffload.runtime.cut.crossings import Crossing, Flow, Port
+from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Flow, Port
 from lightning_pipeoffload.runtime.cut.hook_closures import HookClosures
 from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.absent_values import make_real
-from lightning_pipeoffload.runtime.cut.named_tensors import NamedTensors
+from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint
 from lightning_pipeoffload.runtime.making.derivations import UNFILLED
 from lightning_pipeoffload.runtime.making.unfilled_memory import begins_with_nan

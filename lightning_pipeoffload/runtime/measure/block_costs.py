@@ -7,22 +7,20 @@ cost the sum of their blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
-from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, Stage, cut
+from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed
-from lightning_pipeoffload.runtime.measure.hop_speed import measure_hops
-from lightning_pipeoffload.runtime.measure.measured_costs import RankCosts, measure_costs
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_hops
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
@@ -40,6 +38,100 @@ from lightning_pipeoffload.schedule import (
     one_at_a_time,
 )
 from lightning_pipeoffload.schedule.placement import stages_on
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage and one microbatch; the fields of :class:`.Costs` in seconds and bytes."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    activation: int
+    weight_input: int
+    weight_residue: int
+    offload: float
+    reload: float
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What one rank measured.
+
+    Attributes:
+        stages: The stages of this rank, by index.
+        copy_lanes: Copies that its device makes at a time.
+        hops: Seconds from a stage to the next one on another rank, by index; others are not known.
+    """
+
+    stages: Mapping[int, StageCosts]
+    copy_lanes: int
+    hops: Mapping[int, float]
+
+
+def measure_costs(
+    executor: Executor, speed: CopySpeed, hops: Mapping[int, float] = MappingProxyType({})
+) -> RankCosts:
+    """Take the medians of the steps so far.
+
+    Args:
+        executor: The executor of this rank, after a step or more.
+        speed: The speed of its copies.
+        hops: Seconds from its stages to those on other ranks.
+    """
+    seconds = executor.timer.action_seconds()
+    stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
+    return RankCosts(stages, speed.num_lanes, hops)
+
+
+def _costs_of(
+    executor: Executor, index: int, seconds: Mapping[tuple[Kind, int], float], speed: CopySpeed
+) -> StageCosts:
+    memory = executor.stages[index].memory
+    activation = memory.activation_bytes or 0
+    # A fused backward is one measurement; where in it B ends and W begins changes no plan.
+    half = seconds.get((Kind.BW, index), 0.0) / 2
+    return StageCosts(
+        forward=seconds.get((Kind.F, index), 0.0),
+        backward_input=seconds.get((Kind.B, index), half),
+        backward_weight=seconds.get((Kind.W, index), half),
+        activation=activation,
+        weight_input=memory.weight_input_bytes or 0,
+        weight_residue=memory.residue_bytes or 0,
+        offload=activation / speed.to_host * speed.slowed_by,
+        reload=activation / speed.to_device * speed.slowed_by,
+    )
+
+
+def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
+    """Return the most that one rank's counterparts in all replicas have measured of each cost."""
+    first, stages = of_replicas[0], {}
+    for index in first.stages:
+        found = (astuple(replica.stages[index]) for replica in of_replicas)
+        stages[index] = StageCosts(*map(max, zip(*found, strict=True)))
+    hops = {index: max(replica.hops[index] for replica in of_replicas) for index in first.hops}
+    return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), hops)
+
+
+def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
+    """Put the ranks' stages together, in the order of the model."""
+    ranks = list(of_ranks)
+    by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
+    stages = [by_index[index] for index in sorted(by_index)]
+    hops = {index: seconds for rank in ranks for index, seconds in rank.hops.items()}
+    return Costs(
+        forward=[stage.forward for stage in stages],
+        backward_input=[stage.backward_input for stage in stages],
+        backward_weight=[stage.backward_weight for stage in stages],
+        communication=[hops.get(index, 0.0) for index in sorted(by_index)],
+        activation=[stage.activation for stage in stages],
+        weight_input=[stage.weight_input for stage in stages],
+        weight_residue=[stage.weight_residue for stage in stages],
+        offload=[stage.offload for stage in stages],
+        reload=[stage.reload for stage in stages],
+        copy_lanes=min(rank.copy_lanes for rank in ranks),
+    )
+
 
 NUM_MEASURED = 3
 """Microbatches of which the median counts; before them as many warm up."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipeoffload.runtime.compiled.shared_casts import sharing_compiled_casts
+from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
 
 
 @contextmanager

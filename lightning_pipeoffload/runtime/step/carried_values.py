@@ -23,8 +23,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.call_counter import CallCounter, mark_as_the_models
-from lightning_pipeoffload.runtime.cut.crossings import Crossing, Flow, Port
+from lightning_pipeoffload.runtime.cut.crossings import (
+    CallCounter,
+    Crossing,
+    Flow,
+    Port,
+    mark_as_the_models,
+)
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

@@ -7,7 +7,7 @@ from torch._dynamo import lookup_backend
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.compiled import backends
+from lightning_pipeoffload.runtime.compiled import block_compiler
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
@@ -66,7 +66,7 @@ def compile_anew():
 
 def lines(caplog):
     """Return what the package has logged."""
-    return {record.message for record in caplog.records if record.name == backends.__name__}
+    return {record.message for record in caplog.records if record.name == block_compiler.__name__}
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_block_that_checkpoints_by_itself_says_what_that_costs(caplog):
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    backends.say.cache_clear()
+    block_compiler.say.cache_clear()
     assert_trains_exactly(task(Checkpointed), tokens(), num_ranks=2, compile=COMPILE)
     (line,) = lines(caplog)
     assert line.startswith("what a compiled block checkpoints by itself gets its weight gradients")
@@ -242,7 +242,7 @@ def test_what_a_backend_cannot_do(fails, line, count, left_for_w, caplog):
         return aot_eager(module, inputs)
 
     aot_eager = lookup_backend("aot_eager")
-    backends.say.cache_clear()
+    block_compiler.say.cache_clear()
     assert_trains_exactly(task(), tokens(), num_ranks=2, compile={"backend": backend})
     assert len(left_for_w) == 4 * count
     (found,) = lines(caplog)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.measure.copy_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 
 
 def test_both_directions_are_measured():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipeoffload.runtime.cut.cut_settings import CutSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from tests.support.small_modules import Regression, linear_blocks, users_step

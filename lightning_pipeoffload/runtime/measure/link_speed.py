@@ -1,0 +1,230 @@
+"""How fast copies and messages are, measured rather than looked up, and what clocks are apart.
+
+Copies: each direction alone, and both at once. Where both together take about as long as one after
+the other, the plan is better off with one lane that they share (PipeOffload, section 3).
+
+Messages: the rank that holds a stage sends what the stage sends on, and the next rank sends it
+back; half of that time is the latency. Edge after edge, so that no message shares its way.
+
+Clocks: the root sends a message to each rank, which answers with its time. That was read between
+the moments at which the root sent and heard::
+
+    root    sends at s                     hears at h        offset = t - (s + h) / 2
+    rank                 answers with t                      error  = (h - s) / 2
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.timing import finished_at
+from lightning_pipeoffload.runtime.transport import Transport, blaming_peers
+from lightning_pipeoffload.schedule import Action, Kind, Schedule
+
+_BYTES = 32 << 20
+_COPIES = 5
+_MESSAGES = 3
+_QUESTIONS = 16
+_TAG = 1  # checksums of batches have 0
+# Below this share of the time of one copy after the other, lanes of their own are worth it.
+_WORTH_TWO_LANES = 0.8
+
+
+@dataclass(frozen=True)
+class CopySpeed:
+    """Speeds of copies.
+
+    Attributes:
+        to_host: Bytes per second, device to host.
+        to_device: Bytes per second, host to device.
+        overlap: Time of a copy each way at once, over that of one after the other.
+    """
+
+    to_host: float
+    to_device: float
+    overlap: float
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes to plan with: 1 where both directions take turns, 2 where they run at once."""
+        return 2 if self.overlap < _WORTH_TWO_LANES else 1
+
+    @property
+    def slowed_by(self) -> float:
+        """How much longer a copy takes in the plan than alone: with two lanes both are in use."""
+        return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
+
+
+def measure_copy_speed(
+    device: torch.device, num_bytes: int = _BYTES, meet: Callable[[], None] = lambda: None
+) -> CopySpeed:
+    """Measure the copies between ``device`` and this host, in some milliseconds.
+
+    Args:
+        device: The device of the activations; on CPU the host copies within its own memory.
+        num_bytes: The number of bytes of each copy.
+        meet: Waits for the other devices that are to copy at the same time.
+    """
+    pinned = device.type != "cpu"
+    on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    lanes = make_lanes(device)
+
+    def offload() -> None:
+        lanes.d2h.copy(on_host[0], on_device[0], "a measurement")
+
+    def reload() -> None:
+        lanes.h2d.copy(on_device[1], on_host[1], "a measurement")
+
+    def both() -> None:
+        offload()
+        reload()
+
+    seconds = [_median_seconds(copy, meet) for copy in (offload, reload, both)]
+    return CopySpeed(
+        num_bytes / seconds[0], num_bytes / seconds[1], seconds[2] / (seconds[0] + seconds[1])
+    )
+
+
+def _median_seconds(copy: Callable[[], None], meet: Callable[[], None]) -> float:
+    copy()  # touches the memory
+    meet()
+    return median(_seconds(copy) for _ in range(_COPIES))
+
+
+def _seconds(copy: Callable[[], None]) -> float:
+    started = finished_at()
+    copy()
+    return finished_at() - started
+
+
+def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -> dict[int, float]:
+    """Return the seconds from each stage of this rank to a next one on another rank.
+
+    All ranks call it, between two steps.
+
+    Args:
+        executor: The executor of this rank, after a step.
+        schedule: Which rank has which stage.
+        device: The device of the messages.
+    """
+    seconds = {}
+    for stage in filter(schedule.crosses_ranks, range(schedule.num_stages - 1)):
+        sender, receiver = schedule.rank_of(stage), schedule.rank_of(stage + 1)
+        if executor.rank == sender:
+            specs = executor.stages[stage].payload_out(executor.last_microbatch)
+            tensors = [torch.zeros(s.shape, dtype=s.dtype, device=device) for s in specs]
+            seconds[stage] = time_hop(executor.transport, stage, receiver, tensors)
+        elif executor.rank == receiver:
+            specs = executor.stages[stage + 1].payload_in(executor.last_microbatch)
+            answer_hop(executor.transport, stage + 1, sender, specs)
+    return seconds
+
+
+def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor]) -> float:
+    """Return the seconds of a hop from ``stage`` to the next one, whose rank must answer.
+
+    Args:
+        transport: The messages to the other ranks.
+        stage: The stage of this rank.
+        peer: The rank of the next stage.
+        tensors: Tensors as the stage sends them on.
+    """
+    specs = [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
+    seconds = []
+    for repetition in range(1 + _MESSAGES):
+        receive = Action(Kind.RECV_B, stage, repetition)
+        # Before the post: NCCL receives in a kernel, for whose end this would wait, too.
+        started = finished_at()
+        transport.post(receive, peer, specs)
+        transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
+        transport.wait(receive)
+        seconds.append(finished_at() - started)
+    transport.finish_step()
+    return median(seconds[1:]) / 2  # the first one waits until the peer has come here
+
+
+def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
+    """Send back what comes from the stage before ``stage``, whose rank measures its hop.
+
+    Args:
+        transport: The messages to the other ranks.
+        stage: The stage of this rank.
+        peer: The rank of the stage before.
+        specs: Shapes and dtypes of what that stage sends on.
+    """
+    for repetition in range(1 + _MESSAGES):
+        receive = Action(Kind.RECV_F, stage, repetition)
+        transport.post(receive, peer, specs)
+        tensors = transport.wait(receive)
+        transport.send(Action(Kind.SEND_B, stage, repetition), peer, tensors)
+    transport.finish_step()
+
+
+class ClockOffset(NamedTuple):
+    """What a rank's ``time.perf_counter()`` is ahead of the root's.
+
+    Attributes:
+        seconds: The estimate.
+        error: The most that it is wrong by.
+    """
+
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
+    """Compare the clocks of all ranks, which call it together.
+
+    Args:
+        group: The pipeline's processes.
+
+    Returns:
+        On the root, the offset of each rank; None elsewhere.
+    """
+    with blaming_peers("lost a rank while comparing clocks"):
+        if group.global_rank != group.root:
+            _answer(group, group.root)
+            return None
+        return [
+            ClockOffset() if rank == group.root else _ask(group, rank)
+            for rank in group.global_ranks
+        ]
+
+
+def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
+    """Return the offset by the quickest answer; the first one waits until the rank is here."""
+    found = []
+    box = torch.zeros(1, dtype=torch.float64)
+    peer = dist.get_group_rank(group.host_group, rank)
+    for _ in range(_QUESTIONS):
+        sent = time.perf_counter()
+        group.host_group.send([box], peer, _TAG).wait()
+        group.host_group.recv([box], peer, _TAG).wait()
+        heard = time.perf_counter()
+        found.append(ClockOffset(float(box) - (sent + heard) / 2, (heard - sent) / 2))
+    return min(found, key=lambda offset: offset.error)
+
+
+def _answer(group: PipelineGroup, root: int) -> None:
+    peer = dist.get_group_rank(group.host_group, root)
+    asked = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_QUESTIONS):
+        group.host_group.recv([asked], peer, _TAG).wait()
+        group.host_group.send([_time_now()], peer, _TAG).wait()
+
+
+def _time_now() -> Tensor:
+    return torch.tensor([time.perf_counter()], dtype=torch.float64)
