@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,32 +31,6 @@ from lightning_pipeoffload.runtime.compiled.products import (
     WeightSource,
     find_product,
 )
-
-
-class ExampleInputs:
-    """Makes examples beside those that dynamo gives.
-
-    A compiler would take sizes of a tensor that dynamo does not know for new symbols.
-
-    Args:
-        inputs: Those that dynamo gives.
-    """
-
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self._mode = detect_fake_mode(inputs)
-
-    def weight(self, weight: Tensor) -> Tensor:
-        """Return the example of a weight."""
-        if self._mode is None:
-            return weight.detach()
-        return self._mode.from_tensor(weight.detach(), static_shapes=True)
-
-    def zero(self, result: Tensor) -> Tensor:
-        """Return the example of what is added to a result."""
-        with self._mode or nullcontext():
-            zero = torch.zeros((), dtype=result.dtype, device=result.device)
-            return zero.expand(result.shape).detach().requires_grad_()
-
 
 _IN_PLACE = {
     operator.setitem,
@@ -99,74 +74,52 @@ def _is_inplace_call(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace") or node.args[place : place + 1] == (True,))
 
 
-_MOST_KNOWN = 256
-_Read = Callable[[Sequence[Any]], int]
+Shape = Callable[[Sequence[Any]], tuple[int, ...]]
+"""Computes the shape of a result from a region's inputs."""
 
 
-class ResultShape:
-    """The shape of one result.
-
-    Args:
-        sizes: Numbers, or expressions.
-        reads: How the expressions' symbols are read off the region's inputs.
-    """
-
-    def __init__(self, sizes: Sequence[Any], reads: Mapping[Any, _Read]) -> None:
-        self._sizes = sizes
-        self._reads = reads
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Return the sizes for these inputs."""
-        values = tuple(read(inputs) for read in self._reads.values())
-        if values not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[values] = self._compute(values)
-        return self._known[values]
-
-    def _compute(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        of_symbols = dict(zip(self._reads, values, strict=True))
-        return tuple(
-            size if isinstance(size, int) else int(size.xreplace(of_symbols))
-            for size in self._sizes
-        )
-
-
-class ShapeReader:
-    """Makes the shapes of one graph's results.
-
-    Args:
-        placeholders: The graph's inputs.
-    """
-
-    def __init__(self, placeholders: Sequence[fx.Node]) -> None:
-        self._reads: dict[Any, _Read] = {}
-        for index, node in enumerate(placeholders):
-            self._add(index, node.meta.get("example_value"))
-
-    def read(self, example: Tensor) -> ResultShape | None:
-        """Return the shape of a result; None: its inputs' shapes do not tell."""
-        sizes = [_expression(size) for size in example.shape]
-        symbols = {s for size in sizes if not isinstance(size, int) for s in size.free_symbols}
-        if not symbols <= self._reads.keys():
-            return None
-        return ResultShape(sizes, {symbol: self._reads[symbol] for symbol in symbols})
-
-    def _add(self, index: int, example: Any) -> None:
+def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequence[Any]], int]]:
+    """Return how each symbol of a graph is read off the region's inputs."""
+    found: dict[Any, Callable[[Sequence[Any]], int]] = {}
+    for index, node in enumerate(placeholders):
+        example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
-            self._reads.setdefault(_expression(example), lambda inputs: int(inputs[index]))
+            found.setdefault(_expression(example), partial(_read_number, index))
         elif isinstance(example, Tensor):
             for dim, size in enumerate(example.shape):
                 if isinstance(size, torch.SymInt):
-                    self._add_size(_expression(size), index, dim)
+                    found.setdefault(_expression(size), partial(_read_size, index, dim))
+    return found
 
-    def _add_size(self, symbol: Any, index: int, dim: int) -> None:
-        self._reads.setdefault(symbol, lambda inputs: int(inputs[index].shape[dim]))
+
+def _read_number(index: int, inputs: Sequence[Any]) -> int:
+    return int(inputs[index])
+
+
+def _read_size(index: int, dim: int, inputs: Sequence[Any]) -> int:
+    return int(inputs[index].shape[dim])
 
 
 def _expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _shape_of(
+    example: Tensor, readers: Mapping[Any, Callable[[Sequence[Any]], int]]
+) -> Shape | None:
+    """Return what computes the shape of a result; None: the inputs' shapes do not tell."""
+    sizes = [_expression(size) for size in example.shape]
+    symbols = [*{s for size in sizes if not isinstance(size, int) for s in size.free_symbols}]
+    if not readers.keys() >= {*symbols}:
+        return None
+    own = [readers[symbol] for symbol in symbols]
+
+    @lru_cache(256)
+    def compute(*values: int) -> tuple[int, ...]:
+        given = dict(zip(symbols, values, strict=True))
+        return tuple(s if isinstance(s, int) else int(s.xreplace(given)) for s in sizes)
+
+    return lambda inputs: compute(*(read(inputs) for read in own))
 
 
 @dataclass(frozen=True)
@@ -194,7 +147,7 @@ class SplitProduct:
 
     found: FoundProduct
     tap: Tap
-    shape: ResultShape
+    shape: Shape
 
 
 @dataclass
@@ -240,12 +193,12 @@ class _Splitting:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._module = module
         self._inputs = inputs
-        self._examples = ExampleInputs(inputs)
+        # A compiler takes sizes of a tensor that dynamo does not know for new symbols.
+        self._mode = detect_fake_mode(inputs)
         self._graph = fx.Graph()
         self._outputs: list[Any] = list(_as_tuple(self._graph.graph_copy(module.graph, {})))
         self._num_outputs = len(self._outputs)
         self._placeholders = self._graph.find_nodes(op="placeholder")
-        self._shapes = ShapeReader(self._placeholders)
         self._copies = writes_in_place(self._graph)
         self._taps: dict[tuple[fx.Node, torch.dtype], Tap] = {}
         self._weights: dict[WeightSource, fx.Node] = {}
@@ -256,7 +209,8 @@ class _Splitting:
         """Rewrite each product whose weight gradient may wait."""
         finder = WeightFinder(self._placeholders, self._inputs)
         found = [find_product(node, finder) for node in self._graph.nodes]
-        shaped = [(product, self._shapes.read(product.example)) for product in found if product]
+        readers = _size_readers(self._placeholders)
+        shaped = [(product, _shape_of(product.example, readers)) for product in found if product]
         products = [(product, shape) for product, shape in shaped if shape is not None]
         self._add_weights([product for product, _ in products])
         for product, shape in products:
@@ -268,7 +222,7 @@ class _Splitting:
                 if source is not None and source not in self._weights:
                     self._weights[source] = self._add_input(f"deferred_{len(self._weights)}")
 
-    def _replace(self, product: FoundProduct, shape: ResultShape) -> None:
+    def _replace(self, product: FoundProduct, shape: Shape) -> None:
         node, example = product.node, product.example
         arguments = product.signature.arguments(node)
         with self._graph.inserting_before(node):
@@ -284,12 +238,22 @@ class _Splitting:
 
     def _add_zero(self, node: fx.Node, example: Tensor) -> None:
         zero = self._add_input(f"zero_{len(self._zeros)}")
-        self._zeros.append(self._examples.zero(example))
+        self._zeros.append(self._example_of_zero(example))
         with self._graph.inserting_after(node):
             total = self._graph.call_function(torch.add, (node, zero))
         total.meta["example_value"] = example
         node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
         self._outputs = [total if output is node else output for output in self._outputs]
+
+    def _example_of_zero(self, result: Tensor) -> Tensor:
+        with self._mode or nullcontext():
+            zero = torch.zeros((), dtype=result.dtype, device=result.device)
+            return zero.expand(result.shape).detach().requires_grad_()
+
+    def _example_of_weight(self, weight: Tensor) -> Tensor:
+        if self._mode is None:
+            return weight.detach()
+        return self._mode.from_tensor(weight.detach(), static_shapes=True)
 
     def _add_input(self, name: str) -> fx.Node:
         with self._graph.inserting_after(self._graph.find_nodes(op="placeholder")[-1]):
@@ -329,7 +293,7 @@ class _Splitting:
         kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
         self._graph.lint()
         examples = [self._inputs[index] for index in kept]
-        examples += [self._examples.weight(s.of(self._inputs)) for s in self._weights]
+        examples += [self._example_of_weight(s.of(self._inputs)) for s in self._weights]
         return SplitGraph(
             fx.GraphModule(self._module, self._graph),
             [*examples, *self._zeros],

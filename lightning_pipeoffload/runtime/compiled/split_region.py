@@ -144,7 +144,7 @@ class SplitRegion:
         graph = self._graph
         weights = {source: source.of(inputs) for source in graph.sources}
         calls = [(_make_call(product, weights), product.tap) for product in graph.products]
-        run = _Run(calls, [product.shape.of(inputs) for product in graph.products])
+        run = _Run(calls, [product.shape(inputs) for product in graph.products])
         zeros = _Zeros.apply(asking_for_gradients(), run, self._zeros)
         kept = (inputs[index] for index in graph.kept)
         detached = (weight.detach() for weight in weights.values())

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +26,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_micr
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.no_trace import leaving_no_trace
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 from lightning_pipeoffload.schedule import (
     Action,
     Costs,
@@ -39,9 +38,11 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.placement import stages_on
 
+NUM_MEASURED = 3
+"""Microbatches of which the median counts; before them as many warm up."""
 
-@dataclass(frozen=True)
-class StageCosts:
+
+class StageCosts(NamedTuple):
     """Costs of one stage and one microbatch; the fields of :class:`.Costs` in seconds and bytes."""
 
     forward: float
@@ -107,8 +108,8 @@ def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
     """Return the most that one rank's counterparts in all replicas have measured of each cost."""
     first, stages = of_replicas[0], {}
     for index in first.stages:
-        found = (astuple(replica.stages[index]) for replica in of_replicas)
-        stages[index] = StageCosts(*map(max, zip(*found, strict=True)))
+        found = zip(*(replica.stages[index] for replica in of_replicas), strict=True)
+        stages[index] = StageCosts(*map(max, found))
     hops = {index: max(replica.hops[index] for replica in of_replicas) for index in first.hops}
     return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), hops)
 
@@ -119,27 +120,11 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
     stages = [by_index[index] for index in sorted(by_index)]
     hops = {index: seconds for rank in ranks for index, seconds in rank.hops.items()}
-    return Costs(
-        forward=[stage.forward for stage in stages],
-        backward_input=[stage.backward_input for stage in stages],
-        backward_weight=[stage.backward_weight for stage in stages],
+    costs: dict[str, Any] = dict(
+        zip(StageCosts._fields, zip(*stages, strict=True), strict=True),
         communication=[hops.get(index, 0.0) for index in sorted(by_index)],
-        activation=[stage.activation for stage in stages],
-        weight_input=[stage.weight_input for stage in stages],
-        weight_residue=[stage.weight_residue for stage in stages],
-        offload=[stage.offload for stage in stages],
-        reload=[stage.reload for stage in stages],
-        copy_lanes=min(rank.copy_lanes for rank in ranks),
     )
-
-
-NUM_MEASURED = 3
-"""Microbatches of which the median counts; before them as many warm up."""
-
-_SUMMED = (
-    *("forward", "backward_input", "backward_weight"),
-    *("activation", "weight_input", "weight_residue", "offload", "reload"),
-)
+    return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
 
 
 class BlockMeasurement:
@@ -207,6 +192,11 @@ class BlockMeasurement:
                     parameter.copy_(value)
 
 
+def _unheard(part: BatchSlice) -> BatchSlice:
+    run = part.run  # as for a probe, so that prints and logs go nowhere
+    return replace(part, run=lambda call: run(PROBE))
+
+
 def _cut(cut_batch: Callable[[], Sequence[BatchSlice]]) -> Sequence[BatchSlice]:
     try:
         return cut_batch()
@@ -239,15 +229,6 @@ def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int) -> Schedule:
         for rank in range(num_ranks)
     ]
     return one_at_a_time(Schedule.of(ranks, "a measurement"))
-
-
-def _unheard(part: BatchSlice) -> BatchSlice:
-    """Let a step's prints and logs go nowhere, as those of a probe."""
-    return replace(part, run=partial(_run_unheard, part.run))
-
-
-def _run_unheard(run: Callable[[StepCall], Any], call: StepCall) -> Any:
-    return run(PROBE)
 
 
 def cut_by_costs(
@@ -284,7 +265,7 @@ def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
     """
     num_blocks = sum(len(stage.blocks) for stage in stages)
     summed: dict[str, Any] = {}
-    for name in _SUMMED:
+    for name in StageCosts._fields:
         values = blocks.per_stage(name, num_blocks)
         summed[name] = [sum(values[block] for block in stage.blocks) for stage in stages]
     hops = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
