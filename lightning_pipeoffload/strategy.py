@@ -81,6 +81,9 @@ class PipeOffloadStrategy(StepHooks):
             whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
             steps, begins the next batch, and takes both back where it was wrong, from copies of
             weights and optimizer state. Without clipping and loss scale no rank waits.
+        per_parameter_optimizer: Whether you say of an optimizer that is not among the known ones
+            that what it makes of a parameter depends on nothing but that parameter's value,
+            gradient and state and its group's numbers; else it is refused.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
             it with; what the user has compiled stays as it is. Weight gradients are left for W as
             without.
@@ -123,6 +126,7 @@ class PipeOffloadStrategy(StepHooks):
         split: str | Sequence[int] = "auto",
         microbatch_weight: str | Callable[[Any], float] = "samples",
         optimizer_sync: str = "barrier",
+        per_parameter_optimizer: bool = False,
         compile: bool | Mapping[str, Any] = False,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,
@@ -153,6 +157,7 @@ class PipeOffloadStrategy(StepHooks):
             split=split,
             microbatch_weight=microbatch_weight,
             optimizer_sync=optimizer_sync,
+            per_parameter_optimizer=per_parameter_optimizer,
             offload=offload,
             recompute=recompute,
             memory_limit=memory_limit,

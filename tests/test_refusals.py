@@ -244,10 +244,8 @@ CASES = [
     (
         WholeGradient,
         {},
-        "LBFGS computes over all its parameters, or draws random numbers for them (two small "
-        "tensors together did not take the step of each by itself), and each of the 2 ranks has a "
-        "part of them only; use an optimizer that treats each parameter by itself, such as AdamW, "
-        "or devices=1",
+        "LBFGS computes over all its parameters, and each of the 2 ranks has a part of them only; "
+        "use an optimizer that treats each parameter by itself, such as AdamW, or devices=1",
     ),
     (Gathers, {}, None),  # over the replicas, of which there is one
     (NoOptimizer, {}, None),  # Lightning warns, and nothing trains

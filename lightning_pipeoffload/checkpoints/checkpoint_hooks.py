@@ -22,9 +22,10 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.checkpoints.piece_exchange import PieceExchange
-from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues, shapes_of
+from lightning_pipeoffload.checkpoints.replica_values import ReplicaExchange
+from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues
 from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints.value_places import shapes_of
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     name_optimizer_state,
@@ -132,21 +133,21 @@ class CheckpointHooks(PipelineProcesses):
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
-        pieces = PieceExchange(checkpoint, self.group.replicas)
+        others = ReplicaExchange(checkpoint, self.group.replicas)
         if self.group.replica:  # replica 0 has all else too, and writes it
-            pieces.answer()
+            others.answer()
             return
-        with pieces.answered():
-            self._save_file(checkpoint, filepath, storage_options, pieces)
+        with others.answered():
+            self._save_file(checkpoint, filepath, storage_options, others)
 
     def _save_file(
         self,
         checkpoint: dict[str, Any],
         filepath: str | Path,
         storage_options: Any | None,
-        pieces: PieceExchange,
+        others: ReplicaExchange,
     ) -> None:
-        scattered = ScatteredValues(checkpoint, self.group, pieces.bring)
+        scattered = ScatteredValues(checkpoint, self.group, others.bring)
         if type(self.checkpoint_io) is not MovingCheckpointIO:  # it may copy what it is given
             super().save_checkpoint(scattered.bring(), filepath, storage_options)
             return

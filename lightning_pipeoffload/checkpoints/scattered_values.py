@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.late_tensor import LateTensor
-from lightning_pipeoffload.checkpoints.parted_tensor import PartedTensor
+from lightning_pipeoffload.checkpoints.replica_values import ReplicaTensor
 from lightning_pipeoffload.checkpoints.requests import Requests
 from lightning_pipeoffload.checkpoints.value_places import (
     Place,
     leaves_with_places,
-    map_tensors,
     with_values,
 )
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -126,21 +125,8 @@ class ScatteredValues:
                 self._group.bring(self._value_of(leaf), self._group.global_rank)
 
 
-def shapes_of(tree: Any, global_rank: int) -> Any:
-    """Return a state, nested as it may be, without its values, which are on ``global_rank``."""
-    host = torch.device("cpu")
-
-    def shape(place: Place, tensor: Tensor) -> Tensor:
-        name = ".".join(map(str, place))
-        origin = frozenset((f"{name} (on global rank {global_rank})",))
-        meta = tensor.meta if isinstance(tensor, ShapeOnly) else tensor.to("meta")
-        return ShapeOnly(meta, host, origin)
-
-    return map_tensors(shape, tree)
-
-
 def _has_value(leaf: Any) -> bool:
-    is_shape = isinstance(leaf, ShapeOnly) and not isinstance(leaf, PartedTensor)
+    is_shape = isinstance(leaf, ShapeOnly) and not isinstance(leaf, ReplicaTensor)
     return isinstance(leaf, Tensor) and not is_shape
 
 

@@ -51,9 +51,11 @@ class SplitState:
             optimizer: One of the trainer's optimizers.
             by_name: Whether it is to be this rank's part, by the names of the parameters.
         """
-        collect = self._collector.optimizer_part if by_name else self._collector.optimizer_state
-        shares = self._parameters.shares_of(optimizer)
-        return collect(optimizer, self._parameters.names_in(optimizer), shares)
+        names = self._parameters.names_in(optimizer)
+        if by_name:
+            return self._collector.optimizer_part(optimizer, names)
+        is_shared_out = self._parameters.shares_of(optimizer) is not None
+        return self._collector.optimizer_state(optimizer, names, is_shared_out)
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.checkpoints.parted_states import PartedStates, States
-from lightning_pipeoffload.checkpoints.scattered_values import shapes_of
+from lightning_pipeoffload.checkpoints.replica_values import states_of_replicas
+from lightning_pipeoffload.checkpoints.value_places import shapes_of
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, groups_with, plain_layout
-from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -58,33 +57,28 @@ class StateCollector:
         return found
 
     def optimizer_state(
-        self, optimizer: Optimizer, names: GroupNames, shares: StepShares | None
+        self, optimizer: Optimizer, names: GroupNames, is_shared_out: bool
     ) -> dict[str, Any]:
         """Return the plain optimizer's state dict; what other ranks have of it is shape-only.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
             names: The names of the whole module's parameters in each of its groups.
-            shares: What each replica steps with; None: all step with everything.
+            is_shared_out: Whether each replica steps with a part of the parameters.
         """
         mine = self._named_state(optimizer)
-        if shares is not None:
-            mine = self._parted(mine, shares).of_all()
+        if is_shared_out:
+            mine = states_of_replicas(mine, self._ranks)
         return plain_layout(optimizer, names, self._of_all(mine))
 
-    def optimizer_part(
-        self, optimizer: Optimizer, names: GroupNames, shares: StepShares | None
-    ) -> dict[str, Any]:
+    def optimizer_part(self, optimizer: Optimizer, names: GroupNames) -> dict[str, Any]:
         """Return what is this rank's to write of the plain optimizer's state, by parameter name.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
             names: The names of the whole module's parameters in each of its groups.
-            shares: What each replica steps with; None: all step with everything.
         """
         state = self._named_state(optimizer)
-        if shares is not None:
-            state = self._parted(state, shares).own
         part: dict[str, Any] = {}
         anything = self._ranks.world.agree(bool(state), unanimous=False)
         if state or not anything:
@@ -92,10 +86,6 @@ class StateCollector:
         if self._ranks.is_root:
             part["param_groups"] = groups_with(optimizer.param_groups, names)
         return part
-
-    def _parted(self, states: States, shares: StepShares) -> PartedStates:
-        parameters = self._pipeline.tensors.canonical_parameters()
-        return PartedStates(states, parameters, shares, self._ranks)
 
     def _named_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         parameters = self._pipeline.tensors.canonical_parameters()

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 Place = tuple[Any, ...]
 
@@ -47,3 +50,16 @@ def map_tensors(function: Callable[[Place, Tensor], Any], tree: Any) -> Any:
     """Return a tree with what a function of place and tensor makes of its tensors."""
     leaves = ((place, leaf) for place, leaf in leaves_with_places(tree) if isinstance(leaf, Tensor))
     return with_values(tree, {place: function(place, leaf) for place, leaf in leaves})
+
+
+def shapes_of(tree: Any, global_rank: int) -> Any:
+    """Return a state, nested as it may be, without its values, which are on ``global_rank``."""
+    host = torch.device("cpu")
+
+    def shape(place: Place, tensor: Tensor) -> Tensor:
+        name = ".".join(map(str, place))
+        origin = frozenset((f"{name} (on global rank {global_rank})",))
+        meta = tensor.meta if isinstance(tensor, ShapeOnly) else tensor.to("meta")
+        return ShapeOnly(meta, host, origin)
+
+    return map_tensors(shape, tree)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.cli.configuration import build
 from lightning_pipeoffload.loop.step_calls import StepCalls
-from lightning_pipeoffload.optimizers.state_size import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import CutSettings

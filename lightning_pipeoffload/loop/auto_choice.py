@@ -15,8 +15,7 @@ from lightning_pipeoffload.loop.choice_cache import ChoiceCache
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatch_size import sees_its_size
 from lightning_pipeoffload.loop.step_inputs import StepInputs
-from lightning_pipeoffload.optimizers.copy import NotRebuiltError
-from lightning_pipeoffload.optimizers.state_size import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
@@ -218,11 +217,8 @@ class AutoChoice:
         """Return what optimizers will keep on a rank, which has nothing of it yet."""
         trainer: Any = self._pipeline.module.trainer
         num_sharing = self._settings.num_sharing(self._group.num_replicas)
-        try:
-            states = measure_states(trainer.optimizers, num_sharing)
-        except NotRebuiltError:
-            return 0.0
-        return sum(states.values()) / self._group.num_ranks
+        states = measure_states(trainer.optimizers)
+        return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:
         """Evaluate on one process, for all."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.optimizers.kept_step import bytes_usable
-from lightning_pipeoffload.optimizers.state_size import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -78,8 +78,8 @@ class RunReport:
         """
         try:
             num_sharing = self._settings.num_sharing(self._group.num_replicas)
-            states = measure_states(optimizers, num_sharing)
-            self.needs = MemoryNeeds.of(self._pipeline, first, states)
+            states = measure_states(optimizers)
+            self.needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 

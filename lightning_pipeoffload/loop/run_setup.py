@@ -219,7 +219,11 @@ class RunSetup(ModelInParts):
                 self._copies.follow()
             sharing = self.settings.num_sharing(self.group.num_replicas)
             self._parameters = OptimizedParameters(
-                self._run.pipeline, self.group, lambda: self.optimizers, sharing
+                self._run.pipeline,
+                self.group,
+                lambda: self.optimizers,
+                sharing,
+                self.settings.per_parameter_optimizer,
             )
             self._state = SplitState(self._run.pipeline, self.group, self._parameters)
         self._steps = StepCalls(self._module, self._replica_seed)

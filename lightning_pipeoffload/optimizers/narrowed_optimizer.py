@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.optimizer_state import forget_states
 from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -97,7 +98,7 @@ class NarrowedOptimizer:
         self.shares = shares
         if shares is not None:
             shares.take_on(p for group in self.optimizer.param_groups for p in own_members(group))
-            self._keep_own_states(shares)
+            forget_states(self.optimizer, lambda p: not shares.is_own(p))
 
     def _refuse_other(self, shares: StepShares | None) -> None:
         assert self.shares is not None
@@ -109,15 +110,6 @@ class NarrowedOptimizer:
                 f"out over {now}: let configure_optimizers make a new optimizer for this fit, and "
                 f"resume from a checkpoint to keep what it knows"
             )
-
-    def _keep_own_states(self, shares: StepShares) -> None:
-        state = self.optimizer.state
-        for parameter in [*state]:
-            own = shares.own_state(parameter, state[parameter])
-            if own is None:
-                del state[parameter]
-            else:
-                state[parameter] = own
 
     @property
     def stateless(self) -> list[Tensor]:
@@ -158,15 +150,12 @@ class NarrowedOptimizer:
         for group in self.optimizer.param_groups:
             self._whole.append((group, group["params"]))
             own = own_members(group)
-            state = self.optimizer.state
-            group["params"] = own if shares is None else shares.lend(own, state)
+            group["params"] = own if shares is None else shares.own_of(own)
 
     def _widen(self) -> None:
         for group, members in self._whole:
             group["params"] = members
         self._whole.clear()
-        if self.shares is not None:
-            self.shares.take_back(self.optimizer.state)
 
     def _among_whole(self, closure: Any) -> Any:
         return self._calling(closure) if callable(closure) else closure

@@ -20,8 +20,8 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     name_groups,
     read_states,
 )
+from lightning_pipeoffload.optimizers.optimizer_table import refuse_optimizer
 from lightning_pipeoffload.optimizers.step_shares import StepShares
-from lightning_pipeoffload.optimizers.trial import refuse_optimizer, try_optimizer
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
@@ -35,6 +35,7 @@ class OptimizedParameters:
         group: The pipeline's processes.
         optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
         num_sharing: The number of replicas that share out steps and what optimizers keep.
+        is_declared: Whether the user says that the optimizers' steps are per parameter.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class OptimizedParameters:
         group: PipelineGroup,
         optimizers: Callable[[], list[Optimizer]],
         num_sharing: int = 1,
+        is_declared: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._group = group
         self._optimizers = optimizers
         self._narrowed: list[NarrowedOptimizer] = []
         self._num_sharing = num_sharing
+        self._is_declared = is_declared
         self._shares: list[StepShares | None] = []
 
     @property
@@ -70,23 +73,21 @@ class OptimizedParameters:
         """Let the optimizers step with what this rank owns, even where a step's closure splits.
 
         Raises:
-            ValueError: An optimizer's step depends on which other parameters it has.
+            ValueError: An optimizer's step may depend on which other parameters it has.
         """
         if self._group.world_size == 1:
             return
         num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
         for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
-            refuse_optimizer(optimizer, self._pipeline.device, num_ranks, num_sharing)
+            refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
-        # Before hooks on steps come, with which no other optimizer like them can be made.
         self._shares = [self._make_shares(optimizer) for optimizer in self._optimizers()]
 
     def _make_shares(self, optimizer: Optimizer) -> StepShares | None:
         if self._num_sharing == 1 or not optimizer.param_groups:
             return None
-        trial = try_optimizer(optimizer, self._pipeline.device)
-        return StepShares(self._group, cuts=not trial.needs_whole_tensors)
+        return StepShares(self._group)
 
     def start_training(self) -> None:
         """Heed the hooks that were registered with the optimizers since they were made."""

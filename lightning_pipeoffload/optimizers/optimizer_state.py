@@ -145,10 +145,9 @@ def load_optimizer_state(
     ):
         for index, name in zip(group["params"], members, strict=True):
             if name in parameters and index in state["state"]:
-                parameter, whole = parameters[name], state["state"][index]
-                kept = whole if shares is None else shares.own_state(parameter, whole)
-                if kept is not None:
-                    local[place_of[id(parameter)]] = kept
+                parameter = parameters[name]
+                if shares is None or shares.is_own(parameter):
+                    local[place_of[id(parameter)]] = state["state"][index]
         groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
     optimizer.load_state_dict({"state": local, "param_groups": groups})
     read_states(optimizer)

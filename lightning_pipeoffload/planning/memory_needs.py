@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from lightning_pipeoffload.planning.report import join_measurements
+from lightning_pipeoffload.runtime.buckets import share_out
 from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.payload import TensorSpec
@@ -62,16 +63,22 @@ class MemoryNeeds:
         costs: The pipeline's estimate of the costs, with memory in bytes.
         sent: Bytes of what each stage sends on, and of the gradients that it sends back.
         flops_of_one: Operations that 1 in the costs' times stands for.
+        num_sharing: The number of replicas that share out what optimizers keep.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
     costs: Costs
     sent: Mapping[Kind, Sequence[int]]
     flops_of_one: float
+    num_sharing: int = 1
 
     @classmethod
     def of(
-        cls, pipeline: Pipeline, part: BatchSlice, states: Mapping[int, int] = MappingProxyType({})
+        cls,
+        pipeline: Pipeline,
+        part: BatchSlice,
+        states: Mapping[int, int] = MappingProxyType({}),
+        num_sharing: int = 1,
     ) -> MemoryNeeds:
         """Find out from shapes.
 
@@ -79,6 +86,7 @@ class MemoryNeeds:
             pipeline: One rank's part of a module that is cut.
             part: The first microbatch.
             states: The bytes that optimizers keep for parameters, by the parameter's id.
+            num_sharing: The number of replicas that share them out.
 
         Raises:
             Exception: The step does not run without values.
@@ -91,7 +99,7 @@ class MemoryNeeds:
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
         sent = _sent(pipeline, part.flow)
-        return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one)
+        return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one, num_sharing)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a plan.
@@ -134,7 +142,17 @@ class MemoryNeeds:
         owned: dict[int, tuple[int, int, int]] = {}
         for stage in stages:
             owned.update(self.owned[stage])
-        return [sum(sizes) for sizes in zip((0, 0, 0), *owned.values(), strict=True)]
+        parameters, gradients, _ = (sum(s) for s in zip((0, 0, 0), *owned.values(), strict=True))
+        return [parameters, gradients, self._largest_share([*owned.values()])]
+
+    def _largest_share(self, owned: Sequence[tuple[int, int, int]]) -> int:
+        """Return the states of the replica that has most of them, as replicas share them out."""
+        with_states = [sizes for sizes in owned if sizes[2]]
+        owners = share_out([size for size, _, _ in with_states], [0] * self.num_sharing)
+        shares = [0] * self.num_sharing
+        for owner, (_, _, states) in zip(owners, with_states, strict=True):
+            shares[owner] += states
+        return max(shares)
 
 
 def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from lightning_pipeoffload.planning.argument_checks import (
     check_blocks,
     check_count,
     check_decides_offload,
+    check_flag,
     check_microbatch_weight,
     check_num_microbatches,
     check_offload,
@@ -69,6 +70,7 @@ class PipelineSettings:
     split: str | Sequence[int] = "auto"
     microbatch_weight: str | Callable[[Any], float] = "samples"
     optimizer_sync: str = "barrier"
+    per_parameter_optimizer: bool = False
     offload: str | float = "auto"
     recompute: str = "none"
     memory_limit: int | str | None = None
@@ -87,6 +89,7 @@ class PipelineSettings:
         check_split(self.split)
         check_microbatch_weight(self.microbatch_weight)
         check_optimizer_sync(self.optimizer_sync)
+        check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
         check_recompute(self.recompute)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)

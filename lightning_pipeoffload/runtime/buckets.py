@@ -1,4 +1,4 @@
-"""Tensors that travel together: small ones in one message."""
+"""Tensors that travel together, small ones in one message, or that are shared out by size."""
 
 from __future__ import annotations
 
@@ -57,3 +57,20 @@ def in_buckets(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
             part, num_bytes = [], 0
     if part:
         yield part
+
+
+def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Give each size to whoever has least, the largest first.
+
+    Args:
+        sizes: Bytes, in an order that is the same for all who decide.
+        loads: What each already has; is added to.
+
+    Returns:
+        Who has each.
+    """
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners

@@ -1,0 +1,236 @@
+"""Which optimizers may step with a part of the parameters, and how many bytes they keep for each.
+
+A rank's optimizer has this rank's parameters only. That is the step of one device where the new
+value and state of a parameter depend on nothing but its own value, gradient and state and the
+numbers of its group: no other parameter, no random number drawn for several, no communication, no
+loss of a closure. Optimizers of libraries are known by the function that takes the step; any other
+one is the user's to declare with ``per_parameter_optimizer=True``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.optimizers.narrowed_optimizer import narrows
+
+Group = Mapping[str, Any]
+StateBytes = Callable[[Any, Group, Tensor], float]
+
+# Smaller parameters are kept in float32 by optimizers of eight bits.
+_SMALLEST_QUANTIZED = 4096
+
+
+class Row(NamedTuple):
+    """What is known of an optimizer whose steps are per parameter.
+
+    Attributes:
+        state_bytes: From optimizer, group and parameter: bytes of the state but for single numbers.
+        shared_draws: The attribute by which it draws random numbers for all parameters in turn.
+    """
+
+    state_bytes: StateBytes
+    shared_draws: str | None = None
+
+
+def _copies(count: float | Callable[[Group], float]) -> StateBytes:
+    """Keep tensors of the parameter's shape and type: so many, or as the group's options say."""
+    number = count if callable(count) else lambda group: count
+    return lambda optimizer, group, p: number(group) * p.nbytes
+
+
+def _rows_and_columns(p: Tensor) -> float:
+    """Return the elements of a mean over rows and one over columns; of a vector all of it."""
+    if p.dim() < 2:
+        return p.numel()
+    return p.numel() / p.shape[-1] + p.numel() / p.shape[-2]
+
+
+def _factorized(copies: Callable[[Group], float], pairs: int = 1) -> StateBytes:
+    def count(optimizer: Any, group: Group, p: Tensor) -> float:
+        return copies(group) * p.nbytes + pairs * _rows_and_columns(p) * p.element_size()
+
+    return count
+
+
+def _preconditioned(copies: int, per_side: int) -> StateBytes:
+    """Keep square matrices for each side of a parameter, up to the longest that it treats."""
+
+    def count(optimizer: Any, group: Group, p: Tensor) -> float:
+        longest = group.get("max_precond_dim", math.inf)
+        sides = [side for side in p.shape if 1 < side <= longest] if p.dim() > 1 else []
+        return copies * p.nbytes + per_side * sum(side**2 for side in sides) * p.element_size()
+
+    return count
+
+
+def _blocks_of_bitsandbytes(optimizer: Any, group: Group, p: Tensor) -> float:
+    number = 2 if any("Optimizer2State" in kind.__name__ for kind in type(optimizer).__mro__) else 1
+    if optimizer.args.optim_bits == 32 or p.numel() < _SMALLEST_QUANTIZED:
+        return number * 4 * p.numel()
+    return number * (p.numel() + 4 * p.numel() / 256)
+
+
+def _blocks_of_torchao(optimizer: Any, group: Group, p: Tensor) -> float:
+    number = 2 + bool(group.get("amsgrad"))
+    if p.numel() < _SMALLEST_QUANTIZED:
+        return number * p.nbytes
+    bits = 4 if "4bit" in type(optimizer).__name__ else 8
+    return number * (bits / 8 * p.numel() + 4 * p.numel() / optimizer.block_size)
+
+
+def _momentum(group: Group) -> float:
+    return bool(group.get("momentum"))
+
+
+_ADAM = Row(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
+_TWO, _ONE = Row(_copies(2)), Row(_copies(1))
+_CAME = Row(_factorized(lambda group: 1, pairs=2))
+_SOAP = Row(_preconditioned(copies=2, per_side=2))
+_STOCHASTIC = "bf16_stochastic_round"
+
+TABLE: dict[str, Row] = {
+    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0)),
+    "torch.optim._muon.Muon": _ONE,
+    "torch.optim.adadelta.Adadelta": _TWO,
+    "torch.optim.adagrad.Adagrad": _ONE,
+    "torch.optim.adam.Adam": _ADAM,  # and AdamW
+    "torch.optim.adamw.AdamW": _ADAM,
+    "torch.optim.adamax.Adamax": _TWO,
+    "torch.optim.asgd.ASGD": _ONE,
+    "torch.optim.nadam.NAdam": _TWO,
+    "torch.optim.radam.RAdam": _TWO,
+    "torch.optim.rmsprop.RMSprop": Row(
+        _copies(lambda group: 1 + _momentum(group) + bool(group.get("centered")))
+    ),
+    "torch.optim.rprop.Rprop": _TWO,
+    "torch.optim.sgd.SGD": Row(_copies(_momentum)),
+    "torch.optim.sparse_adam.SparseAdam": _TWO,
+    "transformers.optimization.Adafactor": Row(
+        _factorized(lambda group: group.get("beta1") is not None)
+    ),
+    "bitsandbytes.optim.optimizer.Optimizer8bit": Row(_blocks_of_bitsandbytes),
+    "torchao.optim.adam._AdamBase": Row(_blocks_of_torchao, shared_draws=_STOCHASTIC),
+    "torchao.prototype.low_bit_optim.adam._AdamBase": Row(
+        _blocks_of_torchao, shared_draws=_STOCHASTIC
+    ),
+    "lion_pytorch.lion_pytorch.Lion": _ONE,
+    "pytorch_optimizer.optimizer.lion.Lion": _ONE,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": Row(lambda o, group, p: 2 * 4 * p.numel()),
+    "soap.SOAP": _SOAP,
+    "pytorch_optimizer.optimizer.soap.SOAP": _SOAP,
+    "pytorch_optimizer.optimizer.shampoo.Shampoo": Row(_preconditioned(copies=1, per_side=2)),
+    "came_pytorch.CAME.CAME": _CAME,
+    "pytorch_optimizer.optimizer.came.CAME": _CAME,
+    "muon.SingleDeviceMuon": _ONE,
+    "muon.SingleDeviceMuonWithAuxAdam": Row(_copies(lambda group: 1 if group["use_muon"] else 2)),
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": _TWO,
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": _TWO,
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": _ONE,
+    "apex.optimizers.fused_adam.FusedAdam": _TWO,
+}
+"""Classes whose ``step`` is per parameter, by module and name."""
+
+# Known to go by all their parameters, which no declaration changes; by the name of the class.
+_OVER_ALL = {
+    "AdaLomo",
+    "Adai",
+    "AdamMini",
+    "Adam_mini",
+    "DAdaptAdaGrad",
+    "DAdaptAdam",
+    "DAdaptLion",
+    "DAdaptSGD",
+    "GSAM",
+    "LBFGS",
+    "Lomo",
+    "Prodigy",
+    "SAM",
+}
+_UNKNOWN = Row(_copies(2))  # counted as Adam
+
+
+def refuse_optimizer(
+    optimizer: Any, num_ranks: int, num_sharing: int = 1, is_declared: bool = False
+) -> None:
+    """Refuse an optimizer whose step for a parameter may depend on which others it has.
+
+    Args:
+        optimizer: The user's optimizer.
+        num_ranks: The number of ranks over which its parameters are spread.
+        num_sharing: The number of replicas that share out its step.
+        is_declared: Whether the user says that its steps are per parameter.
+
+    Raises:
+        ValueError: It may; the message names its class, why, and what to do.
+    """
+    if not optimizer.param_groups:  # Lightning's, where the user has none
+        return
+    name = type(optimizer).__name__
+    whose = f"{num_ranks} ranks" if num_ranks > 1 else f"{num_sharing} replicas"
+    option = "devices=1" if num_ranks > 1 else 'sharding="none"'
+    instead = f"use an optimizer that treats each parameter by itself, such as AdamW, or {option}"
+    if num_sharing > 1 and hasattr(optimizer, "eval"):
+        raise ValueError(
+            f"{name} makes weights for evaluation of all that it keeps, and each of the "
+            f'{num_sharing} replicas has a part of that; set sharding="none", or use another one'
+        )
+    if any(kind.__name__ in _OVER_ALL for kind in type(optimizer).__mro__):
+        raise ValueError(
+            f"{name} computes over all its parameters, and each of the {whose} has a part of them "
+            f"only; {instead}"
+        )
+    row = TABLE.get(_step_of(optimizer))
+    if row is not None and row.shared_draws and getattr(optimizer, row.shared_draws, False):
+        raise ValueError(
+            f"{name} with {row.shared_draws}=True draws random numbers for all its parameters in "
+            f"turn, and each of the {whose} has a part of them only; leave that option out"
+        )
+    if (row is None or (reason := _changed_step(optimizer))) and not is_declared:
+        because = reason if row is not None else "it is not among those that are known"
+        raise ValueError(
+            f"{name} may compute over all its parameters ({because}), and each of the {whose} has "
+            f"a part of them only; if what it makes of a parameter depends on nothing but that "
+            f"parameter's value, gradient and state and the numbers of its group, say so by "
+            f"PipeOffloadStrategy(per_parameter_optimizer=True); else {instead}"
+        )
+
+
+def _step_of(optimizer: Any) -> str:
+    """Name the class whose ``step`` an optimizer has, with its module."""
+    step = inspect.unwrap(type(optimizer).step)
+    return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
+
+
+def _changed_step(optimizer: Any) -> str:
+    """Say what is not the class's own in an optimizer's step; "" where all is."""
+    own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
+    if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
+        return "its step has been replaced"
+    # Private: hooks have no other list, and may reach for any parameter that they know.
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hook in getattr(optimizer, hooks, {}).values():
+            if not narrows(hook):  # of a fit before this one
+                return f"its step has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    return ""
+
+
+def measure_states(optimizers: Iterable[Optimizer]) -> dict[int, int]:
+    """Return the bytes that optimizers will keep for each parameter, by its id.
+
+    Single numbers, such as the count of steps, are left out. An optimizer that is not in the table
+    counts as Adam.
+    """
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        row = TABLE.get(_step_of(optimizer), _UNKNOWN)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                size = row.state_bytes(optimizer, group, p) if p.requires_grad else 0
+                found[id(p)] = math.ceil(size)
+    return found

@@ -1,0 +1,233 @@
+"""Which optimizers may have a part of the parameters only, and what they keep."""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from transformers.optimization import Adafactor
+
+from lightning_pipeoffload.optimizers.optimizer_table import (
+    TABLE,
+    measure_states,
+    refuse_optimizer,
+)
+from tests.support import fits
+
+OF_TORCH = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and kind is not Optimizer and name != "LBFGS"
+}
+WAYS = [
+    *((kind, {}) for kind in OF_TORCH.values()),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (AdamW, {"amsgrad": True, "fused": True}),
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (Adafactor, {}),
+    (Adafactor, {"beta1": 0.9}),
+]
+SHAPES = [(96, 128), (64, 80)]
+SINGLE_NUMBERS = 16  # counts of steps, rates; bytes
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def step(optimizer, members):
+    for p in members:
+        sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        p.grad = torch.ones_like(p).to_sparse(1) if sparse else torch.cos(p.detach())
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "options"), WAYS)
+def test_known_ones_step_alike_with_a_part_of_the_parameters_and_keep_what_is_said(kind, options):
+    together, apart = parameters(), parameters()
+    whole = kind(together, **options)
+    parts = [kind([p], **options) for p in apart]
+    refuse_optimizer(whole, num_ranks=2)
+    for _ in range(3):
+        step(whole, together)
+        for part, p in zip(parts, apart, strict=True):
+            step(part, [p])
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
+    said = measure_states([whole])
+    for p in together:
+        tensors = [v for v in whole.state[p].values() if isinstance(v, torch.Tensor)]
+        kept = sum(tensor.nbytes for tensor in tensors)
+        assert said[id(p)] <= kept <= said[id(p)] + SINGLE_NUMBERS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_parameters_keep_nothing_and_states_have_their_parameters_type(dtype):
+    trained, frozen = parameters([(8, 8), (8,)], dtype)
+    found = measure_states([AdamW([trained, frozen.requires_grad_(False)])])
+    assert found == {id(trained): 2 * 64 * dtype.itemsize, id(frozen): 0}
+
+
+class OfLibrary(SGD):
+    """Stands in for a library's optimizer: its step goes by the library's name."""
+
+    @classmethod
+    def named(cls, name, **attributes):
+        home, _, kind = name.rpartition(".")
+
+        def step(self, closure=None):
+            return SGD.step(self, closure)
+
+        step.__module__, step.__qualname__ = home, f"{kind}.step"
+        return type(kind, (cls,), {"step": step, "block_size": 256, **attributes})
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("torch.optim")])
+def test_a_library_s_own_is_known_by_its_step(name):
+    kind = OfLibrary.named(name, args=SimpleNamespace(optim_bits=8))
+    optimizer = kind([{"params": parameters([(64, 80)]), "beta1": None, "use_muon": True}], lr=0.1)
+    refuse_optimizer(optimizer, num_ranks=2)
+    (size,) = measure_states([optimizer]).values()
+    assert 0 < size < 2**17
+
+
+def test_eight_bits_are_counted_with_their_scales():
+    kind = OfLibrary.named("torchao.optim.adam._AdamBase")
+    (size,) = measure_states([kind(parameters([(64, 64)]), lr=0.1)]).values()
+    assert size == 2 * (4096 + 4 * 16)
+
+
+def test_random_numbers_for_all_parameters_in_turn_are_refused():
+    kind = OfLibrary.named("torchao.optim.adam._AdamBase", bf16_stochastic_round=True)
+    with pytest.raises(ValueError, match="bf16_stochastic_round=True draws random numbers"):
+        refuse_optimizer(kind(parameters(), lr=0.1), num_ranks=2, is_declared=True)
+
+
+class Own(SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class SAM(Own):
+    """Known to go by the norm of all gradients."""
+
+
+class Named(SGD):
+    """Leaves the step as it is."""
+
+
+def with_another_step(optimizer):
+    optimizer.step = MethodType(lambda optimizer, closure: closure(), optimizer)
+    return optimizer
+
+
+def with_hook(optimizer):
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Own, "it is not among those that are known"),
+        (lambda p, lr: with_another_step(SGD(p, lr)), "its step has been replaced"),
+        (lambda p, lr: with_hook(SGD(p, lr)), "its step has a hook, with_hook.<locals>.<lambda>"),
+    ],
+)
+def test_any_other_is_the_user_s_to_declare(make, reason):
+    optimizer = make(parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="per_parameter_optimizer=True") as raised:
+        refuse_optimizer(optimizer, num_ranks=3)
+    message = str(raised.value)
+    assert message.startswith(f"{type(optimizer).__name__} may compute over all its parameters")
+    assert reason in message
+    assert "each of the 3 ranks" in message
+    refuse_optimizer(optimizer, num_ranks=3, is_declared=True)
+
+
+def test_what_is_known_to_go_by_all_parameters_is_refused_whatever_is_declared():
+    for kind in (SAM, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match="computes over all its parameters, .* 4 replicas .*"):
+            refuse_optimizer(kind(parameters()[:1], lr=0.1), 1, num_sharing=4, is_declared=True)
+
+
+def test_subclasses_and_schedulers_leave_a_known_step_known():
+    optimizer = Named(parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+    refuse_optimizer(optimizer, num_ranks=2)
+
+
+class Evaluated(Named):
+    def eval(self):
+        """Set weights for evaluation."""
+
+
+def test_weights_for_evaluation_are_not_shared_out():
+    with pytest.raises(ValueError, match=r"^Evaluated makes weights for evaluation .*sharding="):
+        refuse_optimizer(Evaluated(parameters(), lr=0.1), num_ranks=1, num_sharing=4)
+    refuse_optimizer(Evaluated(parameters(), lr=0.1), num_ranks=2)
+
+
+class TrustRatio(SGD):
+    """An optimizer of the user's own, which asks each of its parameters for a gradient."""
+
+    def step(self, closure):
+        closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(p.detach().norm() / p.grad.norm())
+        super().step()
+
+
+class OneOptimizer(fits.Net):
+    """Gives every fit the same optimizer."""
+
+    def __init__(self, momentum):
+        super().__init__(dropout=0.0, depth=4)
+        self.optimizer = TrustRatio(self.parameters(), lr=0.01, momentum=momentum)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def _fit_twice(num_devices, momentum, schedule):
+    L.seed_everything(3, verbose=False)
+    module, record = OneOptimizer(momentum), fits.Record()
+    declared = {"per_parameter_optimizer": True} if num_devices else {}
+    for of_fit in ("zb_h1", schedule):
+        trainer = L.Trainer(
+            **fits.SILENT,
+            max_steps=3,
+            enable_checkpointing=False,
+            devices=num_devices or 1,
+            strategy=fits.strategy(num_devices, schedule=of_fit, **declared),
+            callbacks=[record],
+        )
+        trainer.fit(module, fits.loader())
+        (group,) = module.optimizer.param_groups
+        assert len(group["params"]) == len([*module.parameters()])
+    return record.losses
+
+
+@pytest.mark.parametrize(("momentum", "schedule"), [(0.9, "zb_h1"), (0.0, "zb_v")])
+def test_an_optimizer_of_the_users_own_steps_with_its_rank_s_part_in_every_fit(
+    ranks, momentum, schedule
+):
+    expected = _fit_twice(0, momentum, schedule)
+    for losses in ranks(2).run(_fit_twice, 2, momentum, schedule):
+        assert losses == pytest.approx(expected, abs=1e-12)
+
+
+def _cut_otherwise():
+    with pytest.raises(RuntimeError, match=r"trained on another rank before, .* a new optimizer"):
+        _fit_twice(2, 0.9, "zb_v")
+    return True
+
+
+def test_what_an_optimizer_knew_on_another_rank_is_missed(ranks):
+    assert ranks(2).run(_cut_otherwise) == [True, True]
