@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -60,22 +59,28 @@ class Ownership:
         with_hidden = {id(slot.module) for slot in glue if not self._is_common_buffer(slot)}
         self._glue = [slot for slot in glue if id(slot.module) in with_hidden]
         self._blocks: dict[str, tuple[_View, _View]] = {}
-        self._home = self._make_view(self._glue, _all)
+        self._home = self._make_view(self._glue, lambda slot: True)
         self._hidden = self._make_view(self._glue, self._is_common_buffer)
-        self._fetched = [(p, slot) for p, slot in self._stand_ins if isinstance(p, _Hidden)]
+        hidden = [(p, slot) for p, slot in self._stand_ins if isinstance(p, _Hidden)]
+        self._fetched = {
+            stage: [(p, slot) for p, slot in hidden if stage in owners[slot.name]]
+            for stage in self.local_stages
+        }
+        self._shown: list[tuple[_Hidden, Slot]] = []
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
         """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
         _exchange(self._views[stage])
         # What the step has fetched before its first block on this stage is there from here on.
-        for placeholder, slot in self._fetched:
-            placeholder.value = slot.tensor if stage in self.owners[slot.name] else None
+        self._shown = self._fetched[stage]
+        for placeholder, slot in self._shown:
+            placeholder.value = slot.tensor
 
     def hide(self) -> None:
         """Let the modules outside of the blocks have nothing but shapes."""
         _exchange(self._hidden)
-        for placeholder, _ in self._fetched:
+        for placeholder, _ in self._shown:
             placeholder.value = None
 
     def restore(self) -> None:
@@ -87,8 +92,8 @@ class Ownership:
         """Let a block that another stage runs have nothing but shapes, whoever owns it."""
         if block not in self._blocks:
             slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
-            views = (self._make_view(slots, visible) for visible in (_all, _none))
-            self._blocks[block] = next(views), next(views)
+            home = self._make_view(slots, lambda slot: True)
+            self._blocks[block] = home, self._make_view(slots, lambda slot: False)
         home, hidden = self._blocks[block]
         _exchange(hidden)
         try:
@@ -161,14 +166,6 @@ class Ownership:
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
 
-def _all(slot: Slot) -> bool:
-    return True
-
-
-def _none(slot: Slot) -> bool:
-    return False
-
-
 def _exchange(view: _View) -> None:
     for place, kind, contents in view:
         if kind == "_buffers":  # which a step may assign anew
@@ -207,7 +204,6 @@ class NamedTensors:
 
     Attributes:
         names: The names of the entries of the module's state dict.
-        specs: Shape and dtype of those entries that are tensors.
         identity: A number for each parameter and buffer, by name; tied weights have the same.
         trainable: Names of the parameters.
         ownership: Which stages have what; it is there once the module is cut.
@@ -219,18 +215,15 @@ class NamedTensors:
         self._stage_ranks = stage_ranks
         state = module.state_dict(keep_vars=True)
         self.names = list(state)
-        self.specs = {
-            key: TensorSpec(t.shape, t.dtype, False)
-            for key, t in state.items()
-            if isinstance(t, Tensor)
-        }
         slots = find_slots(module)
         by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
-        self._order = {slot.name: place for place, slot in enumerate(slots)}
         self.identity = {slot.name: id(slot.tensor) for slot in slots}
+        self._names_of: dict[int, list[str]] = {}
+        for name, identity in self.identity.items():
+            self._names_of.setdefault(identity, []).append(name)
         self.trainable = {slot.name for slot in slots if slot.kind == "_parameters"}
         self._slot_of = {
-            key: key if key in self._order else by_id.get(id(tensor))
+            key: key if key in self.identity else by_id.get(id(tensor))
             for key, tensor in state.items()
         }
 
@@ -240,7 +233,7 @@ class NamedTensors:
         Raises:
             ValueError: A hook has added one.
         """
-        added = [name for name, _ in module.named_parameters() if name not in self._order]
+        added = [name for name, _ in module.named_parameters() if name not in self.identity]
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             raise ValueError(
@@ -255,11 +248,9 @@ class NamedTensors:
 
         In the same order on every rank.
         """
-        shared = {
-            name: (name, tensor, self._ranks_of(name))
-            for name, tensor in self.canonical_parameters().items()
-        }
-        return [entry for _, entry in sorted(shared.items()) if len(entry[2]) > 1]
+        own = sorted(self.canonical_parameters().items())
+        found = [(name, tensor, self._ranks_of(name)) for name, tensor in own]
+        return [entry for entry in found if len(entry[2]) > 1]
 
     def ranks_sharing(self) -> list[tuple[int, ...]]:
         """List every set of ranks that share a parameter, in the same order on every rank."""
@@ -285,10 +276,8 @@ class NamedTensors:
 
     def canonical_parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters by their first name in the whole module."""
-        parameters = {
-            min(self.aliases(name), key=self._order.__getitem__): tensor
-            for name, tensor in self.ownership.local_tensors().items()
-        }
+        local = self.ownership.local_tensors().items()
+        parameters = {self.aliases(name)[0]: tensor for name, tensor in local}
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
     def own(self) -> list[Tensor]:
@@ -304,11 +293,7 @@ class NamedTensors:
 
     def parameter_names(self) -> list[list[str]]:
         """List the names of each parameter, in the same order on every rank."""
-        found: dict[int, list[str]] = {}
-        for name, identity in self.identity.items():
-            if name in self.trainable:
-                found.setdefault(identity, []).append(name)
-        return list(found.values())
+        return [names for names in self._names_of.values() if names[0] in self.trainable]
 
     def owner_of_slot(self, name: str) -> int:
         """Return the rank whose value of a parameter or buffer counts."""
@@ -331,8 +316,8 @@ class NamedTensors:
         return [weight for weight in found if len(weight.stages) > 1]
 
     def aliases(self, name: str) -> list[str]:
-        """List all names of a tensor."""
-        return [other for other, i in self.identity.items() if i == self.identity[name]]
+        """List all names of a tensor, the first one in the module first."""
+        return self._names_of[self.identity[name]]
 
     def _ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({self._stage_ranks[stage] for stage in self.owners_of(name)}))
