@@ -172,7 +172,7 @@ class PipeOffloadStrategy(StepHooks):
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a training batch, or of several that accumulate.
+        """The lowered plan of a training batch.
 
         Until there was one it is of a provisional size.
         """

@@ -381,11 +381,9 @@ class Variant:
         ]
         for host.step, step_plan in plans.items():
             memory.measures_rooms = host.step == COLD
-            executor.begin(step_plan)
-            host.is_in_plan = True
-            executor.go_on(step_plan[mesh.rank], microbatches)
+            for _ in executor.steps(step_plan, microbatches):
+                host.is_in_plan = True  # from the first action on, before which memory is reserved
             host.is_in_plan = False
-            executor.end()
             if not step_plan.is_forward_only:
                 self._end_step(host, mesh, reduction)
         return host

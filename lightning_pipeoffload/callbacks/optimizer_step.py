@@ -17,7 +17,7 @@ class OptimizerStep:
         is_logged: Whether its figures are wanted.
 
     Attributes:
-        plans: What was measured of each plan's run: one, or one for each batch that accumulates.
+        plans: What was measured of each batch that accumulates.
         breaks: Moments between which the ranks did what is no part of a step, such as validation.
         figures: What is known by its end: numbers, or tensors that may still be computed.
         has_period: Whether all between its start and the next one's is its own, but for breaks.

@@ -46,7 +46,7 @@ class PipelineMonitor(Callback):
         tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
             that a batch's ``attention_mask`` lets through, or else the size of its ``input_ids``.
         step: The step to draw, counted from 1; the ranks wait for each other once, at its end.
-            Where batches accumulate that have a plan each, its last batch is drawn.
+            Where batches accumulate, its last one is drawn.
         timeline: The file or files to draw it to, beside its plan: ``.svg``, ``.png`` (needs
             matplotlib), or ``.json``: a trace for https://ui.perfetto.dev.
 

@@ -112,7 +112,7 @@ class PipelineRun:
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a full training batch, or of several that accumulate."""
+        """The lowered plan of a full training batch."""
         return self._training.plan
 
     @property
@@ -165,35 +165,26 @@ class PipelineRun:
         before_backward: BeforeBackward,
         differentiate: Callable[[Tensor], None],
     ) -> StepOutput:
-        """Run all forwards of a batch, and its backwards now or with the batches that follow.
+        """Run a batch.
 
         Args:
             inputs: The batch.
             slices: The slices of that batch.
             accumulation: The accumulation whose gradients its own are added to.
-            before_backward: Called before the first backward, or at the end, with what steps have
-                returned by then.
+            before_backward: Called before the first backward, with what steps have returned by
+                then.
             differentiate: Starts the backward from a microbatch's weighted loss.
         """
-        self.executor.reduction = None  # not of what is left of batches before
         self._training.expect(self.pipeline.is_new)
-        if not self._training.goes_on(accumulation):
-            self.plans.before_plan(accumulation.is_first)
-            self._training.choose(accumulation, self.pipeline.costs)
-            self._training.begin(accumulation)
-
+        self.plans.before_plan(accumulation.is_first)
         self.executor.reduction = self.reduction if accumulation.is_last else None
 
         def execute(shares: Sequence[Any]) -> list[Any]:
             weights = [share / accumulation.num_batches for share in shares]
-            first = self._training.num_microbatches_before
-            microbatches = make_microbatches(slices, weights, differentiate, first)
+            microbatches = make_microbatches(slices, weights, differentiate)
             return self._training.run(microbatches, before_backward, accumulation.is_last)
 
-        output = self._run(inputs, slices, execute)
-        if accumulation.is_last:
-            self._training.finish()
-        return output
+        return self._run(inputs, slices, execute)
 
     def finish_reduction(self) -> None:
         """Let gradients be the means over the replicas, where there are several."""
@@ -202,9 +193,8 @@ class PipelineRun:
             self._buffers.copy_first()
 
     def finish_plan(self) -> None:
-        """Run the backwards that are left of batches that accumulate."""
+        """Leave nothing of a plan under way."""
         self.executor.reduction = None
-        self._training.finish()
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -310,8 +300,7 @@ class PipelineRun:
         self.reduction = self._make_reduction()
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
         self.plans.begin()
-        self._training.choose(accumulation, self.pipeline.costs)
-        self.report.print_start(accumulation)
+        self.report.print_start(accumulation.num_batches)
 
     def _make_reduction(self) -> GradientReduction | None:
         """Make what gives the replicas one gradient; None where there is one replica."""

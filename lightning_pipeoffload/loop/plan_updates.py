@@ -111,14 +111,15 @@ class PlanUpdates:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
             if self._is_worth_it(plan, costs):
-                self._training.adopt_for_each(plan, costs)
+                self._training.adopt(plan, costs)
                 self._measurements.start_anew(costs.copy_lanes)
         if is_over:
             self.close()
 
     def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
         assert self._problem is not None
-        before, after = self._training.periods_with(plan, costs)
+        before = self._training.period(self._training.schedule, costs)
+        after = self._training.period(plan, costs)
         fits = keeps_limits(plan, costs, self._problem.memory_limit, self._limits)
         if not fits or not is_worth_changing(before, after):
             return False

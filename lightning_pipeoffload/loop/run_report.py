@@ -10,7 +10,6 @@ from typing import Any
 from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.optimizers.kept_step import bytes_usable
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
-from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
@@ -120,13 +119,18 @@ class RunReport:
             add_step_copies(memory, self.needs.copied(plan), bytes_usable(self._pipeline.device))
         return memory
 
-    def print_start(self, accumulation: Accumulation) -> None:
-        """Print what is going to run, with the accumulation of the first batch."""
+    def print_start(self, num_accumulated: int) -> None:
+        """Print what is going to run.
+
+        Args:
+            num_accumulated: Batches whose gradients add up to one optimizer step.
+        """
         if self._group.reports:
             if self.chosen is not None and self.chosen.choice is not None:
                 print_choice(self.chosen.choice, self.chosen.is_measured)
             print_prediction(self.make())
-            print_accumulation(self._training.of_batch, self._training.plan, accumulation)
+            if num_accumulated > 1:
+                print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
 
     def print_plan(self, limits: MachineLimits) -> None:
         """Print the plan that was made with measured costs, for what the machines have."""

@@ -15,10 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.planning.cost_watch import NUM_LOOKS, STEPS_BETWEEN_LOOKS, TOLERANCE
-from lightning_pipeoffload.schedule import Schedule
 from lightning_pipeoffload.schedule.candidates import Choice
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
@@ -176,25 +174,19 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: width - 1 - tail]}…{name[-tail:]}"
 
 
-def print_accumulation(single: Schedule, in_use: Schedule, accumulation: Accumulation) -> None:
-    """Say whether batches that accumulate share a plan, and why not.
+def print_accumulation(num_batches: int, num_microbatches: int) -> None:
+    """Say that the pipeline empties after each of the batches that add up, and what to set instead.
 
     Args:
-        single: The plan of one batch.
-        in_use: The plan that training begins with.
-        accumulation: The accumulation of the first batch.
+        num_batches: Batches that add up to one optimizer step.
+        num_microbatches: Microbatches of each.
     """
-    count = in_use.num_microbatches // single.num_microbatches
-    if accumulation.num_batches == 1:
-        return
-    if count > 1:
-        note = f"One plan for {count} batches whose gradients add up."
-    elif accumulation.watched_by:
-        hooks = ", ".join(accumulation.watched_by)
-        note = f"A plan for each batch, for between them run hooks that may use gradients: {hooks}."
-    else:
-        note = f"A plan for each batch: a common one of {single.name} is no faster, or keeps more."
-    _tell(note)
+    _tell(
+        f"accumulate_grad_batches={num_batches}: each batch has a plan of its own, after which the "
+        f"pipeline is empty. Faster, with the same microbatches: accumulate_grad_batches=1, a "
+        f"batch of {num_batches} times the samples and num_microbatches="
+        f"{num_batches * num_microbatches}."
+    )
 
 
 def print_timeline(step: int, paths: Sequence[str], error: float) -> None:

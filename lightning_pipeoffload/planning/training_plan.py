@@ -1,4 +1,4 @@
-"""The plan that one rank's batches run by: for each its own, or one for several that accumulate."""
+"""The plan that one rank's batches run by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lightning_pipeoffload.planning.accumulation import Accumulation, JoinedRun, join_batches
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.memory_plan import (
     MemoryPlan,
@@ -18,7 +17,6 @@ from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
-    JoinedPlan,
     OffloadReport,
     Schedule,
     add_reductions,
@@ -26,15 +24,11 @@ from lightning_pipeoffload.schedule import (
     keep_microbatches,
     lower,
     one_at_a_time,
-    repeat_batch,
     steady_period,
 )
 
 # Changing a plan costs the ranks a wait: by less than this, of the plan's time, none does.
 _LEAST_GAIN = 0.01
-
-# Microbatches of a plan for several batches where all families are asked, in some seconds.
-_MOST_OF_ALL_FAMILIES = 64
 
 
 def is_worth_changing(before: float, after: float) -> bool:
@@ -48,7 +42,7 @@ def is_worth_changing(before: float, after: float) -> bool:
 
 
 class TrainingPlan:
-    """The schedule in use, and the run of it that is under way.
+    """The schedule in use, and its lowered forms.
 
     Args:
         settings: The strategy's settings.
@@ -91,17 +85,9 @@ class TrainingPlan:
         self.costs: Costs | None = None
         self._limits = MachineLimits()
         self._lowered = cache(_lower)
-        self._joined: dict[int, JoinedPlan | None] = {}
-        self._in_use: JoinedPlan | None = None
-        self._open: JoinedRun | None = None
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a full training batch, or of several that accumulate."""
-        return self._in_use.plan if self._in_use else self.of_batch
-
-    @property
-    def of_batch(self) -> Schedule:
         """The lowered plan of a full training batch."""
         return self._of_training(self.schedule, self.schedule.num_microbatches, steps=True)
 
@@ -109,34 +95,10 @@ class TrainingPlan:
         """Return the seconds from one step to the next, as this run's steps follow each other.
 
         Args:
-            schedule: The plan of a step, or of several batches that accumulate.
+            schedule: The plan of a batch.
             costs: Seconds of its stages.
         """
         return steady_period(schedule, costs, self.has_barrier())
-
-    def periods_with(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
-        """Return the seconds of a step by the plan in use, and by another schedule.
-
-        Where the plan in use is of several batches, the other one is run for each of them.
-
-        Args:
-            schedule: A schedule of one batch.
-            costs: Seconds of its stages.
-        """
-        used = self._in_use.plan if self._in_use else self.schedule
-        num_batches = used.num_microbatches // self.schedule.num_microbatches
-        return self.period(used, costs), self.period(repeat_batch(schedule, num_batches), costs)
-
-    def adopt_for_each(self, schedule: Schedule, costs: Costs) -> None:
-        """Run each batch by another schedule from now on, be it one of several that accumulate.
-
-        Args:
-            schedule: What a solver has found.
-            costs: The costs by which it was compared.
-        """
-        counts = [*self._joined]
-        self.adopt(schedule, costs)
-        self._joined.update(dict.fromkeys(counts))
 
     @property
     def may_copy(self) -> bool:
@@ -172,12 +134,10 @@ class TrainingPlan:
         """
         self._settings = settings
         self.schedule = settings.provisional_schedule(self._num_ranks)
-        self._joined.clear()
 
     def make(self, num_microbatches: int) -> None:
         """Make the schedule of so many microbatches, by what is known of the costs."""
         self.schedule, self.offloaded = self._make(num_microbatches)
-        self._joined.clear()
 
     def make_by(self, costs: Costs, limits: MachineLimits) -> None:
         """Make the schedule anew.
@@ -200,7 +160,6 @@ class TrainingPlan:
             offloaded: What it offloads and why, where that was planned.
         """
         self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
-        self._joined.clear()
 
     def plan_by(
         self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
@@ -227,7 +186,6 @@ class TrainingPlan:
             limits: The limits of the machines.
         """
         self._settings, self.costs, self._limits = settings, costs, limits
-        self._joined.clear()
 
     def _make(self, num_microbatches: int) -> MemoryPlan:
         sizes = self._num_ranks, num_microbatches
@@ -235,48 +193,10 @@ class TrainingPlan:
             return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
         return plan_by_costs(self._settings, *sizes, self.costs, self._limits, self.has_barrier())
 
-    def goes_on(self, accumulation: Accumulation) -> bool:
-        """Whether the plan under way has the next batch too; finishes it if not."""
-        is_over = accumulation.is_first or self.is_cold
-        if self._open is not None and (is_over or self._open.is_full):
-            self.finish()
-        return self._open is not None
-
-    def choose(self, accumulation: Accumulation, estimate: Costs) -> None:
-        """Decide whether batches that accumulate share a plan.
-
-        Args:
-            accumulation: The accumulation of the next batch.
-            estimate: The estimate of the costs, until they are measured.
-        """
-        num_batches = accumulation.num_batches
-        if num_batches not in self._joined and not accumulation.watched_by:
-            joined = self._join(num_batches, self.costs or estimate)
-            self._joined[num_batches] = joined and self._reducing(joined)
-        self._in_use = None if accumulation.watched_by else self._joined[num_batches]
-
-    def _join(self, num_batches: int, costs: Costs) -> JoinedPlan | None:
-        if self._settings.is_solved:
-            num_batches = min(num_batches, _MOST_OF_ALL_FAMILIES // self.schedule.num_microbatches)
-        return join_batches(lambda count: self._make(count)[0], self.schedule, num_batches, costs)
-
-    def _reducing(self, joined: JoinedPlan) -> JoinedPlan:
-        return joined.with_reductions() if self._reduces else joined
-
-    def begin(self, accumulation: Accumulation) -> None:
-        """Begin with the plan that was chosen, if the next batch is not all that it has."""
-        if self._in_use is not None and not accumulation.is_last and not self.is_cold:
-            self._open = JoinedRun(self._in_use, self.schedule.num_microbatches, self._executor)
-
-    @property
-    def num_microbatches_before(self) -> int:
-        """Microbatches of earlier batches in the plan under way."""
-        return 0 if self._open is None else self._open.num_microbatches_before
-
     def run(
         self, microbatches: list[Microbatch], before_backward: BeforeBackward, steps: bool
     ) -> list[Any]:
-        """Run a batch by the plan under way, or by one of its own.
+        """Run a batch by the schedule in use.
 
         Args:
             microbatches: The microbatches of the batch.
@@ -287,20 +207,11 @@ class TrainingPlan:
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
         """
-        if self._open is not None:
-            return self._open.run(microbatches, before_backward)
         plan = self._of_training(self._order, len(microbatches), steps)
         return self._executor.run(plan, microbatches, before_backward)
 
-    def finish(self) -> None:
-        """Run the backwards that are left of batches that accumulate."""
-        if self._open is not None:
-            open_plan, self._open = self._open, None
-            open_plan.finish()
-
     def abandon(self) -> None:
         """Leave the plan under way as it is, after an error say."""
-        self._open = None
         self._executor.abandon()
 
 

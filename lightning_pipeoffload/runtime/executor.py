@@ -141,10 +141,15 @@ class Executor:
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
         """
-        self.begin(plan)
-        results = self.go_on(plan[self.rank], microbatches, before_backward)
-        self.end()
-        return results
+        self._begin(plan)
+        actions: Sequence[Action] = plan[self.rank]
+        if self.settle is not None:
+            actions = self._run_ahead(self.settle, actions, microbatches)
+            self.settle = None
+        for _ in self._go_on(actions, microbatches, before_backward):
+            pass
+        self._end()
+        return self.results
 
     def steps(
         self,
@@ -153,17 +158,11 @@ class Executor:
         before_backward: BeforeBackward | None = None,
     ) -> Iterator[Action]:
         """Execute action by action; yields each before it runs, so that ranks can take turns."""
-        self.begin(plan)
+        self._begin(plan)
         yield from self._go_on(plan[self.rank], microbatches, before_backward)
-        self.end()
+        self._end()
 
-    def begin(self, plan: Schedule, ends: Sequence[int] | None = None) -> None:
-        """Start a step whose actions :meth:`go_on` runs part by part.
-
-        Args:
-            plan: A lowered plan; one without backwards evaluates.
-            ends: How many actions of each rank are run by the first call; None: all.
-        """
+    def _begin(self, plan: Schedule) -> None:
         # By identity: step after step it is the same object, and comparing all actions takes time.
         if plan is not self._plan:
             self._plan = plan
@@ -171,37 +170,12 @@ class Executor:
             found = (tail.weights for tail in tails(plan[self.rank]))
             self._tails = {weights[0]: weights for weights in found if weights}
             self._ahead = None
-        self._ends = ends
         self._messages.start_step(self.transport, self.stages)
         self._keep = not plan.is_forward_only
         self._microbatches: dict[int, Microbatch] = {}
         if self._keep:
             self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
-
-    def go_on(
-        self,
-        actions: Sequence[Action],
-        microbatches: Sequence[Microbatch],
-        before_backward: BeforeBackward | None = None,
-    ) -> list[Any]:
-        """Execute the next of the rank's actions.
-
-        Args:
-            actions: The actions to execute, in order.
-            microbatches: The microbatches that they need for the first time.
-            before_backward: Called once, before the first backward, with what steps have returned.
-
-        Returns:
-            What the user's step returned for each of these microbatches; empty without the last
-            stage.
-        """
-        if self.settle is not None:
-            actions = self._run_ahead(self.settle, actions, microbatches)
-            self.settle = None
-        for _ in self._go_on(actions, microbatches, before_backward):
-            pass
-        return self.results
 
     def _run_ahead(
         self,
@@ -211,7 +185,7 @@ class Executor:
     ) -> list[Action]:
         """Run what needs no final weights, and again if they change; returns what is left."""
         if self._ahead is None:
-            self._ahead = actions_ahead(self._plan, self._ends)[self.rank]
+            self._ahead = actions_ahead(self._plan)[self.rank]
         there = {*actions}
         ahead = [action for action in self._ahead if action in there]
         there.difference_update(ahead)
@@ -236,8 +210,7 @@ class Executor:
         self.timer.start_step()
         forget_casts()
 
-    def end(self) -> None:
-        """End the step."""
+    def _end(self) -> None:
         if self._keep:
             self.timer.end_step()
         self.transport.finish_step()

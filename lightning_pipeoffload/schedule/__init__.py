@@ -17,7 +17,6 @@ from .build import SCHEDULES, build, check_name
 from .builders.pipe_offload import UNMEASURED
 from .costs import Costs
 from .draw import draw
-from .passes.batches import JoinedPlan, cut_at_batches, repeat_batch
 from .passes.offload import OffloadReport, offload_activations, offload_share
 from .passes.reduce import add_reductions
 from .passes.transfer import (
@@ -52,7 +51,6 @@ __all__ = [
     "Action",
     "Costs",
     "Event",
-    "JoinedPlan",
     "Kind",
     "MemoryEffect",
     "MemoryLimitError",
@@ -69,7 +67,6 @@ __all__ = [
     "build",
     "check_name",
     "copy_ratios",
-    "cut_at_batches",
     "draw",
     "estimated_copy_ratio",
     "forward_only",
@@ -85,7 +82,6 @@ __all__ = [
     "peak_memory",
     "peak_message_memory",
     "period_bubble",
-    "repeat_batch",
     "simulate",
     "simulate_steps",
     "split_every_backward",

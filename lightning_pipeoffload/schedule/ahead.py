@@ -25,16 +25,15 @@ __all__ = ["actions_ahead"]
 _STARTS = {Kind.SEND_F, Kind.OFFLOAD}
 
 
-def actions_ahead(plan: Schedule, ends: Sequence[int] | None = None) -> list[list[Action]]:
+def actions_ahead(plan: Schedule) -> list[list[Action]]:
     """Return what each rank may run ahead, in order.
 
     What one rank sends, another one receives: of what any of them may run, no message is left.
 
     Args:
         plan: A lowered plan.
-        ends: How many actions of each rank belong to the first batch; None: all.
     """
-    lists = [plan[rank][: None if ends is None else ends[rank]] for rank in range(plan.num_ranks)]
+    lists = [plan[rank] for rank in range(plan.num_ranks)]
     received: set[Action] = set()
     found: list[list[Action]] = [[] for _ in lists]
     walks = [_walk(plan, *each, received) for each in zip(lists, found, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipeoffload.schedule import Action, Kind, build, cut_at_batches, lower
+from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from lightning_pipeoffload.schedule.ahead import actions_ahead
 from lightning_pipeoffload.schedule.messages import RECVS, SENDS, recv_before, recv_of
 
@@ -46,13 +46,6 @@ def test_no_message_is_left_and_nothing_is_missing(name, size):
         assert [a for a in actions if a.kind not in RECVS] == [
             a for a in in_plan if a.kind not in RECVS
         ]
-
-
-def test_of_several_batches_that_accumulate_only_the_first_is_there():
-    joined = cut_at_batches(build("zb_h2", 4, 12), 3)
-    found = actions_ahead(joined.plan, [ends[0] for ends in joined.ends])
-    assert names_of(a for a in found[0] if a.kind is Kind.F) == "F0 F1 F2"
-    assert all(action.microbatch < 3 for actions in found for action in actions)
 
 
 def test_the_host_is_not_waited_for():

@@ -52,7 +52,6 @@ def make_microbatches(
     slices: Sequence[BatchSlice],
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
-    first: int = 0,
 ) -> list[Microbatch]:
     """Give the slices of a batch their places in a plan.
 
@@ -60,10 +59,9 @@ def make_microbatches(
         slices: The slices of the batch.
         weights: The weight of each; None: 1.
         differentiate: Starts the backward from a weighted loss.
-        first: The place of the first slice, behind those of earlier batches in the plan.
     """
     weights = [1.0] * len(slices) if weights is None else weights
-    pairs = enumerate(zip(slices, weights, strict=True), first)
+    pairs = enumerate(zip(slices, weights, strict=True))
     return [
         Microbatch(cut.part, cut.run, cut.flow, cut.device, cut.seed, index, weight, differentiate)
         for index, (cut, weight) in pairs
