@@ -24,20 +24,16 @@ class _Seen(NamedTuple):
     Attributes:
         what: What the batch is, in words; empty where there is none.
         checksum: A function that waits for the checksum of the batch.
-        drawn: A digest of the states of generators of the user's own.
-        sources: What those generators are called.
         options: What decides on the optimizers' steps; None where nothing trains.
     """
 
     what: str = ""
     checksum: Callable[[], int] = int
-    drawn: int = 0
-    sources: str = ""
     options: StepOptions | None = None
 
 
 class BatchComparison:
-    """A rank's batches, its own generators and its optimizers' options, compared with the others'.
+    """A rank's batches and its optimizers' options, compared with the others'.
 
     On an accelerator each batch is compared with the next one, for then nobody waits for it.
 
@@ -69,9 +65,8 @@ class BatchComparison:
             A function to call after the step, on all ranks, which needed all of them. It raises
             RuntimeError or ValueError where something differs.
         """
-        drawn = self._pipeline.drawn
         options = self.options() if trains else None
-        seen = _Seen(what, start_checksum(batch), drawn.now(), drawn.names, options)
+        seen = _Seen(what, start_checksum(batch), options)
         if self._is_late:
             seen, self._before = self._before, seen
         return self._start(seen)
@@ -84,11 +79,11 @@ class BatchComparison:
 
     def _start(self, seen: _Seen) -> Callable[[], None]:
         options = seen.options
-        numbers = [seen.drawn, 0 if options is None else options.digest(), seen.checksum()]
+        numbers = [0 if options is None else options.digest(), seen.checksum()]
         group, replicas = self._group, self._group.replicas
         find_different = group.start_comparing(numbers)
         over_replicas = group.num_replicas > 1 and options is not None
-        differ = replicas.host.start_comparing(numbers[1:2]) if over_replicas else lambda: False
+        differ = replicas.host.start_comparing(numbers[:1]) if over_replicas else lambda: False
 
         def finish() -> None:
             if find_different():
@@ -106,16 +101,10 @@ class BatchComparison:
             for place in range(len(numbers))
         ]
         if apart[0]:
-            raise RuntimeError(
-                f"global ranks {apart[0]} draw other numbers than global rank {root} from "
-                f"{seen.sources}; seed generators of your own alike in every process, and draw "
-                f"from them in no code that only some ranks run"
-            )
-        if apart[1]:
             self._refuse_options(seen.options, self._group.host_group)
-        if apart[2]:
+        if apart[1]:
             raise RuntimeError(
-                f"global ranks {apart[2]} read another {seen.what} than global rank {root}; the "
+                f"global ranks {apart[1]} read another {seen.what} than global rank {root}; the "
                 f"ranks of a pipeline must read the same data in the same order: call "
                 f"L.seed_everything(...) before the data is made, seed generators of your own "
                 f"alike in every process, and share samples out by nothing but "

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 
 _OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -31,7 +31,7 @@ def least_samples(module: nn.Module) -> int:
 
 def _keeps(probe: Probe) -> bool:
     written = [name for _, name in probe.written_in_place if name not in REGISTRIES]
-    return bool(written or probe.written or probe.assigned or probe.draws)
+    return bool(written or probe.written or probe.writes)
 
 
 def _depends(part: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import batch_size, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
@@ -55,7 +54,6 @@ class WholeSteps:
         values, could_be_cut = [], True
         for part, seed in cuts:
             lending = self._pipeline.lending(self._group.send_to_all, seed)
-            seed_all(mix_seed(seed, 0))
             with lending.running():
                 values.append(inputs.step(part, self._call))
             could_be_cut &= lending.could_be_cut

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler
+from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, say
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.cut_check import check_shared_weights
-from lightning_pipeoffload.runtime.cut.draw_check import drawn_before
 from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
@@ -32,7 +31,6 @@ from lightning_pipeoffload.runtime.cut.partition import (
     stage_costs,
 )
 from lightning_pipeoffload.runtime.cut.probe_result import Probe
-from lightning_pipeoffload.runtime.cut.source_digest import SourceDigest
 from lightning_pipeoffload.runtime.cut.step_checks import StepChecks
 from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
@@ -42,6 +40,7 @@ from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
+from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_gradients import (
     OwnGradients,
@@ -55,6 +54,11 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersSt
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs
+
+_HOOKS = (
+    "the step writes attributes and registers a hook on a tensor ({}): what the hook reads of them "
+    "is refused where it has changed; what it writes counts on its own stage only"
+)
 
 
 class Pipeline:
@@ -76,7 +80,6 @@ class Pipeline:
         compiler: What compiles the blocks.
         gradient_age: The age of the gradients of what other ranks own.
         trained: Of each parameter of the module, 1 if it trains, else 0.
-        drawn: The generators that all stages draw from.
         mixed: Weights, by name, that a stage uses both in what may wait for W and in what may not.
         stage_gradients: Gradients of weights that several stages of this rank use, of all but the
             first of these stages.
@@ -127,6 +130,7 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
+        self._written = WrittenTensors(self._writes.last_stage)
         self.probes = StepProbes(
             self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_look()
         )
@@ -137,7 +141,6 @@ class Pipeline:
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.trained = b""
-        self.drawn = SourceDigest()
         self.mixed: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
 
@@ -297,17 +300,15 @@ class Pipeline:
 
     def _take_in(self, probe: Probe) -> None:
         """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
-        self._writes.expect(probe.written_in_place)
-        self._writes.state.expect(probe.assigned, probe.written_in_place)
-        self._writes.tensors.expect((w.name for w in probe.weight_writes), probe.saved_and_written)
         if not self.committed:
             self._learn(probe)
+        self._writes.expect(probe, self.partition)
+        self._written.expect((w.name for w in probe.weight_writes), probe.saved_and_written)
         self._mark_mixed(probe)
+        if probe.hook_line and self._writes.is_by_users and not self.rank:
+            say(_HOOKS.format(probe.hook_line))
         if len(self.partition) > 1:
             self._checks.check(probe, self.tensors.owners_of)
-            self.drawn.expect(probe)
-            last = self.partition[max(self.local_stages)]
-            self._writes.expect_sources(drawn_before(probe, last))
 
     def _mark_mixed(self, probe: Probe) -> None:
         """Compute in B the whole gradient of a weight of which B has a part: it has one order."""
@@ -333,7 +334,7 @@ class Pipeline:
         costs = self.settings.agree(estimate_costs(self.module, self.chain, probe))
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
-        self._checks = StepChecks(self.chain, self.partition, ranks)
+        self._checks = StepChecks(self.chain, self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.flops_of_one = costs.unit
         self.num_parameters = [
@@ -356,7 +357,8 @@ class Pipeline:
             own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, OwnGradients(own), self.settings.recompute,
+                self._writes, self._written, OwnGradients(own), self.probes.generators,
+                self.settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 

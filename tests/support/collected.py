@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -60,8 +60,6 @@ class Block(fits.Block):
 class Net(fits.Net):
     """Collects losses in all ways, and does with them what it is told."""
 
-    shared: ClassVar[list[torch.Tensor]] = []
-
     def __init__(self, what: str = "", scheduler: str = "") -> None:
         L.seed_everything(7, verbose=False)
         super().__init__(dropout=0.0, depth=4)
@@ -78,7 +76,6 @@ class Net(fits.Net):
 
     def on_train_epoch_start(self) -> None:
         self.outs = []
-        self.shared.clear()
         self.meter = Meter()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -90,7 +87,6 @@ class Net(fits.Net):
         loss = self.loss(batch) * self.scale
         self.outs.append(loss * len(batch["x"]))
         self.meter.add(loss.detach() * len(batch["x"]))
-        self.shared.append(loss.detach() * len(batch["x"]))
         self.sums[0].update(loss.detach() * len(batch["x"]))
         self.mean.update(loss.detach(), weight=len(batch["x"]))
         if self.keeps_parts:
@@ -155,7 +151,7 @@ class Records(L.Callback):
         self.seen.append([
             *(float(metric.compute()) for metric in (self.sum, module.sums[0], module.mean)),
             module.late, float(torch.stack(module.outs).sum()), float(module.first),
-            module.meter.total, float(sum(module.shared)),
+            module.meter.total,
             *(float(block.size) for block in module.blocks),
             float(torch.cat(self.rows).double().mean()),
         ])  # fmt: skip

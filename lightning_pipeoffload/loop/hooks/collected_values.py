@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeoffload.loop.hooks.elsewhere import Elsewhere, OutputsElsewhere
+from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
     UnsendableError,
@@ -37,12 +37,15 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.libraries import is_users
+from lightning_pipeoffload.runtime.users_code.attributes import (
+    GONE,
+    REGISTRIES,
+    Place,
+    Variable,
+)
+from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
 from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
 from lightning_pipeoffload.runtime.users_code.module_snapshot import refill
-from lightning_pipeoffload.runtime.users_code.namespaces import GONE, REGISTRIES, Namespace
-from lightning_pipeoffload.runtime.users_code.source_watch import Draw
-from lightning_pipeoffload.runtime.users_code.written_state import Variable, is_plain_object
 
 _OF_LIGHTNING = REGISTRIES | frozenset(vars(pl.LightningModule())) | {"log"}
 _REFILLED = (list, dict, set, deque)
@@ -95,19 +98,18 @@ class CollectedValues:
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with what its use raises
         self._hidden_metrics: dict[int, str] = {}
-        self._places: dict[int, tuple[Probe, dict[str, Draw]]] = {}
+        self._places: dict[int, tuple[Probe, dict[str, Place]]] = {}
         self._kind = ""
         self._warned: set[str] = set()
         self._logged: list[str] = []
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
         self._seen_probes: list[Probe] = []
         self._told_kinds = {""}
-        self._of_classes = {v.label: v for v in _values_of_classes(type(module))}
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # of a run before this one
             for name, value in vars(part).items():
                 if isinstance(value, Elsewhere):
-                    label = self._know(Variable(Namespace.of_part(path, part), name))
+                    label = self._know(Variable(path, part, name))
                     self._lacking[label] = value.message
 
     @contextmanager
@@ -155,17 +157,17 @@ class CollectedValues:
         for label in self._lacking:
             variable = self._now(label)
             if isinstance(variable.value, Elsewhere):
-                variable.namespace.put(variable.name, variable.value.own)
+                variable.put(variable.value.own)
 
     def _hide(self) -> None:
         for label, message in self._lacking.items():
             variable = self._now(label)
-            owner, value = variable.namespace.owner, variable.value
+            owner, value = variable.part, variable.value
             if isinstance(owner, Metric):  # of whose attributes torchmetrics asks at any time
                 self._hidden_metrics[id(owner)] = message
                 owner._computed = None  # private: else it is given without being asked for
             elif not isinstance(owner, MetricCollection) and not isinstance(value, Elsewhere):
-                variable.namespace.put(variable.name, Elsewhere(message, value))
+                variable.put(Elsewhere(message, value))
 
     def refuse_metric(self, metric: Metric) -> None:
         """Refuse the value of a metric that steps have updated on another rank.
@@ -176,7 +178,7 @@ class CollectedValues:
         if id(metric) in self._hidden_metrics:
             raise RuntimeError(self._hidden_metrics[id(metric)])
 
-    def _message(self, label: str, place: Draw) -> str:
+    def _message(self, label: str, place: Place) -> str:
         segment = place.segment if place.is_in_block else len(self._pipeline.chain)
         stage = next(s.index for s in self._pipeline.partition if segment in s.segments)
         rank = self._group.global_ranks[self._group.stage_ranks[stage]]
@@ -195,23 +197,16 @@ class CollectedValues:
 
     def _now(self, label: str) -> Variable:
         """Return a variable, of the submodule that is there now: a hook may make a metric anew."""
-        path, name = "", label
-        if label in self._of_classes:
-            return self._of_classes[label]
         if label in self._known:
-            namespace, name = self._known[label].namespace, self._known[label].name
-            if not isinstance(namespace.owner, nn.Module):
-                return self._known[label]
-            path = namespace.name.removeprefix("self").removeprefix(".")
+            path, name = self._known[label].path, self._known[label].name
         else:
             path, _, name = label.removeprefix("self.").rpartition(".")
-        owner = self._module.get_submodule(path)
-        self._known[label] = Variable(Namespace.of_part(path, owner), name)
+        self._known[label] = Variable(path, self._module.get_submodule(path), name)
         return self._known[label]
 
-    def _written_in_batch(self) -> dict[str, Draw]:
+    def _written_in_batch(self) -> dict[str, Place]:
         """Return what the steps of the last batch have written, and where each wrote it last."""
-        behind = Draw(len(self._pipeline.chain), is_in_block=False)
+        behind = Place(len(self._pipeline.chain), is_in_block=False)
         found = {label: behind for label, kind in self._late.items() if kind == self._kind}
         for probe in self._pipeline.batch_probes if self._kind else ():
             if id(probe) not in self._places or self._places[id(probe)][0] is not probe:
@@ -219,24 +214,12 @@ class CollectedValues:
             found |= self._places[id(probe)][1]
         return found
 
-    def _written_in(self, probe: Probe) -> Iterator[tuple[str, Draw]]:
-        for variable in self._pipeline.probes.written:
-            uses = probe.uses.get((id(variable.namespace.owner), variable.name))
-            if uses is not None and uses.last_write is not None and _is_sent(variable):
-                yield self._know(self._attribute_of(variable)), uses.last_write.place
+    def _written_in(self, probe: Probe) -> Iterator[tuple[str, Place]]:
+        for write in probe.writes:
+            if _is_sent(write.variable):
+                yield self._know(write.variable), write.place
 
-    def _attribute_of(self, variable: Variable) -> Variable:
-        """Return the module's attribute that holds an object, for a variable of the object."""
-        found = variable
-        if is_plain_object(variable.namespace.owner):
-            for path, part in self._module.named_modules():
-                space = Namespace.of_part(path, part)
-                name = variable.label.removeprefix(f"{space.name}.").partition(".")[0]
-                if variable.label.startswith(f"{space.name}.") and name in space.contents:
-                    found = Variable(space, name)
-        return found
-
-    def _has(self, place: Draw) -> bool:
+    def _has(self, place: Place) -> bool:
         """Whether this rank runs the line that is at a place in the step."""
         if place.is_in_block:
             return any(place.segment in each for each in self._segments)
@@ -270,9 +253,6 @@ class CollectedValues:
             for name in attributes.keys() - _OF_LIGHTNING
             if f"self.{name}" not in self._known
         }
-        for label, variable in self._of_classes.items():
-            if label not in self._known:
-                found[label] = _look(variable.value)
         for path, metric in self._metrics():
             if f"self.{path}._update_count" not in self._known:
                 found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
@@ -287,7 +267,7 @@ class CollectedValues:
 
     def learn(self, label: str) -> None:
         """Take it that the step that runs writes a variable."""
-        owner = self._now(label).namespace.owner
+        owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
         for found in (label, *(f"{path}.{name}" for name in names)):
@@ -358,7 +338,7 @@ class CollectedValues:
         if type(own) is type(value) and isinstance(own, _REFILLED):
             refill(own, value)  # which other objects may have too
             value = own
-        variable.namespace.put(variable.name, value)
+        variable.put(value)
 
     def _keep_from_hooks(self, label: str, reason: str, has_it: bool = False) -> None:
         message = (
@@ -425,25 +405,14 @@ def _choose(reports: Mapping[int, _Report]) -> int:
     return last if last in whole else max(same, default=-1)
 
 
-def _values_of_classes(kind: type[Any]) -> Iterator[Variable]:
-    """Yield what the user's classes have that is no method: ``losses = []``."""
-    for cls in kind.__mro__:
-        for name, value in vars(cls).items() if is_users(cls.__module__) else ():
-            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
-                yield Variable(Namespace(cls, cls.__qualname__), name)
-
-
 def _is_sent(variable: Variable) -> bool:
     """Whether this is an attribute that a user's step has written, no buffer and no library's."""
-    owner, name = variable.namespace.owner, variable.name
-    if isinstance(owner, ModuleType):
-        return is_users(owner.__name__)
-    if isinstance(owner, type):
-        return is_users(owner.__module__)
-    if isinstance(owner, pl.LightningModule) and name in _OF_LIGHTNING:
+    if isinstance(variable.part, pl.LightningModule) and variable.name in _OF_LIGHTNING:
         return False
-    library = type(owner).__module__.partition(".")[0]
-    return not variable.namespace.is_buffers and library not in ("torch", "lightning")
+    if isinstance(variable.part, Metric):
+        return variable.name in (*variable.part.metric_state, "_update_count", "_computed")
+    library = type(variable.part).__module__.partition(".")[0]
+    return library not in ("torch", "lightning")
 
 
 class _Watch:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
-from lightning_pipeoffload.runtime.cut.hook_closures import LateChange
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpan
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -15,8 +13,6 @@ from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
-
-_Span = TypeVar("_Span", HookedSpan, LateChange)
 
 
 def check_cut(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
@@ -68,7 +64,6 @@ def check_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
     _check_own_backwards(probe, stage_of)
-    _check_late_changes(probe, stage_of)
     for span, first, last in _over_a_cut(probe.hooked_spans, stage_of):
         raise ValueError(
             f"a backward hook is registered on {span.name}, which stage {first} calls and "
@@ -78,19 +73,9 @@ def check_backwards(probe: Probe, stages: Sequence[Stage]) -> None:
         )
 
 
-def _check_late_changes(probe: Probe, stage_of: Mapping[int, int]) -> None:
-    for change, first, last in _over_a_cut(probe.late_changes, stage_of):
-        raise ValueError(
-            f"a hook reads {change.variable} of the step in the backward"
-            f"{in_brackets(change.line)}, on stage {first}, but stage {last} changes it after "
-            f"that and the hook would not see it; bind what it is when the hook is made "
-            f"(lambda grad, scale=scale: ...), or compute it before the block"
-        )
-
-
 def _over_a_cut(
-    spans: Iterable[_Span], stage_of: Mapping[int, int]
-) -> Iterator[tuple[_Span, int, int]]:
+    spans: Iterable[HookedSpan], stage_of: Mapping[int, int]
+) -> Iterator[tuple[HookedSpan, int, int]]:
     """Yield what begins on one stage and ends on another, with both."""
     for span in spans:
         first, last = stage_of[span.first], stage_of[span.last]

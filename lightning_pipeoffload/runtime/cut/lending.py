@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 
@@ -40,6 +41,7 @@ class Lending:
         self._chain = chain
         self._fetch = fetch
         self._seed = seed
+        self._generators = Generators(module)
         self._calls: list[int] = []
         self._glue: list[Slot] = []
         self._inside: dict[int, list[Slot]] = {index: [] for index in range(len(chain))}
@@ -61,8 +63,15 @@ class Lending:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the step find all values."""
-        with self._chain.running(self), self._lent(self._glue):
+        with self._chain.running(self), self._lent(self._glue), self._generators.kept():
+            self._seed_segment()
             yield
+
+    def _seed_segment(self) -> None:
+        if self._seed is not None:
+            seed = mix_seed(self._seed, len(self._calls))
+            seed_all(seed)
+            self._generators.seed(seed)
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Run a block with what it needs."""
@@ -70,8 +79,7 @@ class Lending:
         with self._lent(self._inside[index]):
             output = self._chain.run_block(index, *args, **kwargs)
         self._calls.append(index)
-        if self._seed is not None:
-            seed_all(mix_seed(self._seed, len(self._calls)))
+        self._seed_segment()
         return output
 
     @contextmanager

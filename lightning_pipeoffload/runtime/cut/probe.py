@@ -15,7 +15,7 @@ embedding, the last one the head and the loss. With three blocks on two stages::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -34,20 +34,18 @@ from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, Imagined
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
-from lightning_pipeoffload.runtime.users_code.written_state import noting_writes
 
 
-def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave out
+def probe_step(
     module: nn.Module,
     chain: BlockChain,
     run: Callable[[], Any],
     device: torch.device,
     log: ValueLog | None = None,
     way: Imagined = EVERYTHING,
-    uses: AttributeUses | None = None,
 ) -> Probe:
     """Run the user's step once without values.
 
@@ -58,14 +56,12 @@ def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave 
         device: The device of that microbatch. The module seems to be on it, wherever it is.
         log: What keeps the values that the step has nevertheless.
         way: How to make up the values that blocks ask for.
-        uses: What watches what the step writes to keep.
 
     Raises:
         ValueError: The step cannot be cut at its blocks; says what it does and where.
         ImaginedError: Something went wrong with values that are made up.
     """
     probing = ProbePass(module, chain, device, log, way)
-    probing.uses = uses
     result = probing.result
     with probing.telling_of_imagination():
         with looking(module, probing):
@@ -80,7 +76,6 @@ def probe_step(  # noqa: PLR0913 - what watches a run, each of which most leave 
             probing.finish()
         probing.check_complete()
     result.flow.is_certain = not probing.num_imagined
-    result.draws = probing.watch.draws
     return result
 
 
@@ -138,13 +133,13 @@ def looking(module: nn.Module, probing: ProbePass) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())
         stack.enter_context(_same_grad_mode())
-        stack.callback(probing.watch.finish)
+        stack.enter_context(Generators(module).kept())
         written = stack.enter_context(unchanged(module))
         stack.enter_context(uncompiled())
+        stack.enter_context(refusing_iterators(module))
         stack.enter_context(probing.on(module))
         if probing.looks:
-            probing.result.assigned = stack.enter_context(noting_writes(module))
-        stack.enter_context(probing.uses.watching() if probing.uses else nullcontext())
+            stack.enter_context(probing.writes.watching())
         stack.enter_context(probing.sizes)
         yield
     probing.result.written_in_place |= written

@@ -28,9 +28,8 @@ from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
+from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
-from lightning_pipeoffload.runtime.users_code.source_watch import Draw, SourceWatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
@@ -56,8 +55,7 @@ class ProbePass:
     ) -> None:
         count = len(chain) + 1
         self.chain = chain
-        self.watch = SourceWatch(module)
-        self.uses: AttributeUses | None = None
+        self.writes = WriteWatch(module)
         self.sizes = BatchSizes(self._find_place)
         self._trace = ValueTrace(chain, log)
         self._calls = BlockCalls(chain, device)
@@ -74,7 +72,7 @@ class ProbePass:
             aliases=self._trace.aliases,
             own_backwards=self._trace.own_backwards,
             hooked_spans=self._hooked.found,
-            late_changes=self._trace.hook_closures.found,
+            writes=self.writes.writes,
         )
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
@@ -123,23 +121,20 @@ class ProbePass:
         """Run a block on shapes, and look around before and after."""
         self._calls.see(index, self.segment, arguments)
         args, kwargs = self._trace.enter_block(index, arguments)
-        self._look(Draw(index, is_in_block=False))
+        self._look(Place(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
         output = self._run_block(index, args, kwargs)
         self._is_in_block = False
-        self._look(Draw(index, is_in_block=True))
+        self._look(Place(index, is_in_block=True))
         return self._trace.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         return self.chain.run_block(index, *args, **kwargs)
 
-    def _look(self, place: Draw) -> None:
+    def _look(self, place: Place) -> None:
         # Private: what is copied here is no call of the step's, which its log would have.
         with torch._C.DisableTorchFunction():
-            self.watch.look(place)
-            self._trace.hook_closures.look(place.segment)
-            if self.uses is not None:
-                self.uses.look(place)
+            self.writes.look(place)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
@@ -209,8 +204,10 @@ class ProbePass:
         """Look once more when the step is over, before all is set back."""
         self.result.briefly_hooked.update(self._calls.find_briefly_hooked())
         self.saved_attributes = set(self._stripped.find_saved_attributes())
-        self._look(Draw(self.segment, is_in_block=False))
-        self.result.made = self.watch.made()
+        self._look(Place(self.segment, is_in_block=False))
+        self.result.hook_line = self._trace.hook_line
+        if self.looks:
+            self.writes.finish()
         self.result.sized_in = self.sizes.last
         self.result.flow.starts_backward = self.result.own_backwards.any
 
@@ -224,7 +221,7 @@ class RepeatedPass(ProbePass):
 
     looks = False
 
-    def _look(self, place: Draw) -> None:
+    def _look(self, place: Place) -> None:
         pass
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_pipeoffload.runtime.cut.block_calls import BlockCall
 from lightning_pipeoffload.runtime.cut.crossings import Flow
-from lightning_pipeoffload.runtime.cut.hook_closures import LateChange
 from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpan
 from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import LoggedValue
 from lightning_pipeoffload.runtime.cut.value_trace import Alias
 from lightning_pipeoffload.runtime.cut.weight_writes import WeightWrite
-from lightning_pipeoffload.runtime.users_code.attribute_uses import Uses
+from lightning_pipeoffload.runtime.users_code.attributes import Write
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
-from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
-from lightning_pipeoffload.runtime.users_code.source_watch import Draw
-from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 
 @dataclass
@@ -38,22 +33,17 @@ class Probe:
         saved_and_written: The part of those that a backward reads.
         weight_writes: Writes into parameters.
         aliases: Pairs of values with one memory, between whose segments the step cannot be cut.
-        assigned: What else the step writes of the module, its classes and their Python modules.
+        writes: Writes to attributes of the module and its parts.
         briefly_hooked: Blocks with a hook that the step takes away again.
-        draws: Where the step draws from what the user has made, and changes what classes and
-            Python modules have.
-        made: What the step has made to draw from, with its place.
-        lines: The lines of the user's code that draw from sources drawn from in several places.
         changes_batch: Whether the step changes its microbatch in place.
         unrepeatable: The first value that a second run did not have; None if it had all.
-        uses: The uses of what some step writes to keep, by the id of what holds it and its name.
         trained: Names of the parameters that the loss leads back to, but for those of blocks that
             ask for values; None: it is not known.
         weight_uses: The segments that use each of them, and whether its gradient could wait for W.
         imagined: Blocks that ask for values, which are made up, and the line that does so first.
         own_backwards: What the step differentiates by itself.
         hooked_spans: Calls around blocks of modules with backward hooks.
-        late_changes: Changes of what hooks have bound.
+        hook_line: A line that registers a hook on a tensor; "" if none does.
         sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
         has_run: Whether a batch with such a microbatch was cut to run.
@@ -70,27 +60,23 @@ class Probe:
     saved_and_written: set[Attribute] = field(default_factory=set)
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
-    assigned: list[Variable] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     briefly_hooked: set[int] = field(default_factory=set)
-    draws: dict[Source, set[Draw]] = field(default_factory=dict)
-    made: list[tuple[Place, Any]] = field(default_factory=list)
-    lines: dict[Source, list[str]] = field(default_factory=dict)
     changes_batch: bool = False
     unrepeatable: LoggedValue | None = None
-    uses: dict[tuple[int, str], Uses] = field(default_factory=dict)
     trained: set[str] | None = None
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
     imagined: dict[int, str] = field(default_factory=dict)
     own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
     hooked_spans: list[HookedSpan] = field(default_factory=list)
-    late_changes: list[LateChange] = field(default_factory=list)
+    hook_line: str = ""
     sized_in: int | None = None
     has_run: bool = False
 
     @property
     def leaves_trace(self) -> bool:
         """Whether the step changes what is not kept with what steps write: it cannot run again."""
-        return bool(self.weight_writes or self.draws or self.made or self.changes_batch)
+        return bool(self.weight_writes or self.changes_batch)
 
 
 class ImaginedError(Exception):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,11 @@ from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_differen
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
-from lightning_pipeoffload.runtime.users_code.attribute_uses import AttributeUses
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
-from lightning_pipeoffload.runtime.users_code.draw_lines import tracing_lines
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES, Namespace
-from lightning_pipeoffload.runtime.users_code.random_sources import Place, Source
+from lightning_pipeoffload.runtime.users_code.beside import look_beside, refuse_written
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE, UsersStep
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
-from lightning_pipeoffload.runtime.users_code.written_state import Variable
 
 _MOST_PROBES = 64
 
@@ -43,6 +39,7 @@ class StepProbes:
     Attributes:
         known: Probes by kind of step, mode of the module and shapes, and by sizes that depend on
             the values of the microbatch.
+        generators: The generators that the modules hold.
         always_trained: Names of the parameters that get a gradient in each training step that was
             looked at.
     """
@@ -61,16 +58,11 @@ class StepProbes:
         self._is_cut = is_cut
         self._before_look = before_look
         self._compared: set[Any] = set()
+        self.generators = Generators(module)
         self._sized_in: dict[Any, int] = {}
-        self._written: dict[tuple[Any, str], Variable] = {}
         self.known: OrderedDict[Any, Probe] = OrderedDict()
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
-
-    @property
-    def written(self) -> list[Variable]:
-        """What steps write to keep."""
-        return list(self._written.values())
 
     def find(
         self,
@@ -92,7 +84,7 @@ class StepProbes:
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
             self._before_look()
-        seeded = _Seeded(step, mix_seed(seed, 0))
+        seeded = _Seeded(step, mix_seed(seed, 0), self.generators)
         trial = Trial(seeded, part)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
@@ -135,33 +127,26 @@ class StepProbes:
     def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
         log, way = ValueLog(), EVERYTHING
         try:
-            probe = self._run(call, log if is_first and self._is_cut else None)
+            probe = self._run(call, log if is_first else None)
         except ImaginedError as error:
             # A flag that is up may be an alarm, at which a step raises.
             log, way = ValueLog(), NO_ALARM
             try:
-                probe = self._run(call, log if is_first and self._is_cut else None, way)
+                probe = self._run(call, log if is_first else None, way)
             except ImaginedError:
                 raise self._explain(error) from error.cause
-        if not self._is_cut:
-            return probe
-        run = partial(self._run, way=way)
-        if probe.made:
-            with _having(probe.made):
-                probe.draws.update(run(call).draws)
-        if any(len(draws) > 1 for draws in probe.draws.values()):
-            probe.lines = self._find_lines(call, run, probe)
-        again = ValueLog() if is_first else None
-        if self._know_written((*probe.assigned, *self._in_place(probe))):
-            uses = AttributeUses(self._module, self._chain.blocks, self._written.values())
-            run(call, log=again, uses=uses)
-            probe.uses = uses.found
-        elif is_first:
-            again = self._repeat(call, way)
-        if again is not None and first_difference(log, again):
-            # What only the first run makes is a cache.
-            probe.unrepeatable = first_difference(again, self._repeat(call, way))
+        if is_first:
+            self._compare_runs(probe, log, partial(self._repeat, call, way))
         return probe
+
+    def _compare_runs(self, probe: Probe, log: ValueLog, repeat: Callable[[], ValueLog]) -> None:
+        """Run the step again from the same state: its values and nothing else tell of others."""
+        beside = look_beside(self._module)
+        again = repeat()
+        refuse_written(beside, look_beside(self._module))
+        if first_difference(log, again):
+            # What only the first run makes is a cache.
+            probe.unrepeatable = first_difference(again, repeat())
 
     def _explain(self, error: ImaginedError) -> Exception:
         if not error.is_in_block:
@@ -174,35 +159,6 @@ class StepProbes:
             f"any number of rows, or compute what it asks for from the batch"
         )
 
-    def _in_place(self, probe: Probe) -> Iterator[Variable]:
-        paths = {part: path for path, part in self._module.named_modules()}
-        for part, name in probe.written_in_place:
-            if name not in REGISTRIES:
-                is_buffer = name in part._buffers
-                yield Variable(Namespace.of_part(paths[part], part, is_buffer), name)
-
-    def _know_written(self, variables: Iterable[Variable]) -> bool:
-        """Add what a step writes to what steps write; return whether that is anything."""
-        found = {(v.namespace.key, v.name): v for v in variables}
-        if found.keys() - self._written.keys():
-            self._written.update(found)
-            self.known.clear()  # other steps may read it
-        return bool(self._written)
-
-    def _find_lines(
-        self, call: Callable[[], Any], run: Callable[[Callable[[], Any]], Probe], probe: Probe
-    ) -> dict[Source, list[str]]:
-        lines: dict[Source, list[str]] = {}
-
-        def traced() -> Any:
-            with tracing_lines(probe.draws) as found:
-                lines.update(found)  # the lists, which are filled
-                return call()
-
-        with _having(probe.made):
-            run(traced)
-        return lines
-
     def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
         """Run the step again from the same state."""
         return repeat_step(self._module, self._chain, call, self._device, way)
@@ -212,9 +168,8 @@ class StepProbes:
         call: Callable[[], Any],
         log: ValueLog | None = None,
         way: Imagined = EVERYTHING,
-        uses: AttributeUses | None = None,
     ) -> Probe:
-        return probe_step(self._module, self._chain, call, self._device, log, way, uses)
+        return probe_step(self._module, self._chain, call, self._device, log, way)
 
     def forget(self) -> None:
         """Look anew: what blocks hand on may need a gradient now, or none."""
@@ -234,30 +189,17 @@ class StepProbes:
 class _Seeded:
     """Runs a step so that it draws before its blocks what it will: sizes may depend on it."""
 
-    def __init__(self, step: UsersStep, seed: int) -> None:
+    def __init__(self, step: UsersStep, seed: int, generators: Generators) -> None:
         self._step = step
         self._seed = seed
+        self._generators = generators
         self.draws_beside_torch = False
 
     def __call__(self, part: Any) -> Any:
         seed_all(self._seed)
+        self._generators.seed(self._seed)
         try:
             return self._step(part, PROBE)
         finally:
+            self._generators.find()  # the step may have made one
             self.draws_beside_torch |= has_drawn_since(self._seed)
-
-
-@contextmanager
-def _having(made: Iterable[tuple[Place, Any]]) -> Iterator[None]:
-    """Let what a step has made, and would make once, be there already."""
-    before = [(place, place.exists(), place.find()) for place, _ in made]
-    for place, value in made:
-        place.put(value)
-    try:
-        yield
-    finally:
-        for place, existed, value in before:
-            if existed:
-                place.put(value)
-            else:
-                place.remove()

@@ -13,8 +13,8 @@ from lightning_pipeoffload.runtime.cut.probe_result import Probe
 from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, is_written
-from lightning_pipeoffload.runtime.users_code.namespaces import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leav
 from lightning_pipeoffload.runtime.cut.backward_reach import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Flow, Port
-from lightning_pipeoffload.runtime.cut.hook_closures import HookClosures
 from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
 from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -79,7 +78,7 @@ class ValueTrace(CallCounter):
         self._log = log
         self.flow = Flow()
         self.own_backwards = OwnBackwards()
-        self.hook_closures = HookClosures()
+        self.hook_line = ""
         self.aliases: list[Alias] = []
         self._chain = chain
         self._block: int | None = None
@@ -100,7 +99,8 @@ class ValueTrace(CallCounter):
         """Call ``func``, look at its result and note its values."""
         segment = self.segment if self._block is None else None
         self.own_backwards.see(func, args, kwargs or {}, segment)
-        self.hook_closures.see(func, args, segment)
+        if func is Tensor.register_hook:
+            self.hook_line = calling_line()
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._block is None:
             self._log.note(self.segment, func, (args, kwargs), result)

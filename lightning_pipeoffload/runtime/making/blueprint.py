@@ -38,11 +38,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.random_sources import (
-    find_sources,
-    forget_readings,
-    take_snapshot,
-)
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
@@ -127,16 +123,9 @@ def draw_blueprint(
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Give the module's attributes, and all that it draws from, their state back."""
-    sources = find_sources(module)
-    found = [snapshot for snapshot in map(take_snapshot, sources) if snapshot is not None]
-    try:
-        with forked_randomness(), unchanged(module):
-            yield
-    finally:
-        for snapshot in found:
-            snapshot.restore()
-        forget_readings(sources)
+    """Give the module's attributes, and the generators, their state back."""
+    with forked_randomness(), Generators(module).kept(), unchanged(module):
+        yield
 
 
 class _Draft(RegisteredParameters):

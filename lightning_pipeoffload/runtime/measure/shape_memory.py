@@ -164,7 +164,9 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     measuring = _MeasuringPass(pipeline, part)
     try:
         with looking(pipeline.module, measuring):
-            seed_all(mix_seed(part.seed, 0))  # as F does: sizes may depend on what the step draws
+            # As F does: sizes may depend on what the step draws.
+            seed_all(mix_seed(part.seed, 0))
+            pipeline.probes.generators.seed(mix_seed(part.seed, 0))
             with measuring.keeping():
                 result = part.run(PROBE)
             measuring.run_backward(loss_in(result))

@@ -1,16 +1,15 @@
-"""What a checkpoint runs again in B sees what F saw, whatever other microbatches wrote since.
+"""In the first step, what a checkpoint computes again in B is compared with what F computed.
 
 On one device a microbatch's backward follows its forward; here other forwards come in between, and
-an attribute that the step sets and a block reads is the last microbatch's by then. This holds for
+what a block reads beside its arguments may be the last microbatch's by then. This holds for
 checkpoints of the user's, of a library's and of our own, around blocks, parts of them or the head.
-In the first step what was computed again is compared with what it was.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.stage_pass import StageExit, StagePass
-from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
+from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 
 # Private, both: where torch makes a checkpoint, whichever name its users have imported.
 _make_checkpoint = torchs._checkpoint_without_reentrant_generator
@@ -35,13 +34,13 @@ class CheckpointWatch:
     """Follows the checkpoints of one F.
 
     Attributes:
-        state: What steps write.
         step: The F, which knows the block that was called last.
+        writes: What the rank's steps write.
         compares: Whether B's results are compared with F's.
     """
 
-    state: WrittenState
     step: StagePass
+    writes: StepWrites
     compares: bool
 
     def watching(self) -> AbstractContextManager[None]:
@@ -55,7 +54,6 @@ class _Rerun:
     def __init__(self, function: Callable[..., Any], watch: CheckpointWatch) -> None:
         self._function = function
         self._watch = watch
-        self._kept = watch.state.keep()
         self._digests: list[int] = []
         self._called_before, _ = watch.step.place()
         self._name = ""
@@ -73,27 +71,18 @@ class _Rerun:
         return getattr(self._function, "__qualname__", type(self._function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        changed = self._kept.changed() if self._kept and self._digests else []
-        with self._kept.again() if self._kept else nullcontext(), self._watch.watching():
+        with self._watch.watching(), self._watch.writes.running_again():
             output = self._function(*args, **kwargs)
         found = _digests(output) if self._digests else []
         # Where a stage leaves the function early, what it hands on beside the output comes last.
         if found != self._digests[: len(found)]:
-            raise ValueError(self._explain(changed))
+            raise ValueError(
+                f"{self._name} is checkpointed and does not compute again in the backward what it "
+                f"computed in the forward: it reads something that has changed since, an "
+                f"attribute that the step writes or a generator of random numbers, say. Give it "
+                f"what it reads as an argument, and draw from torch's own generator"
+            )
         return output
-
-    def _explain(self, changed: list[str]) -> str:
-        written = (
-            ", ".join(changed)
-            or "nothing that the module, its classes or their Python modules hold"
-        )
-        return (
-            f"{self._name} is checkpointed and does not compute again in the backward what it "
-            f"computed in the forward (written in between: {written}; all that was found was put "
-            f"back). So it reads something else that changes, an iterator, a counter or a "
-            f"generator of random numbers of your own, say: give it what it reads as an argument, "
-            f"and draw from torch's own generator"
-        )
 
 
 class _ReentrantRerun(_Rerun):

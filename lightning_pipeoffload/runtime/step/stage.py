@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,20 +19,24 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
-from lightning_pipeoffload.runtime.step.backward_watch import BackwardWatch
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.users_code.written_state import Kept
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.step.step_writes import Left
+from lightning_pipeoffload.runtime.weight_grad.queue import (
+    WeightGradQueue,
+    deferring,
+    has_hooks,
+)
 from lightning_pipeoffload.runtime.weight_grad.regrouping import (
     FinalGradients,
     RegroupedWeightGrads,
 )
 
 _NOTHING = nullcontext()
+_NUM_CHECKED = 8  # backwards of a stage
 
 
 @dataclass
@@ -45,7 +49,7 @@ class _Alive:
     loss: Tensor | None = None
     seen: SeenValues | None = None
     sent: list[GradientEdge] = field(default_factory=list)
-    left: Kept | None = None
+    left: Left = field(default_factory=list)
 
     def seeing_again(self) -> AbstractContextManager[None]:
         """Let tensors that steps write be what F saw, if another F has written them since."""
@@ -61,7 +65,7 @@ class StageRunner:
 
     def __init__(self, context: StageContext) -> None:
         self._compared: set[int] = set()
-        self._watch = BackwardWatch(context)
+        self._num_checked = 0
         self._context = context
         self._gradients = context.gradients
         self.is_first = context.is_first
@@ -122,12 +126,11 @@ class StageRunner:
             store.recording() if store else _NOTHING,
             self._saving() if keep else _NOTHING,
             self._watching(step, microbatch) if keep else _NOTHING,
-            self._watch.forward(microbatch.index) if keep else _NOTHING,
         ):
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
-            alive.left = self._watch.keep(microbatch.index)
+            alive.left = step.left
             self._last = microbatch.index
             self.memory.measure_forward(store)
         if self.is_last:
@@ -163,7 +166,8 @@ class StageRunner:
             deferring(alive.queue),
             self._gradients,
             alive.seeing_again(),
-            self._watch.backward(microbatch.index, alive.left, self.num_alive),
+            self._context.writes.in_backward(self._context.stage.index, alive.left),
+            self._checking_hooks(),
         ):
             if alive.sent:
                 torch.autograd.backward(alive.sent, gradients)
@@ -185,7 +189,8 @@ class StageRunner:
                 BackwardOn(microbatch.device),
                 self._gradients,
                 alive.seeing_again(),
-                self._watch.weight(microbatch.index, alive.left),
+                self._context.writes.in_backward(self._context.stage.index, alive.left),
+                self._checking_hooks(),
             ):
                 alive.queue.run()
 
@@ -197,7 +202,7 @@ class StageRunner:
             told: What is told of each parameter whose gradient is final.
         """
         found = [self._alive[microbatch.index] for microbatch in microbatches]
-        if any(map(self._must_be_apart, microbatches, found)):
+        if any(alive.seen for alive in found):  # each W needs what its own F saw
             parameters = RegroupedWeightGrads(alive.queue.waiting for alive in found).parameters
             told.expect(self._context.stage.index, parameters)
             for microbatch in microbatches:
@@ -209,12 +214,28 @@ class StageRunner:
             del self._alive[microbatch.index]
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        with BackwardOn(microbatches[0].device), self._gradients:
+        with BackwardOn(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(told.finish)
 
-    def _must_be_apart(self, microbatch: Microbatch, alive: _Alive) -> bool:
-        """Whether a W needs what its own F saw, or is watched."""
-        return alive.seen is not None or self._watch.watches_weight(microbatch.index)
+    @contextmanager
+    def _checking_hooks(self) -> Iterator[None]:
+        """Refuse hooks that write their weight, in the first backwards: all do the same.
+
+        Raises:
+            ValueError: One does.
+        """
+        self._num_checked += 1
+        is_checked = self._num_checked <= _NUM_CHECKED and self._context.num_stages > 1
+        local = self._context.ownership.local_tensors().items() if is_checked else ()
+        hooked = [(n, p, p.detach().clone()) for n, p in local if _has_hooks(p)]
+        yield
+        for name, weight, before in hooked:
+            if not torch.equal(weight.detach(), before):
+                raise ValueError(
+                    f"a hook on {name} writes the weight itself in the backward, but other "
+                    f"microbatches' forwards have run with the old one and others have not; let "
+                    f"the optimizer do it, or on_before_optimizer_step()"
+                )
 
     def _keep_seen(self) -> None:
         """Keep what the last F saw of tensors that steps write, as this one will write them."""
@@ -227,11 +248,11 @@ class StageRunner:
     def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
         is_first = microbatch.index not in self._compared
         self._compared.add(microbatch.index)
-        state = self._context.writes.state
-        if not is_first and not state:
-            return _NOTHING
         compares = is_first and is_repeatable(microbatch.device)
-        return CheckpointWatch(state, step, compares).watching()
+        writes = self._context.writes
+        if not compares and not writes.is_by_users:
+            return _NOTHING
+        return CheckpointWatch(step, writes, compares).watching()
 
     def abandon(self) -> None:
         """Keep nothing for backwards that will not come."""
@@ -240,7 +261,6 @@ class StageRunner:
 
     def take_back(self) -> None:
         """Be as before the F's that have run and whose backwards have not, which run again."""
-        self._watch.take_back([*self._alive])
         self._compared.difference_update(self._alive)
         self._alive.clear()
 
@@ -299,6 +319,10 @@ class BackwardOn:
     def __exit__(self, *error: Any) -> None:
         self._here.__exit__(*error)
         self._outside.__exit__(*error)
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and has_hooks(tensor)
 
 
 def _check_differentiable(loss: Tensor) -> None:

@@ -41,8 +41,10 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
+from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
-from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
@@ -57,7 +59,9 @@ class StageContext:
         chain: The blocks of the user's module.
         ownership: The rank's parameters.
         writes: What the rank's steps write outside of the blocks.
+        tensors: The tensors that they write in place.
         gradients: The stage's gradients of weights that other stages of the rank use too.
+        generators: The generators that the modules hold.
         recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
             "full" (blocks).
     """
@@ -67,7 +71,9 @@ class StageContext:
     chain: BlockChain
     ownership: Ownership
     writes: StepWrites
+    tensors: WrittenTensors
     gradients: OwnGradients
+    generators: Generators
     recompute: str = "none"
 
     @property
@@ -88,7 +94,7 @@ class StageContext:
 
     def written_tensors(self) -> list[Tensor]:
         """List what the stage's steps write in place and its backwards may read."""
-        return self.writes.tensors.of_stage(self.stage.index, self.ownership)
+        return self.tensors.of_stage(self.stage.index, self.ownership)
 
 
 class StageExit(BaseException):
@@ -126,6 +132,7 @@ class StagePass:
         self._left = False
         self._called = ""
         self._is_in_block = False
+        self.left: Left = []
         self._seed_segment = seed_all if microbatch.flow.draws_beside_torch else seed_torch
         blocks = context.stage.blocks
         self._carried = carried_values(
@@ -138,9 +145,13 @@ class StagePass:
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last one its result."""
-        seed_all(mix_seed(self._microbatch.seed, 0))
-        with self._context.writes.of_stage(self._context.stage.index):
-            return self._run_step()
+        seed, generators = mix_seed(self._microbatch.seed, 0), self._context.generators
+        seed_all(seed)
+        with self._context.writes.of_stage(self._context.stage.index), generators.kept():
+            generators.seed(seed)
+            output = self._run_step()
+            self.left = self._context.writes.look()
+            return output
 
     def _run_step(self) -> Any:
         context = self._context
@@ -168,7 +179,9 @@ class StagePass:
             output = self._run_foreign(index, call)
         # Not before the block: a checkpoint around its call has saved the generator by then. After
         # a foreign block too: what the step draws there may be used on several stages.
-        self._seed_segment(mix_seed(self._microbatch.seed, index + 1))
+        seed = mix_seed(self._microbatch.seed, index + 1)
+        self._seed_segment(seed)
+        self._context.generators.seed(seed)
         return output
 
     def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:

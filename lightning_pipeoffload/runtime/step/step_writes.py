@@ -1,4 +1,8 @@
-"""What steps write outside of the blocks, once for each microbatch on a rank of several stages.
+"""What steps write to attributes, and which stage finds it where.
+
+A step is called once for each microbatch and stage, and a line behind the cut runs on a later stage
+only. So an attribute that a stage lacks stands as a placeholder while the stage runs, which raises
+when it is used; and in a backward so does what other microbatches' forwards have written since.
 
 Each stage of a rank runs the step's beginning on the one module that the rank has, and so would
 count every microbatch once more. So each stage has values of its own of what it has written, as if
@@ -10,7 +14,8 @@ for every stage. What the first pass makes for all later ones, a flag or a cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import eq, is_
 from typing import Any
@@ -18,20 +23,35 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, private_copy
-from lightning_pipeoffload.runtime.users_code.namespaces import GONE, REGISTRIES
-from lightning_pipeoffload.runtime.users_code.random_sources import (
-    Source,
-    forget_readings,
-    make_rewindable,
-    take_snapshot,
+from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.users_code.attributes import (
+    GONE,
+    REGISTRIES,
+    Place,
+    Variable,
+    Write,
+    look_at,
 )
-from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind, is_iterator
-from lightning_pipeoffload.runtime.users_code.written_state import WrittenState
+from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
+from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look
+from lightning_pipeoffload.runtime.users_code.module_snapshot import (
+    Attribute,
+    containers_in,
+    look_into,
+    private_copy,
+    refill,
+)
+from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
+_Key = tuple[int, str]
+Left = list[tuple[Variable, Look]]
+"""What a forward has left of the attributes that steps write."""
 
+_CONTAINERS = (list, dict, set, deque)
+_FILLS = {"add", "append", "appendleft", "extend", "extendleft", "insert", "update"}
 _COUNTS = (int, float, complex, Tensor)
 
 
@@ -42,42 +62,93 @@ class StepWrites:
         module: The user's module.
         chain: Its blocks.
         stages: The stages of the rank.
-
-    Attributes:
-        module: The user's module.
-        state: What the steps write anywhere, for blocks that run again.
-        tensors: The tensors that they write in place, for backwards.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
-        self.module = module
+        self._chain = chain
         inside = {id(child) for block in chain.blocks for child in block.modules()}
         self._modules = [child for child in module.modules() if id(child) not in inside]
         self._num_passes = dict.fromkeys(stages, 0)
         self._own: dict[int, list[_Values]] = {}
         self._in_place: set[Attribute] = set()
-        self.state = WrittenState()
-        self.tensors = WrittenTensors(self.last_stage)
-        self._sources: list[Source] = []
-        self._own_states: dict[int, dict[Source, Any]] = {}
+        self._written: dict[_Key, Variable] = {}
+        self._by_users: dict[_Key, Variable] = {}
+        self._of_blocks: set[_Key] = set()  # which a block writes itself
+        self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
+        self._made_once: dict[int, tuple[str, Any]] = {}
+
+    @property
+    def is_by_users(self) -> bool:
+        """Whether the user's steps write anything."""
+        return bool(self._by_users)
 
     @property
     def last_stage(self) -> int:
         """The rank's stage that comes farthest in the step."""
         return max(self._num_passes)
 
-    def expect(self, attributes: Iterable[Attribute]) -> None:
-        """Learn whose values the step changes in place, which are copied for each stage."""
-        # A copy of a registry would come in its place, for good, with copies of all its buffers.
-        self._in_place.update(place for place in attributes if place[1] not in REGISTRIES)
+    def expect(self, probe: Probe, stages: Sequence[Stage]) -> None:
+        """Learn what a step writes.
 
-    def expect_sources(self, sources: Iterable[Source]) -> None:
-        """Learn what goes on in a step, and so has a state for each stage."""
-        self._sources += [source for source in sources if source not in self._sources]
+        Args:
+            probe: The probe of the step.
+            stages: The stages of the whole model.
+        """
+        # A copy of a registry would come in its place, for good, with copies of all its buffers.
+        in_place = {place for place in probe.written_in_place if place[1] not in REGISTRIES}
+        self._in_place.update(in_place)
+        for write in probe.writes:
+            self._written[write.variable.key] = write.variable
+            if write.is_users:
+                self._by_users[write.variable.key] = write.variable
+                if write.place.is_in_block:
+                    self._of_blocks.add(write.variable.key)
+                for index, missing in self._missing.items():
+                    if not comes_to(stages[index], write.place, probe, stages):
+                        message = self._message(write, index)
+                        missing[write.variable.key] = write.variable, message
+
+    def _message(self, write: Write, stage: int) -> str:
+        return (
+            f"{write.variable.label} is written {self._where(write.place)}"
+            f"{in_brackets(write.line)}, where stage {stage} does not come, and stage {stage} uses "
+            f"what an earlier microbatch has left there: read it behind that line too, hand it on "
+            f"as a tensor, or write it in a hook, from what every rank has"
+        )
+
+    def _where(self, place: Place) -> str:
+        if place.is_in_block:
+            return f"in {self._chain.block_name(place.segment)}"
+        if place.segment == len(self._chain):
+            return "behind the blocks"
+        if place.segment == 0:
+            return "before the blocks"
+        return f"before {self._chain.block_name(place.segment)}"
 
     def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
-        return nullcontext() if len(self._num_passes) == 1 else self._taking_turns(stage)
+        if len(self._num_passes) > 1:
+            return self._taking_turns(stage)
+        return _standing_for(self._missing[stage].values())
+
+    def look(self) -> Left:
+        """Look at what a forward leaves of what the user's steps write."""
+        return [(variable, look_at(variable.value)) for variable in self._by_users.values()]
+
+    def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
+        """Let what other forwards have written since raise while a backward runs.
+
+        Args:
+            stage: The stage.
+            left: What the microbatch's own forward has left.
+        """
+        missing = self._missing[stage]
+        changed = [
+            v for v, look in left if v.key in missing or not is_same_look(look, look_at(v.value))
+        ]
+        if not changed:
+            return nullcontext()
+        return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self) -> Callable[[], None]:
         """Keep what there is when all stages have run as many microbatches.
@@ -85,51 +156,43 @@ class StepWrites:
         Returns:
             A function that puts it back, as if none of them had run another one since.
         """
-        kept = self.state.keep()
+        kept = _Kept(self._written.values(), self._in_place)
 
         def put_back() -> None:
             self._own.clear()
-            self._own_states.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
-            if kept is not None:
-                kept.put_back()
+            kept.put_back()
 
         return put_back
 
     @contextmanager
-    def _taking_turns(self, stage: int) -> Iterator[None]:
-        if stage == self.last_stage:
-            yield
-        else:
-            make_rewindable(self._sources)
-            with self._exchanged(stage), self._drawing(stage) if self._sources else nullcontext():
-                yield
-        self._num_passes[stage] += 1
-        if len(set(self._num_passes.values())) == 1:
-            self._own.clear()
-            self._own_states.clear()
-            forget_readings(self._sources)
-
-    @contextmanager
-    def _drawing(self, stage: int) -> Iterator[None]:
-        """Let sources go on from where this stage has come, and then from where they are now."""
-        before = {source: take_snapshot(source) for source in self._sources}
-        own = self._own_states.get(stage, {})
-        for source, found in before.items():
-            if found is not None and source in own and source.kind.goes_on:
-                source.kind.write(found.found, own[source])
+    def running_again(self) -> Iterator[None]:
+        """Let a block that runs again in a backward write what it writes; it leaves no trace."""
+        found = [(v, v.value) for v in self._by_users.values()]
+        for variable, value in found:
+            if isinstance(value, Elsewhere) and variable.key in self._of_blocks:
+                variable.put(value.own)
+        kept = _Kept(self._by_users.values(), set())
         try:
             yield
         finally:
-            after = ((source, take_snapshot(source)) for source in self._sources)
-            self._own_states[stage] = {source: now.state for source, now in after if now}
-            for found in before.values():
-                if found is not None:
-                    found.restore()
+            kept.put_back()
+            for variable, value in found:
+                variable.put(value)
+
+    @contextmanager
+    def _taking_turns(self, stage: int) -> Iterator[None]:
+        missing = _standing_for(self._missing[stage].values())
+        with nullcontext() if stage == self.last_stage else self._exchanged(stage), missing:
+            yield
+        self._num_passes[stage] += 1
+        if len(set(self._num_passes.values())) == 1:
+            self._own.clear()
 
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
         before = self._values()
+        made = [(name, value, look_into(value)) for name, value in self._made_once.values()]
         for space, own in zip(self._spaces(), self._own.get(stage, ()), strict=False):
             _put(space, own)
         for child, name in self._in_place:
@@ -140,10 +203,16 @@ class StepWrites:
             yield
         finally:
             after = self._values()
-            written = [*map(_written, before, after)]
+            written = [*map(self._written_in, before, after)]
             for space, old, names in zip(self._spaces(), before, written, strict=False):
                 _put(space, {name: old.get(name, GONE) for name in names})
             self._own[stage] = written
+        for name, value, look in made:
+            if not is_same_look(look, look_into(value)):
+                raise ValueError(
+                    f"the first step makes self.{name}, and later ones change it before the last "
+                    f"stage of a rank: each stage of the rank would; make it in __init__"
+                )
 
     def _spaces(self) -> list[_Values]:
         attributes = [child.__dict__ for child in self._modules]
@@ -160,23 +229,118 @@ class StepWrites:
             buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
         return attributes + buffers
 
+    def _written_in(self, before: _Values, after: _Values) -> _Values:
+        """Return what a pass has written for its own stage alone."""
+        # By far most modules: not a line of Python for each of their attributes.
+        if (
+            len(before) == len(after)
+            and all(map(eq, before, after))
+            and all(map(is_, before.values(), after.values()))
+        ):
+            return {}
+        found = {}
+        for name in (before.keys() | after.keys()) - REGISTRIES:
+            value = after.get(name, GONE)
+            if value is before.get(name, GONE):
+                continue
+            if name in before or not _is_made_once(value):
+                found[name] = value
+            else:
+                self._made_once[id(value)] = name, value
+        return found
 
-def _written(before: _Values, after: _Values) -> _Values:
-    """Return what a pass has written for its own stage alone."""
-    # By far most modules: not a line of Python for each of their attributes.
-    if (
-        len(before) == len(after)
-        and all(map(eq, before, after))
-        and all(map(is_, before.values(), after.values()))
-    ):
-        return {}
-    names = (before.keys() | after.keys()) - REGISTRIES
-    found = {name: after.get(name, GONE) for name in names}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not before.get(name, GONE) and (name in before or not _is_made_once(value))
-    }
+
+class _Kept:
+    """What variables hold at one moment.
+
+    Args:
+        variables: The variables.
+        in_place: Those of them whose tensors steps write in place.
+    """
+
+    def __init__(self, variables: Iterable[Variable], in_place: Container[Attribute]) -> None:
+        self._values = [(variable, variable.value) for variable in variables]
+        self._insides = [(c, c.copy()) for _, value in self._values for c in containers_in(value)]
+        self._tensors = [
+            (value, value.clone())
+            for variable, value in self._values
+            if type(value) is Tensor and (variable.part, variable.name) in in_place
+        ]
+
+    def put_back(self) -> None:
+        """Let them hold it again."""
+        for variable, value in self._values:
+            variable.put(value)
+        for container, contents in self._insides:
+            refill(container, contents)
+        for tensor, value in self._tensors:
+            tensor.copy_(value)
+
+
+def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) -> bool:
+    """Whether a stage comes to a place of the step."""
+    if not place.is_in_block:
+        return stage is stages[-1] or place.segment < stage.blocks.stop
+    output = probe.flow.outputs[place.segment]
+    runs_remote = place.segment in probe.flow.opened or not output.is_template
+    is_before = place.segment < stage.blocks.start
+    return place.segment in stage.blocks or (is_before and runs_remote)
+
+
+class _Lacking(Elsewhere):
+    """Stands for an attribute of which a stage lacks what another one has written.
+
+    What only puts something into a container asks for nothing that is in it.
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, message: str, variable: Variable) -> None:
+        super().__init__(message, variable.value)
+        self._variable = variable
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FILLS and isinstance(self.own, _CONTAINERS):
+            return getattr(self.own, name)
+        return super().__getattr__(name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # type: ignore[override]
+        self.own[key] = value
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        if not isinstance(self.own, _CONTAINERS):
+            self._use()
+        self.own += other
+        return self
+
+    def clear(self) -> None:
+        """Clear the container, of which all is known from now on."""
+        self.own.clear()
+        self._variable.put(self.own)
+
+
+@contextmanager
+def _standing_for(found: Iterable[tuple[Variable, str]]) -> Iterator[None]:
+    """Let placeholders with messages stand for attributes that are there."""
+    placed = []
+    for variable, message in found:
+        if variable.value is not GONE or hasattr(type(variable.part), variable.name):
+            placed.append((variable, _Lacking(message, variable)))
+            variable.put(placed[-1][1])
+    try:
+        yield
+    finally:
+        for variable, placeholder in placed:
+            if variable.value is placeholder:
+                variable.put(placeholder.own)
+
+
+def _read_in_backward(variable: Variable) -> str:
+    return (
+        f"{variable.label}, which the step writes, is read in a backward, after other "
+        f"microbatches' forwards have written it: give a block that runs again what it reads as "
+        f"an argument, an autograd function its ctx, or bind the value when a hook is made"
+    )
 
 
 def _is_made_once(value: Any) -> bool:
@@ -189,10 +353,10 @@ def _is_made_once(value: Any) -> bool:
 
 
 def _goes_on(value: Any) -> bool:
-    return isinstance(value, _COUNTS) or is_iterator(value) or generator_kind(value) is not None
+    return isinstance(value, _COUNTS) or is_iterator(value) or is_generator(value)
 
 
-def _put(space: _Values, values: _Values) -> None:
+def _put(space: _Values, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value is GONE:
             space.pop(name, None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_CONSTANTS = (int, float, complex, str, torch.Size)
 
 Look = list[tuple[Any, Any]]
 """Objects, which stay as long as the look, and what changes when each is written."""
@@ -22,8 +25,13 @@ class Parts(tuple[Any, ...]):
 def is_same_look(before: Look, after: Look) -> bool:
     """Whether nothing was changed in between."""
     return len(before) == len(after) and all(
-        old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True)
+        _is_same(old, new) and was == now
+        for (old, was), (new, now) in zip(before, after, strict=True)
     )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _CONSTANTS) and old == new)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.libraries import is_opaque
 from lightning_pipeoffload.runtime.users_code.look import Look, Parts
-from lightning_pipeoffload.runtime.users_code.source_kinds import generator_kind
+from lightning_pipeoffload.runtime.users_code.sources import is_generator
 
 _DEPTH = 3
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
@@ -162,7 +162,7 @@ def _is_container(value: Any) -> bool:
 def _attributes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value):
         return None
-    if generator_kind(value) is not None:  # random_sources sees to those
+    if is_generator(value):
         return None
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None  # a generic alias has its class's

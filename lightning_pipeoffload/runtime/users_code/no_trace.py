@@ -14,29 +14,27 @@ from torch.nn.modules.module import (
 
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.source_watch import SourceWatch
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers, attributes, generators and iterators back as they were.
+    """Give gradients, buffers, attributes and generators back as they were.
 
     Parameters that the step writes are for the caller, who knows which these are.
 
     Args:
         module: The user's module.
     """
-    sources = SourceWatch(module)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
-        with forked_randomness(), unchanged(module):
+        with forked_randomness(), Generators(module).kept(), unchanged(module):
             for parameter, _ in gradients:
                 parameter.grad = None
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        sources.finish()
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.hooks.elsewhere import Elsewhere, OutputsElsewhere, numbers_in
+from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere, numbers_in
+from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
 
 USES = [
     lambda value: value.append(1),

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 import pytest
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code import written_state
+from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
 from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into, unchanged
 
 
@@ -49,13 +49,14 @@ class Lazy(OrderedDict):
         raise ValueError("could not load")
 
 
-def test_a_mapping_that_loads_its_values_is_left_alone(monkeypatch):
-    """A star import brings such into the user's namespace, beside thousands of names."""
-    monkeypatch.setitem(globals(), "MAPPING", Lazy(a=[1]))
+def test_a_mapping_that_loads_its_values_is_left_alone():
     module = Module()
     module.mapping = Lazy(b=[1])
-    with written_state.noting_writes(module) as written, unchanged(module):
+    watch = WriteWatch(module)
+    with unchanged(module), watch.watching():
         module.values.append(2)
         module.total = 1
-    assert [variable.label for variable in written] == []
+        watch.look(Place(0, is_in_block=False))
+        watch.finish()
+    assert [write.variable.label for write in watch.writes] == ["self.total", "self.values"]
     assert len(look_into(OrderedDict(a=[1]))) == 2

@@ -1,0 +1,190 @@
+"""What steps draw from beside the global generators: seeded, or refused where that cannot be.
+
+Generators that modules hold are seeded as torch's, numpy's and Python's own are. An iterator or a
+file has no seed, so a step that advances one is refused where it is probed.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+_REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
+_MOST_PARTS = 1000  # a longer container is data
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Generators:
+    """The generators of random numbers that the modules of a tree hold.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places: dict[str, tuple[Any, Any]] = {}
+        self.find()
+
+    def find(self) -> None:
+        """Learn where generators are; others may come in their places later."""
+        for place in _held(self._module):
+            if is_generator(place.value):
+                self._places[place.label] = place.holder, place.key
+
+    def seed(self, seed: int) -> None:
+        """Seed each, by its name."""
+        for label, generator in self._now():
+            _seed(generator, mix_seed(seed, zlib.crc32(label.encode())))
+
+    def _now(self) -> Iterator[tuple[str, Any]]:
+        for label, (holder, key) in self._places.items():
+            value = holder.get(key) if isinstance(holder, dict) else holder[key]
+            if is_generator(value):
+                yield label, value
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave each as it was found."""
+        before = [(generator, _state(generator)) for _, generator in self._now()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                _set_state(generator, state)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers that can be seeded."""
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    is_pythons = isinstance(generator, random.Random)
+    return generator.getstate() if is_pythons else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def refusing_iterators(module: nn.Module) -> Iterator[None]:
+    """Let a step that advances an iterator or a file of the module's raise.
+
+    Raises:
+        ValueError: The step has put another iterator there.
+    """
+    found = [
+        place
+        for place in _held(module)
+        if is_iterator(place.value) and not isinstance(place.holder, tuple)
+    ]
+    for place in found:
+        place.holder[place.key] = _Refused(place)
+    try:
+        yield
+        _refuse_new(module, {id(place.value) for place in found})
+    finally:
+        for place in found:
+            place.holder[place.key] = place.value
+
+
+def _refuse_new(module: nn.Module, known: set[int]) -> None:
+    for place in _held(module):
+        if is_iterator(place.value) and id(place.value) not in known:
+            _refuse(place)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator or an open file, which goes on each time it is read."""
+    if isinstance(value, io.IOBase):
+        return not value.closed
+    return hasattr(type(value), "__next__") and not isinstance(value, _Refused)
+
+
+class _Refused:
+    """Stands for an iterator or a file while a step is probed."""
+
+    def __init__(self, place: _Held) -> None:
+        self._place = place
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self._place)
+
+    __next__ = send = read = readline = readlines = write = writelines = seek = truncate = _refuse
+
+    def __iter__(self) -> _Refused:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place.value, name)
+
+
+def _refuse(place: _Held) -> NoReturn:
+    raise ValueError(
+        f"{place.label} is a {type(place.value).__name__} that the step advances"
+        f"{in_brackets(calling_line())}, and each stage would advance its own; read in the data "
+        f"set or in a hook (on_train_batch_start, say), and draw random numbers from torch's "
+        f"global generator or from a torch.Generator that is an attribute of the module"
+    )
+
+
+class _Held(NamedTuple):
+    """A value in the attributes of a module tree, and what holds it there."""
+
+    label: str
+    value: Any
+    holder: Any
+    key: Any
+
+
+def _held(module: nn.Module) -> list[_Held]:
+    known: set[int] = set()
+    found: list[_Held] = []
+    for path, part in module.named_modules():
+        space = vars(part)
+        for name in space.keys() - _REGISTRIES:
+            label = f"self.{path}.{name}" if path else f"self.{name}"
+            found += _leaves(_Held(label, space[name], space, name), known)
+    return found
+
+
+def _leaves(place: _Held, known: set[int]) -> Iterator[_Held]:
+    value = place.value
+    if not isinstance(value, (list, tuple, deque, dict)):
+        yield place
+    elif id(value) not in known and len(value) <= _MOST_PARTS:
+        known.add(id(value))
+        parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
+        for key, part in [*parts]:
+            yield from _leaves(_Held(f"{place.label}[{key!r}]", part, value, key), known)

@@ -1,0 +1,364 @@
+"""Ten steps that do more than compute a loss: each trains as one device, or is refused by name.
+
+The rows are those of docs/contract.md, which says the same in the user's words.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.support.small_modules import Regression, call_step
+
+SETTINGS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_v", 1)]
+LOSSES = []
+
+
+class Step(Regression):
+    """Four blocks, with a hook of the row before them and one behind."""
+
+    def __init__(self):
+        super().__init__([nn.Linear(4, 4) for _ in range(4)])
+        self.prepare()
+        self.double()
+
+    def prepare(self):
+        pass
+
+    def start(self):
+        """Do what a copy of the module would lack."""
+
+    def before(self, x):
+        return x
+
+    def call(self, block, x):
+        return torch.tanh(block(x))
+
+    def behind(self, loss):
+        return loss
+
+    def step(self, x):
+        x = self.embed(self.before(x))
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.behind(self.head(x).pow(2).mean())
+
+
+# 1. A counter
+
+
+class CountsBefore(Step):
+    def prepare(self):
+        self.count = 0
+
+    def before(self, x):
+        self.count += 1
+        return x * self.count
+
+
+class CountsBehind(CountsBefore):
+    def before(self, x):
+        return x
+
+    def behind(self, loss):
+        self.count += 1
+        return loss * self.count
+
+
+class CountsBehindAndReadsBefore(CountsBehind):
+    def before(self, x):
+        return x * (1 + self.count)
+
+
+# 2. A moving average of the loss
+
+
+class Averages(Step):
+    def prepare(self):
+        self.average = 1.0
+
+    def behind(self, loss):
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+class AveragesInABuffer(Step):
+    def prepare(self):
+        self.register_buffer("average", torch.ones(()))
+
+    def behind(self, loss):
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+# 3. A queue
+
+
+class QueuesBehind(Step):
+    def prepare(self):
+        self.queue = []
+
+    def behind(self, loss):
+        self.queue.append(loss.detach())
+        return loss / torch.stack(self.queue[-3:]).sum()
+
+
+class QueuesBefore(Step):
+    def prepare(self):
+        self.queue = [1.0, 2.0]
+
+    def before(self, x):
+        self.queue.append(float(x[0, 0]))
+        return x * self.queue.pop(0)
+
+
+class FillsBehindAndConsumesBefore(QueuesBefore):
+    def before(self, x):
+        return x * self.queue.pop(0)
+
+    def behind(self, loss):
+        self.queue.append(loss.detach())
+        return loss
+
+
+class MakesInTheFirstStep(Step):
+    def before(self, x):
+        if not hasattr(self, "queue"):
+            self.queue = [float(n) for n in range(1, 30)]
+        return x * self.queue.pop(0)
+
+
+# 4. A generator
+
+
+class Draws(Step):
+    def prepare(self):
+        self.noise = torch.Generator().manual_seed(3)
+        self.sources = {"numpy": [np.random.default_rng(3)]}
+
+    def before(self, x):
+        return x + torch.randn(x.shape, generator=self.noise, dtype=x.dtype)
+
+    def behind(self, loss):
+        return loss * self.sources["numpy"][0].random()
+
+
+# 5. A checkpointed block that reads an attribute
+
+
+class Masked(nn.Linear):
+    mask = None
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+class Checkpointed(Step):
+    def prepare(self):
+        self.blocks = nn.ModuleList(Masked(4, 4) for _ in range(4))
+
+    def before(self, x):
+        for block in self.blocks:
+            block.mask = x.abs().mean()
+        return x
+
+    def call(self, block, x):
+        return torch.tanh(checkpoint(block, x, use_reentrant=False))
+
+
+class TakesAMask(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class CheckpointedWithAnArgument(Step):
+    def prepare(self):
+        self.blocks = nn.ModuleList(TakesAMask(4, 4) for _ in range(4))
+
+    def before(self, x):
+        self.mask = x.abs().mean()
+        return x
+
+    def call(self, block, x):
+        return torch.tanh(checkpoint(block, x, self.mask, use_reentrant=False))
+
+
+# 6. A step that writes into its batch
+
+
+class WritesItsBatch(Step):
+    def before(self, x):
+        return x.mul_(2).sub_(x.mean())
+
+
+# 7. Spectral norm
+
+
+class Spectral(Step):
+    def prepare(self):
+        for layer in (self.embed, self.blocks[1], self.head):
+            nn.utils.parametrizations.spectral_norm(layer)
+
+
+# 8. An open file, and an iterator
+
+
+class Reads(Step):
+    def before(self, x):
+        return x * float(self.file.readline())
+
+
+class Iterates(Step):
+    def before(self, x):
+        return x * next(self.scales)
+
+
+# 9. A list in a Python module
+
+
+class FillsAGlobal(Step):
+    def behind(self, loss):
+        LOSSES.append(loss.detach())
+        return loss
+
+
+class CountsWithAGlobal(Step):
+    def before(self, x):
+        LOSSES.append(1.0)
+        return x * len(LOSSES)
+
+
+class FillsItsClass(Step):
+    seen = []
+
+    def behind(self, loss):
+        self.seen.append(float(loss))
+        return loss
+
+
+# 10. A hook that reads .grad
+
+
+class ReadsGradients(Step):
+    def start(self):
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+
+    def halve(self, parameter):
+        parameter.grad.mul_(0.5)
+
+
+class ScalesByAnAttribute(Step):
+    def before(self, x):
+        self.scale = x.abs().mean()
+        return x
+
+    def call(self, block, x):
+        x = super().call(block, x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * self.scale)
+        return x
+
+
+TRAINS = [
+    CountsBefore,
+    CountsBehind,
+    Averages,
+    AveragesInABuffer,
+    QueuesBehind,
+    QueuesBefore,
+    CheckpointedWithAnArgument,
+    WritesItsBatch,
+    Spectral,
+    ReadsGradients,
+]
+
+REFUSED = {
+    CountsBehindAndReadsBefore: r"self\.count",
+    FillsBehindAndConsumesBefore: r"self\.queue",
+    MakesInTheFirstStep: r"self\.queue",
+    Checkpointed: r"blocks\.3|mask",
+    Reads: r"self\.file",
+    Iterates: r"self\.scales",
+    FillsAGlobal: r"LOSSES",
+    CountsWithAGlobal: r"LOSSES",
+    FillsItsClass: r"FillsItsClass\.seen",
+    ScalesByAnAttribute: r"scale",
+}
+
+
+def train(kind, schedule="", num_ranks=1, **attributes):
+    """Train three batches of four microbatches; return the weights.
+
+    Args:
+        kind: The module's class.
+        schedule: The schedule; "": one device trains, without a pipeline.
+        num_ranks: The ranks of the pipeline.
+        attributes: Makes what cannot be copied, for each rank.
+    """
+    torch.manual_seed(1)
+    LOSSES.clear()
+    module = kind()
+    pipeline = None
+    if schedule:
+        pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step)
+    ranks = pipeline.ranks if pipeline else []
+    for owner in [rank.module for rank in ranks] or [module]:
+        for name, make in attributes.items():
+            setattr(owner, name, make())
+        owner.start()
+    for seed, batch in enumerate(torch.randn(3, 8, 4, dtype=torch.float64)):
+        if pipeline:
+            pipeline.run(batch, 2, seed)
+        else:
+            for part in batch.split(2):
+                (call_step(module, part) / 4).backward()
+            descend(module.state_dict(keep_vars=True).values())
+        for rank in ranks:
+            descend(rank.ownership.local_tensors().values())
+    if pipeline is None:
+        return module.state_dict()
+    return {n: t for rank in ranks for n, t in rank.ownership.local_tensors().items()}
+
+
+@torch.no_grad()
+def descend(tensors):
+    for tensor in tensors:
+        if tensor.grad is not None:
+            tensor.sub_(tensor.grad, alpha=0.1)
+            tensor.grad = None
+
+
+def assert_equal(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].detach(), value.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS)
+@pytest.mark.parametrize("kind", TRAINS)
+def test_trains_as_one_device(kind, schedule, num_ranks):
+    assert_equal(train(kind, schedule, num_ranks), train(kind))
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS[1:])
+def test_draws_the_same_for_every_number_of_ranks(schedule, num_ranks):
+    assert_equal(train(Draws, schedule, num_ranks), train(Draws, "gpipe", 1))
+
+
+def open_file():
+    return open(__file__)
+
+
+def test_a_file_and_an_iterator_that_no_step_touches_are_left_alone():
+    held = {"file": open_file, "scales": lambda: iter([1.0])}
+    assert_equal(train(Step, "zb_v", 2, **held), train(Step))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_is_refused_by_name(kind):
+    held = {"file": open_file, "scales": lambda: iter([1.0] * 99)}
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[kind]):
+        train(kind, "zb_v", 2, **held)
