@@ -384,7 +384,7 @@ def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(comm
     drawn = (tmp_path / "a.svg").read_text()
     assert "1f1b: 4 ranks" in drawn
     assert "zb_h1: 4 ranks" in drawn
-    assert "0 units" in drawn
+    assert drawn.count(">units<") == 2
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_a_picture_shows_several_steps(command, tmp_path):
     assert command("schedule=zb_h2", "picture=a.svg", "picture.steps=3")[0] == 0
     drawn = (tmp_path / "a.svg").read_text()
     assert "period 24 units without a barrier between steps" in drawn
-    assert "0F23 on rank 0" in drawn
+    assert ">23<" in drawn  # the last microbatch of three steps of eight
 
 
 @pytest.mark.parametrize(

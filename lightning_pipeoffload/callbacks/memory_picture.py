@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_pipeoffload.pictures.drawing import Drawing
-from lightning_pipeoffload.pictures.memory_drawing import MemoryPanel, draw_memory, planned_panels
-from lightning_pipeoffload.pictures.png import write_png
-from lightning_pipeoffload.pictures.svg import to_svg
+from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
+from lightning_pipeoffload.pictures.memory import MemoryPanel, draw_memory, planned_panels
 from lightning_pipeoffload.runtime.memory.ledger import Held
 from lightning_pipeoffload.schedule import Costs, simulate
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["MemoryPicture"]
 
@@ -28,16 +29,18 @@ class MemoryPicture(Callback):
     them. Times are the host's; an accelerator may be behind.
 
     Args:
-        path: The file to write: ``.svg``, or ``.png``, which needs matplotlib.
+        path: The file to write: ``.svg`` or ``.png``.
 
     Raises:
-        ValueError: The path ends otherwise.
+        ValueError: The path ends otherwise, or matplotlib is not installed.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
         if self._path.suffix not in (".svg", ".png"):
             raise ValueError(f"path ({path}) of a MemoryPicture must end in .svg or .png")
+        if not has_matplotlib():
+            raise ValueError(f"MemoryPicture cannot draw: {MISSING}")
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -54,14 +57,10 @@ class MemoryPicture(Callback):
         costs = strategy.run.measurements.costs_at_end
         if stage != "fit" or costs is None or not trainer.is_global_zero:
             return
-        drawing = _draw(strategy, costs)
-        if self._path.suffix == ".png":
-            write_png(drawing, self._path)
-        else:
-            self._path.write_text(to_svg(drawing), encoding="utf-8")
+        save_figure(_draw(strategy, costs), self._path)
 
 
-def _draw(strategy: PipeOffloadStrategy, costs: Costs) -> Drawing:
+def _draw(strategy: PipeOffloadStrategy, costs: Costs) -> Figure:
     report = strategy.report(live_bytes=True)
     planned = planned_panels(simulate(strategy.plan, costs), costs)
     measured = [_measured_panel(entries) for entries in report["measured"]["live_bytes"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -12,10 +11,9 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipeoffload.pictures.measured_drawing import draw_measured
+from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep
-from lightning_pipeoffload.pictures.png import write_png
-from lightning_pipeoffload.pictures.svg import to_svg
+from lightning_pipeoffload.pictures.timelines import draw_measured
 from lightning_pipeoffload.pictures.trace import to_measured_trace
 from lightning_pipeoffload.schedule import Costs, Schedule, Timeline, simulate
 
@@ -84,11 +82,7 @@ class DrawnStep:
             trace = to_measured_trace(self.measured, planned, self.costs)
             path.write_text(json.dumps(trace), encoding="utf-8")
             return
-        drawing = draw_measured(self.measured, planned, self.costs, self._titles(planned))
-        if path.suffix == ".svg":
-            path.write_text(to_svg(drawing), encoding="utf-8")
-        else:
-            write_png(drawing, path)
+        save_figure(draw_measured(self.measured, planned, self.costs, self._titles(planned)), path)
 
     def _titles(self, planned: Timeline) -> tuple[str, str]:
         seconds, bubble = self.measured.timeline.makespan, self.measured.bubble
@@ -112,6 +106,6 @@ def _obstacle_of(path: Path) -> str:
         return f"{told}it is a folder; name a file"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{told}permission denied; choose another folder"
-    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        return f"{told}it needs matplotlib; pip install lightning-pipeoffload[plot], or use .svg"
+    if path.suffix != ".json" and not has_matplotlib():
+        return f"{told}{MISSING}, or use .json"
     return ""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, floor, inf, log10
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,7 +16,6 @@ from lightning_pipeoffload.cli.auto_plan import wanted_options
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import NARROW, bare_table
 from lightning_pipeoffload.cli.units import Units
-from lightning_pipeoffload.pictures.axis import round_step
 from lightning_pipeoffload.planning.candidate_table import lines_by_reason
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
@@ -250,8 +249,14 @@ def _round_limits(found: Iterable[Iterable[Candidate]]) -> list[float]:
     most = max(m for m in map(_memory, best) if m <= _TOO_LARGE * _memory(fastest))
     if not most:
         raise ScheduleError("no plan needs any memory; set costs.activation above 0")
-    step = round_step(most / _MANY)
+    step = _round_step(most / _MANY)
     return [step * number for number in range(1, ceil(most / step / _ROUNDING) + 1)]
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of 1, 2, 5, 10, 20 and so on that is not less."""
+    power = 10.0 ** floor(log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
 
 def _has_one_plan(name: str) -> bool:

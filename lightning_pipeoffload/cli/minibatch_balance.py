@@ -20,10 +20,9 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances
-from lightning_pipeoffload.odc.balance_picture import balance_drawing
+from lightning_pipeoffload.odc.balance_picture import draw_balances
 from lightning_pipeoffload.odc.text_costs import find_cost
-from lightning_pipeoffload.pictures.png import write_png
-from lightning_pipeoffload.pictures.svg import to_svg
+from lightning_pipeoffload.pictures.figures import save_figure
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -97,11 +96,8 @@ def _lengths(config: DictConfig) -> list[int]:
 def _draw(found: Sequence[Balance], path: Path) -> None:
     if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
         raise ValueError(f"picture ({path}) must be an .svg or a .png in a folder that is there")
-    drawing = balance_drawing([one for one in found if (one.communication, one.mode) in _DRAWN])
-    if path.suffix == ".svg":
-        path.write_text(to_svg(drawing), encoding="utf-8")
-    else:
-        write_png(drawing, path)
+    drawn = [one for one in found if (one.communication, one.mode) in _DRAWN]
+    save_figure(draw_balances(drawn), path)
 
 
 def main() -> None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, zip_longest
+from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.odc.balance import Balance, Timing
-from lightning_pipeoffload.pictures.drawing import LINE, Box, Drawing, stack
+from lightning_pipeoffload.pictures.figures import SMALL, new_figure
 
-_WIDTH = 640.0
-_MARGIN = 60.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _COLORS = ("#5b8fd6", "#9dbdea")  # in turns, so that neighbours can be told apart
 _IDLE = "#eeeeee"
 
 
-def balance_drawing(balances: Sequence[Balance]) -> Drawing:
+def draw_balances(balances: Sequence[Balance]) -> Figure:
     """Draw the first minibatch of several ways below each other, at one scale."""
-    spans = [list(_spans(b.communication, b.first)) for b in balances]
-    longest = max(end for ranks in spans for rank in ranks for _, end in rank)
-    pairs = zip(balances, spans, strict=True)
-    return stack([_one(balance, ranks, _WIDTH / longest) for balance, ranks in pairs])
+    num_ranks = len(balances[0].first)
+    figure = new_figure(760, len(balances) * (20 * num_ranks + 50))
+    all_axes = figure.subplots(len(balances), sharex=True, squeeze=False)[:, 0]
+    for axes, balance in zip(all_axes, balances, strict=True):
+        _draw(axes, balance, list(_spans(balance.communication, balance.first)))
+    figure.tight_layout()
+    return figure
 
 
 Spans = list[tuple[float, float]]
@@ -38,17 +44,16 @@ def _spans(communication: str, timing: Timing) -> Iterator[Spans]:
         yield [(end - cost, end) for end, cost in zip(ends, rank, strict=True)]
 
 
-def _one(balance: Balance, ranks: list[Spans], scale: float) -> Drawing:
-    drawing = Drawing(_MARGIN + _WIDTH + LINE, (len(ranks) + 2) * LINE)
+def _draw(axes: Axes, balance: Balance, ranks: list[Spans]) -> None:
     title = f"{balance.communication}, {balance.mode}: idle {balance.idle:.1%} of all minibatches"
-    drawing.write(_MARGIN, LINE / 2, title)
+    axes.set_title(title, loc="left", fontsize=1.2 * SMALL)
     end = max((span[1] for spans in ranks for span in spans), default=0.0)
-    for row, spans in enumerate(ranks, start=1):
-        y = row * LINE
-        drawing.write(_MARGIN - 6, y + LINE / 2, f"rank {row - 1}", anchor="end")
-        drawing.boxes.append(Box(_MARGIN, y + 1, end * scale, LINE - 2, _IDLE, "idle"))
-        for number, (start, stop) in enumerate(spans):
-            box = Box(_MARGIN + start * scale, y + 1, (stop - start) * scale, LINE - 2, "")
-            hint = f"rank {row - 1}, microbatch {number}: {stop - start:.3g}"
-            drawing.boxes.append(box._replace(color=_COLORS[number % 2], hint=hint))
-    return drawing
+    for rank, spans in enumerate(ranks):
+        axes.broken_barh([(0, end)], (rank - 0.45, 0.9), facecolor=_IDLE)
+        bars = [(start, stop - start) for start, stop in spans]
+        colors = [_COLORS[number % 2] for number in range(len(bars))]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colors)
+    names = [f"rank {rank}" for rank in range(len(ranks))]
+    axes.set_yticks(range(len(ranks)), names, fontsize=SMALL)
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=SMALL)

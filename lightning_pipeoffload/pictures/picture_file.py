@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_pipeoffload.pictures.canvas import Look
-from lightning_pipeoffload.pictures.drawing import Drawing
-from lightning_pipeoffload.pictures.picture import pictures_on_one_axis
-from lightning_pipeoffload.pictures.png import write_png
-from lightning_pipeoffload.pictures.svg import to_svg
+from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
+from lightning_pipeoffload.pictures.timelines import TimelinePanel, draw_timelines
 from lightning_pipeoffload.pictures.trace import to_trace
 from lightning_pipeoffload.pictures.window import parse_window
 from lightning_pipeoffload.schedule import Costs, ScheduleError, Timeline
@@ -48,7 +45,7 @@ class PictureFile:
         unit: What the axis of time is counted in.
 
     Raises:
-        ScheduleError: There is no such ending or folder.
+        ScheduleError: There is no such ending or folder, or matplotlib is missing for a picture.
     """
 
     path: Path
@@ -63,25 +60,23 @@ class PictureFile:
             raise ScheduleError(
                 f"picture ({self.path}) cannot be written: make the folder {self.path.parent} first"
             )
+        if self.path.suffix != ".json" and not has_matplotlib():
+            raise ScheduleError(f"picture ({self.path}) cannot be written: {MISSING}")
 
     def write(self, drawn: Sequence[Drawn]) -> None:
         """Draw timelines one above the other, at one scale.
 
         Raises:
-            ScheduleError: It cannot be written, the part to show is none of the timelines', a trace
-                is wanted of several, or matplotlib is missing for a PNG.
+            ScheduleError: It cannot be written, the part to show is none of the timelines', or a
+                trace is wanted of several.
         """
         if self.path.suffix == ".json":
             self._write_trace(drawn)
         else:
-            self._write_picture(self._draw(drawn))
-
-    def _write_picture(self, drawing: Drawing) -> None:
-        with self._writing():
-            if self.path.suffix == ".svg":
-                self.path.write_text(to_svg(drawing), encoding="utf-8")
-            else:
-                write_png(drawing, self.path)
+            window = parse_window([d.timeline for d in drawn], self.microbatches, self.time)
+            figure = draw_timelines([TimelinePanel.of(*d) for d in drawn], window, self.unit)
+            with self._writing():
+                save_figure(figure, self.path)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -90,12 +85,6 @@ class PictureFile:
         except OSError as error:
             reason = error.strerror or error
             raise ScheduleError(f"picture ({self.path}) cannot be written: {reason}") from error
-
-    def _draw(self, drawn: Sequence[Drawn]) -> Drawing:
-        timelines, costs, titles = zip(*drawn, strict=True)
-        window = parse_window(timelines, self.microbatches, self.time)
-        look = Look.of(timelines, window, unit=self.unit)
-        return pictures_on_one_axis(timelines, costs, titles, look)
 
     def _write_trace(self, drawn: Sequence[Drawn]) -> None:
         if len(drawn) > 1:

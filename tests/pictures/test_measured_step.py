@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from matplotlib.colors import to_hex
 
-from lightning_pipeoffload.pictures.measured_drawing import draw_measured
 from lightning_pipeoffload.pictures.measured_step import RankStep, join_ranks
+from lightning_pipeoffload.pictures.timelines import draw_measured
 from lightning_pipeoffload.pictures.trace import to_measured_trace
 from lightning_pipeoffload.schedule import Action, Costs, Kind, simulate
 from tests.support.plans import plan
@@ -14,6 +15,7 @@ F0, F1 = (Action(Kind.F, stage, 0) for stage in range(2))
 B0, BW1 = Action(Kind.B, 0, 0), Action(Kind.BW, 1, 0)
 W0 = Action(Kind.W, 0, 0)
 PLAN = plan("0F0 0B0 0W0\n1F0 1BW0")
+WAIT, OF_B = "#f2b8b0", "#1497ad"
 COSTS = Costs(1.0, 1.0, 1.0, activation=2**20)
 
 
@@ -52,13 +54,21 @@ def test_memory_is_what_the_ranks_have_counted(measured):
 
 
 def test_the_picture_has_waits_and_the_plan_below(measured):
-    drawing = draw_measured(measured, simulate(PLAN, COSTS), COSTS, ("measured", "planned"))
-    hints = [box.hint for box in drawing.boxes]
-    assert "0B0 on rank 0 waits for 1BW0 of rank 1, 2000 to 5500 ms" in hints
-    assert "0B0 on rank 0, before it waits, 1500 to 2000 ms" in hints
-    words = [words.text for words in drawing.words]
-    assert words.count("waits for another rank") == 1
-    assert words.index("measured") < words.index("planned")
+    figure = draw_measured(measured, simulate(PLAN, COSTS), COSTS, ("measured", "planned"))
+    above, below = figure.axes
+    assert (above.get_title(loc="left"), below.get_title(loc="left")) == ("measured", "planned")
+    assert above.get_position().y0 > below.get_position().y1
+    spans = {
+        to_hex(bars.get_facecolor()[0]): [
+            (path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()
+        ]
+        for bars in above.collections
+        if to_hex(bars.get_facecolor()[0]) in (WAIT, OF_B)
+    }
+    assert spans[WAIT] == [(500, 2500)]  # the last of the ranks
+    assert spans[OF_B] == [(1500, 2000), (5500, 6500)]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend.count("waits for another rank") == 1
 
 
 def test_the_trace_has_a_process_for_each_rank_and_its_plan(measured):

@@ -3,7 +3,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_pipeoffload.pictures import png
+from lightning_pipeoffload.pictures import figures
 from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, simulate
 
@@ -15,7 +15,7 @@ def write(path, count=1, **options):
     PictureFile(path, **options).write([Drawn(TIMELINE, COSTS, f"title {n}") for n in range(count)])
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.svg", b"<svg "), ("a.png", b"\x89PNG\r\n")])
+@pytest.mark.parametrize(("name", "start"), [("a.svg", b"<?xml "), ("a.png", b"\x89PNG\r\n")])
 def test_the_ending_says_what_is_written(name, start, tmp_path):
     write(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)
@@ -46,9 +46,11 @@ def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path):
 
 def test_a_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     without = lambda name: None if name == "matplotlib" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr(png.importlib.util, "find_spec", without)
-    with pytest.raises(ScheduleError, match=r"pip install lightning-pipeoffload\[plot\]"):
-        write(tmp_path / "a.png")
+    monkeypatch.setattr(figures.importlib.util, "find_spec", without)
+    for name in ("a.png", "a.svg"):
+        with pytest.raises(ScheduleError, match=r"pip install lightning-pipeoffload\[plot\]"):
+            write(tmp_path / name)
+    write(tmp_path / "a.json")
 
 
 def test_several_timelines_are_on_one_axis(tmp_path):
@@ -69,6 +71,6 @@ def test_a_window_is_narrower_than_all(tmp_path):
         timeline = simulate(build("1f1b", 8, 32), COSTS)
         path = tmp_path / f"{number}.svg"
         PictureFile(path, **options).write([Drawn(timeline, COSTS, "")])
-        widths.append(float(path.read_text().split('width="')[1].split('"')[0]))
+        widths.append(float(path.read_text().split('width="')[1].split("pt")[0]))
     assert widths[1] < 0.6 * widths[0]
     assert widths[2] < 0.6 * widths[0]

@@ -1,0 +1,53 @@
+"""Figures of matplotlib, which is an extra and imported only where a picture is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_pipeoffload.schedule import ScheduleError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["MISSING", "SMALL", "has_matplotlib", "lighter", "new_figure", "save_figure"]
+
+MISSING = "it needs matplotlib; pip install lightning-pipeoffload[plot]"
+SMALL = 8.0
+"""Points of the words in a picture."""
+_DOTS_PER_INCH = 100.0
+
+
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many pixels.
+
+    Raises:
+        ScheduleError: Matplotlib is not installed.
+    """
+    if not has_matplotlib():
+        raise ScheduleError(f"a picture cannot be drawn: {MISSING}")
+    from matplotlib.figure import Figure  # noqa: PLC0415 - see the module's first line
+
+    return Figure(figsize=(width / _DOTS_PER_INCH, height / _DOTS_PER_INCH), dpi=_DOTS_PER_INCH)
+
+
+def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
+    """Write a figure as SVG or PNG, by the ending of the path; the same figure, the same bytes."""
+    import matplotlib as mpl  # noqa: PLC0415 - see the module's first line
+
+    is_svg = Path(path).suffix == ".svg"
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-pipeoffload"}):
+        figure.savefig(path, dpi=1.5 * _DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
+
+
+def lighter(color: str, share: float) -> str:
+    """Mix a colour, ``#rrggbb``, with white, of which ``share`` is from 0 to 1."""
+    parts = bytes.fromhex(color.removeprefix("#"))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
