@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,11 +32,17 @@ class Row(NamedTuple):
 
     Attributes:
         state_bytes: From optimizer, group and parameter: bytes of the state but for single numbers.
-        shared_draws: The attribute by which it draws random numbers for all parameters in turn.
+        elementwise: Whether an element's new value depends on that element alone.
+        may_step_by_bucket: Whether several steps, each with some of the parameters, are one step
+            with all of them; not where a group counts its steps.
+        obstacle: From an optimizer: why its options make its steps depend on other parameters,
+            else "".
     """
 
     state_bytes: StateBytes
-    shared_draws: str | None = None
+    elementwise: bool = True
+    may_step_by_bucket: bool = True
+    obstacle: Callable[[Any], str] = lambda optimizer: ""
 
 
 def _copies(count: float | Callable[[Group], float]) -> StateBytes:
@@ -88,15 +95,50 @@ def _momentum(group: Group) -> float:
     return bool(group.get("momentum"))
 
 
+def _has_bf16(optimizer: Any) -> bool:
+    return any(
+        p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"]
+    )
+
+
+def _rounding(optimizer: Any) -> str:
+    draws = _has_bf16(optimizer) and getattr(optimizer, "bf16_stochastic_round", False)
+    return (
+        "bf16_stochastic_round=True draws random numbers for all parameters in turn"
+        if draws
+        else ""
+    )
+
+
+def _rounding_of_soap(optimizer: Any) -> str:
+    return "it rounds bfloat16 by random numbers for all in turn" if _has_bf16(optimizer) else ""
+
+
+def _overrides(optimizer: Any) -> str:
+    manager = optimizer.mng
+    if manager.uses_config_override or manager.module_weight_config_triple:
+        return "GlobalOptimManager overrides options by a parameter's place in its group"
+    return ""
+
+
+def _masters(optimizer: Any) -> str:
+    # The attribute's name differs between releases.
+    if any(getattr(optimizer, name, False) for name in ("use_master", "master_weights")):
+        return "master_weights=True keeps copies by a parameter's place in its group"
+    return ""
+
+
 _ADAM = Row(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
 _TWO, _ONE = Row(_copies(2)), Row(_copies(1))
-_CAME = Row(_factorized(lambda group: 1, pairs=2))
-_SOAP = Row(_preconditioned(copies=2, per_side=2))
-_STOCHASTIC = "bf16_stochastic_round"
+_LION = Row(_copies(1), elementwise=False)  # options take norms of a gradient
+_CAME = Row(_factorized(lambda group: 1, pairs=2), elementwise=False)
+_SOAP = Row(_preconditioned(copies=2, per_side=2), elementwise=False, obstacle=_rounding_of_soap)
+_TORCHAO = Row(_blocks_of_torchao, elementwise=False, obstacle=_rounding)
+_FREE = Row(_copies(2), may_step_by_bucket=False)
 
 TABLE: dict[str, Row] = {
-    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0)),
-    "torch.optim._muon.Muon": _ONE,
+    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0), elementwise=False),
+    "torch.optim._muon.Muon": Row(_copies(1), elementwise=False),
     "torch.optim.adadelta.Adadelta": _TWO,
     "torch.optim.adagrad.Adagrad": _ONE,
     "torch.optim.adam.Adam": _ADAM,  # and AdamW
@@ -112,27 +154,39 @@ TABLE: dict[str, Row] = {
     "torch.optim.sgd.SGD": Row(_copies(_momentum)),
     "torch.optim.sparse_adam.SparseAdam": _TWO,
     "transformers.optimization.Adafactor": Row(
-        _factorized(lambda group: group.get("beta1") is not None)
+        _factorized(lambda group: group.get("beta1") is not None), elementwise=False
     ),
-    "bitsandbytes.optim.optimizer.Optimizer8bit": Row(_blocks_of_bitsandbytes),
-    "torchao.optim.adam._AdamBase": Row(_blocks_of_torchao, shared_draws=_STOCHASTIC),
-    "torchao.prototype.low_bit_optim.adam._AdamBase": Row(
-        _blocks_of_torchao, shared_draws=_STOCHASTIC
+    "bitsandbytes.optim.optimizer.Optimizer8bit": Row(
+        _blocks_of_bitsandbytes, elementwise=False, obstacle=_overrides
     ),
-    "lion_pytorch.lion_pytorch.Lion": _ONE,
-    "pytorch_optimizer.optimizer.lion.Lion": _ONE,
+    "torchao.optim.adam._AdamBase": _TORCHAO,
+    "torchao.prototype.low_bit_optim.adam._AdamBase": _TORCHAO,
+    "lion_pytorch.lion_pytorch.Lion": _LION,
+    "lion_pytorch.foreach.Lion": _LION,
+    "pytorch_optimizer.optimizer.lion.Lion": _LION._replace(may_step_by_bucket=False),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": Row(lambda o, group, p: 2 * 4 * p.numel()),
     "soap.SOAP": _SOAP,
-    "pytorch_optimizer.optimizer.soap.SOAP": _SOAP,
-    "pytorch_optimizer.optimizer.shampoo.Shampoo": Row(_preconditioned(copies=1, per_side=2)),
+    "pytorch_optimizer.optimizer.soap.SOAP": Row(
+        _preconditioned(copies=2, per_side=2), elementwise=False, may_step_by_bucket=False
+    ),
+    "torch_optimizer.shampoo.Shampoo": Row(
+        _preconditioned(copies=1, per_side=2), elementwise=False
+    ),
+    "pytorch_optimizer.optimizer.shampoo.Shampoo": Row(
+        _preconditioned(copies=1, per_side=2), elementwise=False, may_step_by_bucket=False
+    ),
     "came_pytorch.CAME.CAME": _CAME,
-    "pytorch_optimizer.optimizer.came.CAME": _CAME,
-    "muon.SingleDeviceMuon": _ONE,
-    "muon.SingleDeviceMuonWithAuxAdam": Row(_copies(lambda group: 1 if group["use_muon"] else 2)),
-    "schedulefree.adamw_schedulefree.AdamWScheduleFree": _TWO,
-    "schedulefree.radam_schedulefree.RAdamScheduleFree": _TWO,
-    "schedulefree.sgd_schedulefree.SGDScheduleFree": _ONE,
-    "apex.optimizers.fused_adam.FusedAdam": _TWO,
+    "pytorch_optimizer.optimizer.came.CAME": _CAME._replace(may_step_by_bucket=False),
+    "muon.SingleDeviceMuon": Row(_copies(1), elementwise=False),
+    "muon.SingleDeviceMuonWithAuxAdam": Row(
+        _copies(lambda group: 1 if group["use_muon"] else 2), elementwise=False
+    ),
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": _FREE,
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": _FREE,
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": _FREE._replace(state_bytes=_copies(1)),
+    "apex.optimizers.fused_adam.FusedAdam": Row(
+        lambda o, group, p: 2 * 4 * p.numel(), may_step_by_bucket=False, obstacle=_masters
+    ),
 }
 """Classes whose ``step`` is per parameter, by module and name."""
 
@@ -186,10 +240,11 @@ def refuse_optimizer(
             f"only; {instead}"
         )
     row = TABLE.get(_step_of(optimizer))
-    if row is not None and row.shared_draws and getattr(optimizer, row.shared_draws, False):
+    obstacle = "" if row is None else row.obstacle(optimizer)
+    if obstacle:
         raise ValueError(
-            f"{name} with {row.shared_draws}=True draws random numbers for all its parameters in "
-            f"turn, and each of the {whose} has a part of them only; leave that option out"
+            f"{name} computes over all its parameters ({obstacle}), and each of the {whose} has a "
+            f"part of them only; leave that out, or {instead}"
         )
     if (row is None or (reason := _changed_step(optimizer))) and not is_declared:
         because = reason if row is not None else "it is not among those that are known"
@@ -212,11 +267,29 @@ def _changed_step(optimizer: Any) -> str:
     own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
+    changed = _changed_helpers(type(optimizer))
+    if changed:
+        return f"its step is {_step_of(optimizer)}'s, and it has its own {changed}"
     # Private: hooks have no other list, and may reach for any parameter that they know.
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         for hook in getattr(optimizer, hooks, {}).values():
             if not narrows(hook):  # of a fit before this one
                 return f"its step has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    return ""
+
+
+def _changed_helpers(kind: type) -> str:
+    """Name a method that the step may call and a subclass of another library has changed."""
+    step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
+    classes = inspect.getmro(kind)
+    owner = next(c for c in reversed(classes) if inspect.unwrap(vars(c).get("step", c)) is step)
+    helpers = {name for name, value in vars(owner).items() if inspect.isfunction(value)}
+    helpers = {name for name in helpers if name != "step" and not name.startswith("__")}
+    library = owner.__module__.partition(".")[0]
+    for subclass in classes[: classes.index(owner)]:
+        if subclass.__module__.partition(".")[0] != library:
+            for name in helpers & vars(subclass).keys():
+                return name
     return ""
 
 

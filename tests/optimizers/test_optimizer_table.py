@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 
 from lightning_pipeoffload.optimizers.optimizer_table import (
     TABLE,
+    _step_of,
     measure_states,
     refuse_optimizer,
 )
@@ -66,6 +67,22 @@ def test_known_ones_step_alike_with_a_part_of_the_parameters_and_keep_what_is_sa
         assert said[id(p)] <= kept <= said[id(p)] + SINGLE_NUMBERS
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [way for way in WAYS if way[0] is not torch.optim.SparseAdam]
+)
+def test_elements_step_by_themselves_where_the_table_says_so(kind, options):
+    together = parameters([(64, 64), (32, 64)])
+    halves = [h for p in together for h in p.detach().clone().view(-1).chunk(2)]
+    halves = [nn.Parameter(half.view(-1, 64)) for half in halves]
+    for members in (together, halves):
+        optimizer = kind(members, **options)
+        for _ in range(3):
+            step(optimizer, members)
+    rows = torch.cat([half.detach() for half in halves])
+    is_same = torch.equal(rows, torch.cat([p.detach() for p in together]))
+    assert is_same == TABLE[_step_of(optimizer)].elementwise
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_parameters_keep_nothing_and_states_have_their_parameters_type(dtype):
     trained, frozen = parameters([(8, 8), (8,)], dtype)
@@ -89,7 +106,7 @@ class OfLibrary(SGD):
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("torch.optim")])
 def test_a_library_s_own_is_known_by_its_step(name):
-    kind = OfLibrary.named(name, args=SimpleNamespace(optim_bits=8))
+    kind = OfLibrary.named(name, args=SimpleNamespace(optim_bits=8), mng=overriding(False))
     optimizer = kind([{"params": parameters([(64, 80)]), "beta1": None, "use_muon": True}], lr=0.1)
     refuse_optimizer(optimizer, num_ranks=2)
     (size,) = measure_states([optimizer]).values()
@@ -102,10 +119,27 @@ def test_eight_bits_are_counted_with_their_scales():
     assert size == 2 * (4096 + 4 * 16)
 
 
-def test_random_numbers_for_all_parameters_in_turn_are_refused():
-    kind = OfLibrary.named("torchao.optim.adam._AdamBase", bf16_stochastic_round=True)
-    with pytest.raises(ValueError, match="bf16_stochastic_round=True draws random numbers"):
-        refuse_optimizer(kind(parameters(), lr=0.1), num_ranks=2, is_declared=True)
+def overriding(is_used):
+    return SimpleNamespace(uses_config_override=is_used, module_weight_config_triple=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "reason"),
+    [
+        ("soap.SOAP", {}, "it rounds bfloat16 by random numbers"),
+        ("torchao.optim.adam._AdamBase", {"bf16_stochastic_round": True}, "=True draws random"),
+        (
+            "bitsandbytes.optim.optimizer.Optimizer8bit",
+            {"mng": overriding(True)},
+            "GlobalOptimManager overrides options",
+        ),
+        ("apex.optimizers.fused_adam.FusedAdam", {"use_master": True}, "=True keeps copies"),
+    ],
+)
+def test_options_that_make_parameters_depend_on_each_other_are_refused(name, attributes, reason):
+    kind = OfLibrary.named(name, **attributes)
+    with pytest.raises(ValueError, match=rf"computes over all .*{reason}.* 2 ranks"):
+        refuse_optimizer(kind(parameters(dtype=torch.bfloat16), lr=0.1), 2, is_declared=True)
 
 
 class Own(SGD):
@@ -115,6 +149,11 @@ class Own(SGD):
 
 class SAM(Own):
     """Known to go by the norm of all gradients."""
+
+
+class OtherGroups(SGD):
+    def _init_group(self, *arguments):
+        return super()._init_group(*arguments)
 
 
 class Named(SGD):
@@ -135,6 +174,7 @@ def with_hook(optimizer):
     ("make", "reason"),
     [
         (Own, "it is not among those that are known"),
+        (OtherGroups, "its step is torch.optim.sgd.SGD's, and it has its own _init_group"),
         (lambda p, lr: with_another_step(SGD(p, lr)), "its step has been replaced"),
         (lambda p, lr: with_hook(SGD(p, lr)), "its step has a hook, with_hook.<locals>.<lambda>"),
     ],
