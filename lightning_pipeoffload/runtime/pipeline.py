@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, say
 from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.checks import check_shared_weights, check_step
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
-from lightning_pipeoffload.runtime.cut.cut_check import check_shared_weights
 from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
@@ -30,9 +30,8 @@ from lightning_pipeoffload.runtime.cut.partition import (
     estimate_costs,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
-from lightning_pipeoffload.runtime.cut.step_checks import StepChecks
-from lightning_pipeoffload.runtime.cut.step_probes import StepProbes
+from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.trace import StepProbes
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
@@ -205,7 +204,10 @@ class Pipeline:
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
-            probe = self.probes.find(kind, part, step, self._take_in, own_seed)
+            probe = self.probes.find(kind, part, step, own_seed)
+            if not probe.is_known:
+                self._take_in(probe)
+                probe.is_known = True
             self.batch_flops += probe.training_flops
             self.leaves_trace |= probe.leaves_trace
             probes.append(probe)
@@ -308,7 +310,7 @@ class Pipeline:
         if probe.hook_line and self._writes.is_by_users and not self.rank:
             say(_HOOKS.format(probe.hook_line))
         if len(self.partition) > 1:
-            self._checks.check(probe, self.tensors.owners_of)
+            check_step(probe, self.chain, self.partition, self.tensors.owners_of)
 
     def _mark_mixed(self, probe: Probe) -> None:
         """Compute in B the whole gradient of a weight of which B has a part: it has one order."""
@@ -334,7 +336,6 @@ class Pipeline:
         costs = self.settings.agree(estimate_costs(self.module, self.chain, probe))
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
-        self._checks = StepChecks(self.chain, self.partition)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.flops_of_one = costs.unit
         self.num_parameters = [

@@ -32,7 +32,7 @@ from lightning_pipeoffload.loop.hooks.sent_values import (
 )
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline

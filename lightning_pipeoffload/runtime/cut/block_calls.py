@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,23 @@ from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+
+def loss_in(result: Any) -> Tensor:
+    """Find the loss in what a training step returned, as Lightning does.
+
+    Raises:
+        ValueError: There is no loss in it.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        returned = "None" if result is None else type(result).__name__
+        raise ValueError(
+            f"the training step returned {returned} without a loss; a pipeline cannot skip a "
+            f"batch, whose backward the other stages wait for: call the blocks all the same, and "
+            f"return a loss times 0"
+        )
+    return loss
 
 
 @dataclass(frozen=True)

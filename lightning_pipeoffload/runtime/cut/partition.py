@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
 
@@ -56,7 +56,7 @@ class Stage:
     Attributes:
         index: Global, in model order.
         blocks: Indices of its blocks.
-        segments: The parts of the step that it runs; see :mod:`.probe`.
+        segments: The parts of the step that it runs; see :mod:`.trace`.
     """
 
     index: int

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
-from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
+from lightning_pipeoffload.runtime.cut.record import Probe, WeightWrite
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    memory_of,
+    shape_only_leaves,
+)
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, is_written
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 class StrippedModule:
@@ -26,16 +32,24 @@ class StrippedModule:
     Args:
         module: The user's module.
         device: On which it seems to be.
-        weights: What gets to know its parameters.
+        find_segment: Returns the segment of the step that runs.
+
+    Attributes:
+        weight_writes: Writes into parameters.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, weights: WeightWatch) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, find_segment: Callable[[], int]
+    ) -> None:
         self._module = module
         self._device = device
-        self._weights = weights
+        self._find_segment = find_segment
         self._buffers: list[tuple[Slot, Tensor, Tensor]] = []
-        self._names: dict[int, str] = {}
+        self._buffer_names: dict[int, str] = {}  # by address
+        self._weights: dict[int, str] = {}  # by id of what stands for them
+        self._weight_names: dict[int, str] = {}  # by address
         self._saved: set[int] = set()
+        self.weight_writes: list[WeightWrite] = []
 
     def strip(self) -> None:
         """Put shape-only tensors in the place of parameters, copies in that of buffers."""
@@ -47,18 +61,51 @@ class StrippedModule:
             stand_in = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
             slot.module.__dict__[slot.kind][slot.attribute] = stand_in
             if slot.kind == "_parameters":
-                self._weights.add(stand_in, slot.name)
+                stand_in.is_weight = True  # type: ignore[attr-defined]
+                self._weights[id(stand_in)] = slot.name
+                self._weight_names[memory_of(stand_in)] = slot.name
 
     def _copy_buffer(self, slot: Slot, value: Tensor) -> None:
         device = torch.device("meta") if value.is_meta else self._device
         copied = value.detach().to(device, copy=True)
         slot.module.__dict__[slot.kind][slot.attribute] = copied
         self._buffers.append((slot, copied, value))
-        self._names[memory_of(copied)] = slot.name
+        self._buffer_names[memory_of(copied)] = slot.name
 
     def buffer_name(self, tensor: Tensor) -> str | None:
         """Return the name of the buffer whose memory a tensor has; None of what has none."""
-        return self._names.get(memory_of(tensor))
+        return self._buffer_names.get(memory_of(tensor))
+
+    def weight_name(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter that a tensor stands for; None: for none."""
+        return self._weights.get(id(tensor))
+
+    def note_weight_writes(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+        """Note what an operation writes into parameters."""
+        for written in shape_only_leaves(list(written_arguments(func, args))):
+            if memory_of(written) in self._weight_names:
+                self._note_write(self._weight_names[memory_of(written)])
+
+    def _note_write(self, name: str) -> None:
+        self.weight_writes.append(WeightWrite(name, self._find_segment(), calling_line()))
+
+    @contextmanager
+    def noting_new_weights(self) -> Iterator[None]:
+        """Note where the step puts another parameter into the place of one."""
+        names = {(id(slot.module), slot.attribute): slot.name for slot in find_slots(self._module)}
+        plain = nn.Module.register_parameter
+
+        def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if (id(owner), name) in names:
+                self._note_write(names[id(owner), name])
+                self._weights[id(parameter)] = names[id(owner), name]
+            plain(owner, name, parameter)
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
     def noting_saved(self) -> AbstractContextManager[None]:
         """Know what backwards read, from now on.
@@ -74,7 +121,7 @@ class StrippedModule:
             saved.add(memory_of(tensor))
             return tensor.detach()
 
-        return saved_tensors_hooks(note, _itself)
+        return saved_tensors_hooks(note, lambda kept: kept)
 
     def find_saved_attributes(self) -> Iterator[Attribute]:
         """Yield the attributes with tensors that a backward reads, beside buffers."""
@@ -104,7 +151,3 @@ class StrippedModule:
             if memory_of(tensor) in self._saved
             and (result.segments.get(slot.name) or is_written(tensor, value))
         }
-
-
-def _itself(saved: Tensor) -> Tensor:
-    return saved

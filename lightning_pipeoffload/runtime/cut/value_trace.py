@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.backward_reach import BackwardReach, Edge, edge_of
+from lightning_pipeoffload.runtime.cut.backwards import BackwardReach, Edge, OwnBackwards, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Flow, Port
-from lightning_pipeoffload.runtime.cut.own_backward import OwnBackwards
-from lightning_pipeoffload.runtime.cut.value_log import ValueLog
+from lightning_pipeoffload.runtime.cut.record import Alias, ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
@@ -26,23 +25,6 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Two names of one piece of memory, of which one is read after the other was written.
-
-    Attributes:
-        made_in: Segment from which on there are both.
-        written_in: Segment that writes.
-        origins: What the value is computed from, by name.
-        line: The line of the user's code that reads.
-    """
-
-    made_in: int
-    written_in: int
-    origins: frozenset[str]
-    line: str
 
 
 @dataclass(eq=False)

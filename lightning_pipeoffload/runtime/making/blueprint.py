@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
     cut,
     find_segments,
 )
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.making.derivations import Derivations
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.registered_parameters import (

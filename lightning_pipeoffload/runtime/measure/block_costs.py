@@ -121,7 +121,7 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     stages = [by_index[index] for index in sorted(by_index)]
     hops = {index: seconds for rank in ranks for index, seconds in rank.hops.items()}
     costs: dict[str, Any] = dict(
-        zip(StageCosts._fields, zip(*stages, strict=True), strict=True),
+        zip(StageCosts.__annotations__, zip(*stages, strict=True), strict=True),
         communication=[hops.get(index, 0.0) for index in sorted(by_index)],
     )
     return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
@@ -265,7 +265,7 @@ def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
     """
     num_blocks = sum(len(stage.blocks) for stage in stages)
     summed: dict[str, Any] = {}
-    for name in StageCosts._fields:
+    for name in StageCosts.__annotations__:
         values = blocks.per_stage(name, num_blocks)
         summed[name] = [sum(values[block] for block in stage.blocks) for stage in stages]
     hops = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]

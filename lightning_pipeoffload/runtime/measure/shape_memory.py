@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
-from lightning_pipeoffload.runtime.cut.probe import looking
-from lightning_pipeoffload.runtime.cut.probe_pass import RepeatedPass
-from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.cut.block_calls import loss_in
+from lightning_pipeoffload.runtime.cut.step_pass import RepeatedPass
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
@@ -163,7 +162,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     """
     measuring = _MeasuringPass(pipeline, part)
     try:
-        with looking(pipeline.module, measuring):
+        with measuring.looking():
             # As F does: sizes may depend on what the step draws.
             seed_all(mix_seed(part.seed, 0))
             pipeline.probes.generators.seed(mix_seed(part.seed, 0))

@@ -3,7 +3,7 @@
 A residual around a block, the encoder's output in every block of a decoder, a skip of a U-Net, an
 auxiliary loss: the step makes such a value before a cut and uses it behind. The sender has it as a
 real tensor, the receiver as a shape-only one, in the same place of the same step. So a value is
-named by its **port**, the place where the step makes it: the segment (see :mod:`.probe`) and the
+named by its **port**, the place where the step makes it: the segment (see :mod:`.trace`) and the
 number of the call of a torch function there. Both sides count those calls alike, for they run the
 same Python code on the same batch. What the later stages need travels with the payload; a stage in
 between hands it on. Its gradient comes back the same way, summed over all uses. A skip over

@@ -7,6 +7,7 @@ without a word where ``.data`` counts no version. So B finds in these tensors wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,29 @@ from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+
+# How autograd says that what it keeps was written: the shape, and how often.
+_WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
+
+
+def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
+    """Say by name which buffer was written before a backward that reads it, if that is the error.
+
+    Raises:
+        RuntimeError: It is: the buffer was not written when the step was first run.
+    """
+    found = _WRITTEN.search(str(error))
+    for slot in ownership.slots if found else ():
+        tensor = slot.tensor
+        if slot.kind != "_buffers" or isinstance(tensor, ShapeOnly):
+            continue
+        if found and found.groups() == (str([*tensor.shape])[1:-1], str(tensor._version)):
+            raise RuntimeError(
+                f"the step writes the buffer {slot.name} in place, which it did not when it was "
+                f"first run, so other microbatches' backwards do not find what their forwards "
+                f"have seen; write it in every step, the first one too, or assign a new tensor "
+                f"(self.{slot.attribute} = self.{slot.attribute} * factor)"
+            ) from error
 
 
 class WrittenTensors:

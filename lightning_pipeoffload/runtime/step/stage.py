@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.cut.block_calls import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.step.seen_values import SeenValues
+from lightning_pipeoffload.runtime.step.seen_values import SeenValues, refuse_late_writes
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import Left
 from lightning_pipeoffload.runtime.weight_grad.queue import (
@@ -169,11 +169,15 @@ class StageRunner:
             self._context.writes.in_backward(self._context.stage.index, alive.left),
             self._checking_hooks(),
         ):
-            if alive.sent:
-                torch.autograd.backward(alive.sent, gradients)
-            elif alive.loss is not None:
-                _check_differentiable(alive.loss)
-                microbatch.differentiate(weighted(alive.loss, microbatch.weight))
+            try:
+                if alive.sent:
+                    torch.autograd.backward(alive.sent, gradients)
+                elif alive.loss is not None:
+                    _check_differentiable(alive.loss)
+                    microbatch.differentiate(weighted(alive.loss, microbatch.weight))
+            except RuntimeError as error:
+                refuse_late_writes(error, self._context.ownership)
+                raise
         received, alive.received = alive.received, Received([])
         alive.sent, alive.loss = [], None
         self.memory.measure_backward(alive.queue, alive.store)

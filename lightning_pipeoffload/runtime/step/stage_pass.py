@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
+from lightning_pipeoffload.runtime.cut.block_calls import loss_in
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.step_result import loss_in
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter

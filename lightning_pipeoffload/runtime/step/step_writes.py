@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.probe_result import Probe
+from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.users_code.attributes import (
     GONE,
     REGISTRIES,

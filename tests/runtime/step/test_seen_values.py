@@ -178,3 +178,35 @@ def test_statistics_that_no_backward_reads_are_not_kept():
     pipeline.run(torch.randn(8, 4), 2)
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
     assert [stage._context.written_tensors() for stage in stages] == [[], []]
+
+
+class ScaledLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.writes = ""
+
+    def forward(self, x):
+        x = self.linear(x) * self.scale
+        if self.writes == "in place":
+            self.scale.mul_(0.9)
+        if self.writes == "anew":
+            self.scale = self.scale * 0.9
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zb_h1", 2), ("1f1b", 1), ("zb_v", 2)])
+def test_a_buffer_that_only_later_steps_write_in_place_is_refused_by_name(schedule, num_ranks):
+    torch.manual_seed(0)
+    module = Regression([ScaledLater() for _ in range(4)])
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step)
+    pipeline.run(torch.randn(8, 4), 2)
+    for writes in ("anew", "in place"):
+        for rank in pipeline.ranks:
+            for block in rank.module.blocks:
+                block.writes = writes
+        if writes == "anew":
+            pipeline.run(torch.randn(8, 4), 2)
+    with pytest.raises(RuntimeError, match=r"writes the buffer blocks\.\d\.scale in place, which"):
+        pipeline.run(torch.randn(8, 4), 2)

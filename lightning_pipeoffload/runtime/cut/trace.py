@@ -1,9 +1,22 @@
-"""What the user's steps do, looked at once for each kind of step and shape of its microbatch."""
+"""The trace: one run of the user's step without values for each kind of step and shape.
+
+It takes no memory and no arithmetic, and tells, for microbatches of these shapes, what each block
+hands on, which part of the step uses which parameter, and the operations of each part.
+
+The step is cut at its blocks into **segments**: segment k is what runs after block k-1 up to and
+including block k; the last segment is what follows the last block. Segment 0 so holds the
+embedding, the last one the head and the loss. With three blocks on two stages::
+
+    step      embedding, block 0 | mask, block 1 | mask, block 2 | head, loss
+    segment           0          |       1       |       2       |     3
+    stage     [ 0: its rank leaves the step here ] [ 1: comes to the end      ]
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,17 +24,81 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.probe import find_sizes, probe_step, repeat_step
-from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
-from lightning_pipeoffload.runtime.cut.value_log import ValueLog, first_difference
+from lightning_pipeoffload.runtime.cut.record import (
+    ImaginedError,
+    Probe,
+    ValueLog,
+    first_difference,
+)
+from lightning_pipeoffload.runtime.cut.step_pass import (
+    BeginningPass,
+    BlockReached,
+    ProbePass,
+    RepeatedPass,
+)
 from lightning_pipeoffload.runtime.microbatch import shape_signature
-from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime.randomness import (
+    has_drawn_since,
+    mix_seed,
+    seed_all,
+)
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
+from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
 from lightning_pipeoffload.runtime.users_code.beside import look_beside, refuse_written
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE, UsersStep
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+
+
+def probe_step(
+    module: nn.Module,
+    chain: BlockChain,
+    run: Callable[[], Any],
+    device: torch.device,
+    log: ValueLog | None = None,
+    way: Imagined = EVERYTHING,
+) -> Probe:
+    """Run the user's step once without values.
+
+    Args:
+        module: The user's module; it is left as it was.
+        chain: Its blocks.
+        run: Calls the step on one microbatch.
+        device: The device of that microbatch. The module seems to be on it, wherever it is.
+        log: What keeps the values that the step has nevertheless.
+        way: How to make up the values that blocks ask for.
+
+    Raises:
+        ValueError: The step cannot be cut at its blocks; says what it does and where.
+        ImaginedError: Something went wrong with values that are made up.
+    """
+    probing = ProbePass(module, chain, device, log, way)
+    result = probing.result
+    with probing.telling_of_imagination():
+        with probing.looking():
+            try:
+                probing.lead_back(run())
+            except ValueNeededError as error:
+                if probing.segment < len(chain):
+                    raise ValueError(_explain(error, chain, probing.segment)) from None
+            except Exception:
+                if not probing.num_imagined:
+                    raise
+            probing.finish()
+        probing.check_complete()
+    result.flow.is_certain = not probing.num_imagined
+    return result
+
+
+def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+    return (
+        f"the step cannot be cut into stages, for only one of them has what it needs before "
+        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
+        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
+        f"from the batch"
+    )
+
 
 _MOST_PROBES = 64
 
@@ -52,9 +129,7 @@ class StepProbes:
         is_cut: bool,
         before_look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._module = module
-        self._chain = chain
-        self._device = device
+        self._module, self._chain, self._device = module, chain, device
         self._is_cut = is_cut
         self._before_look = before_look
         self._compared: set[Any] = set()
@@ -64,21 +139,13 @@ class StepProbes:
         self._first_of_training: Probe | None = None
         self.always_trained: set[str] = set()
 
-    def find(
-        self,
-        kind: str,
-        part: Any,
-        step: UsersStep,
-        learn: Callable[[Probe], None],
-        seed: int = 0,
-    ) -> Probe:
+    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> Probe:
         """Return what a step does with a microbatch.
 
         Args:
             kind: The kind of the step.
             part: The microbatch.
             step: The user's step.
-            learn: A function that is called with a probe that is new.
             seed: The seed of what the step draws before its blocks.
         """
         key = kind, self._module.training, shape_signature(part)
@@ -102,15 +169,17 @@ class StepProbes:
             self.known.popitem(last=False)
         if torch.is_grad_enabled():
             self._note_training(probe)
-        learn(probe)
         return probe
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Return the sizes that depend on the values of a microbatch, if any do."""
+        """Return what shapes depend on of a microbatch's values, up to the last block with such."""
         if key not in self._sized_in:
             return ()
-        block = self._sized_in[key]
-        return find_sizes(self._module, self._chain, call, self._device, block)
+        beginning = BeginningPass(self._module, self._chain, self._device, self._sized_in[key])
+        # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
+        with beginning.looking(), suppress(BlockReached, ValueNeededError, Exception):
+            call()
+        return *beginning.sizes.found, beginning.arguments
 
     def _note_training(self, probe: Probe) -> None:
         trained = probe.trained or set()
@@ -125,19 +194,20 @@ class StepProbes:
         return not self.always_trained.isdisjoint(names)
 
     def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
-        log, way = ValueLog(), EVERYTHING
-        try:
-            probe = self._run(call, log if is_first else None)
-        except ImaginedError as error:
-            # A flag that is up may be an alarm, at which a step raises.
-            log, way = ValueLog(), NO_ALARM
+        """Run a step as if every flag were up; where that fails, as an alarm does, with none."""
+        error: ImaginedError | None = None
+        for way in (EVERYTHING, NO_ALARM):
+            log = ValueLog() if is_first else None
             try:
-                probe = self._run(call, log if is_first else None, way)
-            except ImaginedError:
-                raise self._explain(error) from error.cause
-        if is_first:
-            self._compare_runs(probe, log, partial(self._repeat, call, way))
-        return probe
+                probe = probe_step(self._module, self._chain, call, self._device, log, way)
+            except ImaginedError as failed:
+                error = error or failed
+                continue
+            if log is not None:
+                self._compare_runs(probe, log, partial(self._repeat, call, way))
+            return probe
+        assert error is not None
+        raise self._explain(error) from None
 
     def _compare_runs(self, probe: Probe, log: ValueLog, repeat: Callable[[], ValueLog]) -> None:
         """Run the step again from the same state: its values and nothing else tell of others."""
@@ -160,16 +230,18 @@ class StepProbes:
         )
 
     def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
-        """Run the step again from the same state."""
-        return repeat_step(self._module, self._chain, call, self._device, way)
-
-    def _run(
-        self,
-        call: Callable[[], Any],
-        log: ValueLog | None = None,
-        way: Imagined = EVERYTHING,
-    ) -> Probe:
-        return probe_step(self._module, self._chain, call, self._device, log, way)
+        """Run a step again from the same state, for the values that it has."""
+        log = ValueLog()
+        repeated = RepeatedPass(self._module, self._chain, self._device, log, way)
+        with repeated.looking():
+            try:
+                call()
+            except ValueNeededError:
+                pass  # as in the first run
+            except Exception:
+                if not (repeated.result.imagined or repeated.num_imagined):
+                    raise
+        return log
 
     def forget(self) -> None:
         """Look anew: what blocks hand on may need a gradient now, or none."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.probe import probe_step
+from lightning_pipeoffload.runtime.cut.trace import probe_step
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.schedule import build

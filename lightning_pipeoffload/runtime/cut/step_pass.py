@@ -9,29 +9,92 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 from torch.utils._pytree import tree_iter  # private: see runtime/leaves
+from torch.utils.flop_counter import flop_registry
 
-from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
-from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls
+from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
+from lightning_pipeoffload.runtime.cut.backwards import finding_hooked_spans
+from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls, loss_in
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
-from lightning_pipeoffload.runtime.cut.flops import count_flops
-from lightning_pipeoffload.runtime.cut.hooked_spans import HookedSpans
-from lightning_pipeoffload.runtime.cut.probe_result import ImaginedError, Probe
-from lightning_pipeoffload.runtime.cut.step_result import loss_in
+from lightning_pipeoffload.runtime.cut.record import ImaginedError, Probe, ValueLog
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
-from lightning_pipeoffload.runtime.cut.value_log import ValueLog
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
-from lightning_pipeoffload.runtime.cut.weight_writes import WeightWatch
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
+from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, unchanged
+from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
+    """Count the operations of matrix products, convolutions and attention; 0 for others."""
+    packet = func.overloadpacket
+    if packet.__name__.startswith("_scaled_dot_product"):  # torch has no formula for all of them
+        query, key, value = args[:3]
+        rows = query.shape[:-1].numel()
+        return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+    if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    formula = flop_registry.get(packet)
+    return int(formula(*args, out_val=result)) if formula else 0
+
+
+aten = torch.ops.aten
+
+
+class BatchSizes(TorchDispatchMode):
+    """Notes the sizes that depend on values.
+
+    Args:
+        find_place: Returns the segment of the step that runs; None inside of blocks.
+
+    Attributes:
+        found: Shapes, and answers to questions.
+        last: Segment in which there is one; None: in none.
+    """
+
+    def __init__(self, find_place: Callable[[], int | None]) -> None:
+        super().__init__()
+        self._find_place = find_place
+        self.found: list[Any] = []
+        self.last: int | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, and note its result's shapes where they depend on values."""
+        result = func(*args, **(kwargs or {}))
+        place = self._find_place()
+        if place is not None:
+            self._note(func, args, result, place)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], result: Any, place: int) -> None:
+        if is_sized_by_values(func, args):
+            self.found.append(tuple(tensor.shape for tensor in tensors_in(result)))
+            self.last = place
+        elif func is aten._local_scalar_dense.default and not (
+            args[0].is_floating_point() or args[0].is_complex()
+        ):
+            # A number may be a length, where the shapes tell; most answers change no shape.
+            is_answer = isinstance(result, bool)
+            self.found.append(result if is_answer else None)
+            self.last = self.last if is_answer else place
+
 
 _MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
 
@@ -54,24 +117,22 @@ class ProbePass:
         way: Imagined,
     ) -> None:
         count = len(chain) + 1
+        self._module = module
         self.chain = chain
         self.writes = WriteWatch(module)
         self.sizes = BatchSizes(self._find_place)
         self._trace = ValueTrace(chain, log)
         self._calls = BlockCalls(chain, device)
-        self._weights = WeightWatch(lambda: self.segment)
-        self._stripped = StrippedModule(module, device, self._weights)
-        self._hooked = HookedSpans(module, lambda: self.segment)
+        self._stripped = StrippedModule(module, device, lambda: self.segment)
         self.result = Probe(
             self._trace.flow,
             defaultdict(set),
             [0] * count,
             [0] * count,
             block_calls=self._calls.found,
-            weight_writes=self._weights.writes,
+            weight_writes=self._stripped.weight_writes,
             aliases=self._trace.aliases,
             own_backwards=self._trace.own_backwards,
-            hooked_spans=self._hooked.found,
             writes=self.writes.writes,
         )
         self._training = torch.is_grad_enabled()
@@ -90,25 +151,33 @@ class ProbePass:
         return None if self._is_in_block or self.segment == len(self.chain) else self.segment
 
     @contextmanager
-    def on(self, module: nn.Module) -> Iterator[None]:
-        """Strip a module, and watch what runs meanwhile."""
-        self._stripped.strip()
-        mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
-        watched = (
-            self.chain.running(self),
-            self._weights.seeing_new(module),
-            self._stripped.noting_saved(),
-            self._hooked.watching(),
-            IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop)),
-            self._trace,
-        )
-        try:
-            with ExitStack() as stack:
-                for context in watched:
-                    stack.enter_context(context)
-                yield
-        finally:
-            self._stripped.find_written(self.result)
+    def looking(self) -> Iterator[None]:
+        """Let the step run inside without values, and without a trace."""
+        module = self._module
+        with ExitStack() as stack:
+            stack.enter_context(forked_randomness())
+            stack.enter_context(_same_grad_mode())
+            stack.enter_context(Generators(module).kept())
+            written = stack.enter_context(unchanged(module))
+            stack.enter_context(uncompiled())
+            stack.enter_context(refusing_iterators(module))
+            self._stripped.strip()
+            stack.callback(self._stripped.find_written, self.result)
+            mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
+            stack.enter_context(self.chain.running(self))
+            stack.enter_context(self._stripped.noting_new_weights())
+            stack.enter_context(self._stripped.noting_saved())
+            spans = self.result.hooked_spans
+            stack.enter_context(finding_hooked_spans(module, lambda: self.segment, spans))
+            rules = StepRules(self._observe, self._imagine, self._drop)
+            stack.enter_context(IN_FORCE.during(rules))
+            stack.enter_context(self._trace)
+            if self.looks:
+                stack.enter_context(self.writes.watching())
+            stack.enter_context(self.sizes)
+            yield
+        self.result.written_in_place |= written
+        self.result.saved_and_written |= written & self.saved_attributes
 
     def _drop(self, written: Tensor) -> bool:
         """Leave out a write into a buffer, and what blocks write."""
@@ -139,11 +208,11 @@ class ProbePass:
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            name = self._weights.name_of(tensor)
+            name = self._stripped.weight_name(tensor)
             if name is not None:
                 self.result.segments[name].add(self.segment)
         self._trace.observe(func, args, result)
-        self._weights.see(func, args)
+        self._stripped.note_weight_writes(func, args)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in tree_iter(result):
             if isinstance(leaf, ShapeOnly):
@@ -187,7 +256,7 @@ class ProbePass:
         loss = loss_in(result)
         if self.segment == len(self.chain):
             reach = self._trace.lead_back(loss)
-            named = [(self._weights.name_of(leaf), leaf) for leaf in reach.leaves]
+            named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
             self.result.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
             # An expert that no row is sent to gets none.
             self.result.trained = {
@@ -252,6 +321,14 @@ class BeginningPass(ProbePass):
             return super().call_block(index, call, arguments)
         self.arguments = shape_signature(arguments)
         raise BlockReached
+
+
+@contextmanager
+def _same_grad_mode() -> Iterator[None]:
+    """Leave inference mode, in which nothing counts writes, but stay without gradients."""
+    is_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+        yield
 
 
 def _num_gradients(trains: bool, weights: list[bool]) -> int:
