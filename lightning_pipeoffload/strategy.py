@@ -1,38 +1,50 @@
-"""The Lightning strategy: what people call.
+"""The Lightning strategy: what people call, and what Lightning asks of it.
 
-Its bases answer Lightning, each for one subject::
-
-    PipelineProcesses   processes/     starts, connects, watches and stops the ranks
-    CheckpointHooks     checkpoints/   saves and loads
-    RunSetup            loop/          brings trainer, module and pipeline together
-    StepHooks           loop/          runs batches
-    PipeOffloadStrategy                the arguments, the plan, the report
+Its bases start and end the processes (``processes/``), save and load (``checkpoints/``). All that
+belongs to one fit or evaluation is a :class:`~lightning_pipeoffload.loop.fit_run.FitRun`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
 
-from lightning_pipeoffload.loop.step_hooks import StepHooks
-from lightning_pipeoffload.metrics.rank_figures import RankFigures
+from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
+from lightning_pipeoffload.loop.backward_hooks import BatchBackward
+from lightning_pipeoffload.loop.fit_run import FitRun
+from lightning_pipeoffload.loop.lightning_patches import LaterSteps
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun
+from lightning_pipeoffload.loop.run_checks import check_run
+from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.planning.argument_checks import check_backend, check_flag, check_timeout
 from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
+from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule
 
+# Of this process, and so of no trainer that is saved after a fit.
+_OF_THIS_PROCESS = frozenset({
+    *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
+    *("_run", "_fit", "_parameters", "_state"),
+})  # fmt: skip
 
-class PipeOffloadStrategy(StepHooks):
+
+class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     """Trains an unchanged LightningModule over the stages of a pipeline.
 
     The module is cut at the entries of one ModuleList or Sequential. Each rank runs the module's
@@ -108,6 +120,8 @@ class PipeOffloadStrategy(StepHooks):
     """
 
     strategy_name = "pipeoffload"
+    _run: PipelineRun | None = None
+    _fit: FitRun | None = None
 
     def __init__(  # noqa: PLR0913 - the interface
         self,
@@ -198,26 +212,7 @@ class PipeOffloadStrategy(StepHooks):
         Raises:
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
-        report = self.run.report.make(live_bytes)
-        report["steps_taken_back"] = self._step_border.num_taken_back
-        return report
-
-    def share_figures(self, name: str) -> RankFigures:
-        """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0.
-
-        Args:
-            name: What they are called, the same on every rank and once in a fit.
-        """
-        ranks = sorted({*self.group.first_replica, *self.group.roots})
-        store = self._metrics_store
-        alone = HashStore()
-        return RankFigures(
-            lambda: alone if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
-            f"figures/{name}",
-            self.global_rank,
-            ranks,
-            self._fail_elsewhere,
-        )
+        return self.run.report.make(live_bytes)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the value of a parameter, a buffer or a gradient, on whatever rank it is.
@@ -236,3 +231,166 @@ class PipeOffloadStrategy(StepHooks):
         """
         self._refuse_alone("trainer.strategy.gather")
         return gather_tensor(self.run.pipeline, self.group, tensor)
+
+    @property
+    def run(self) -> PipelineRun:
+        """The batches of the module on this rank.
+
+        Raises:
+            RuntimeError: The trainer has not set the strategy up yet.
+        """
+        if self._run is None:
+            raise RuntimeError("there is no pipeline before the trainer has set the strategy up")
+        return self._run
+
+    @property
+    def fit_run(self) -> FitRun:
+        """What runs right now.
+
+        Raises:
+            RuntimeError: Nothing does.
+        """
+        if self._fit is None:
+            raise RuntimeError("there is no run before the trainer has set the strategy up")
+        return self._fit
+
+    @property
+    def backward_of_batch(self) -> BatchBackward:
+        """What runs the backwards of a batch, where Lightning's loop leaves them."""
+        return self.fit_run.backward
+
+    @property
+    @override
+    def place(self) -> str:
+        return self._run.place if self._run is not None else ""
+
+    @property
+    @override
+    def is_in_step(self) -> bool:
+        return self._run is not None and self._run.pipeline.is_in_step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
+
+    # A run, in the order in which Lightning asks
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        if self._run is not None and self._run.pipeline.module is not model:
+            self._forget_module()
+
+    def _forget_module(self) -> None:
+        """Drop what is of a module, or of layers, that this trainer has no more."""
+        self._run, self._state = None, None
+        self.optimizers, self.lr_scheduler_configs = [], []
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._fit = FitRun(self)
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with self.fit_run.making.making(self._run is None):
+            yield
+        if self.fit_run.making.is_made:
+            self._forget_module()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self.fit_run.making.note_loaded(checkpoint)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        check_run(trainer, self.num_replicas)
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+        self._run = self.fit_run.attach(self._run)
+        self.fit_run.setup()
+
+    @override
+    def model_to_device(self) -> None:
+        """Move metrics; each stage's part follows when the first batch has shown what it needs."""
+        for part in self._module.modules():
+            if isinstance(part, Metric):  # whose states are neither parameters nor buffers
+                part.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with EqualIsSame():
+            super().setup_optimizers(trainer)
+        self.fit_run.have_optimizers()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._fit is not None and self._fit.is_running:
+            self._fit.own_loader(dataloader)
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        self.fit_run.start_training()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fit_run.train(args, kwargs, self._steps_later)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.fit_run.stepping():
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def settle_weights(self) -> None:
+        super().settle_weights()
+        if self._fit is not None and self._fit.is_running:
+            self._fit.between.settle()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.fit_run.evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.fit_run.evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module.trainer.received_sigterm:  # of Lightning's loops this one does not ask
+            raise SIGTERMException
+        with self.precision_plugin.predict_step_context():
+            return self.fit_run.evaluate("predict_step", args, kwargs)
+
+    @override
+    def on_train_end(self) -> None:
+        self.fit_run.end_training()
+
+    @override
+    def _break_off(self, is_of_all: bool) -> None:
+        super()._break_off(is_of_all)
+        connector = self._trainer._logger_connector
+        if isinstance(connector, SharedMetricsConnector):
+            connector.abandon()
+
+    # The run's end and that of its last hooks come in either order; the second drops the run.
+
+    @override
+    def teardown(self) -> None:
+        if self._fit is not None and self._fit.leave():
+            self._fit = None
+        super().teardown()
+
+    @override
+    def give_back(self) -> None:
+        super().give_back()
+        if self._fit is not None and self._fit.give_back():
+            self._fit = None

@@ -139,13 +139,11 @@ USED = {
     "_orig_mod": torch.compile(nn.Module(), backend="eager"),  # the default imports inductor
     "_reconstructor": copyreg,
     "_replace": Action,
-    "_broadcast_sigterm_tensor": TRAINER.fit_loop.epoch_loop,
-    "_should_check_val_fx": TRAINER.fit_loop.epoch_loop,
+    "_fields": Action,
     "_logger_connector": TRAINER,
     "_accelerator_connector": TRAINER,
     "_layer_sync": TRAINER._accelerator_connector,
     "_signal_connector": TRAINER,
-    "_sigterm_notifier_fn": TRAINER._signal_connector,
     "_slurm_sigusr_handler_fn": TRAINER._signal_connector,
     "_callback_metrics": TRAINER._logger_connector,
     "_logged_metrics": TRAINER._logger_connector,
@@ -237,6 +235,49 @@ def test_imports_exist():
 
 def test_attributes_exist():
     assert not [name for name, owner in USED.items() if not hasattr(owner, name)]
+
+
+EPOCH_LOOP = TRAINER.fit_loop.epoch_loop
+REPLACED = [
+    (TRAINER.fit_loop, "run", []),
+    (TRAINER.fit_loop, "on_advance_start", []),
+    (TRAINER.fit_loop, "on_advance_end", []),
+    (
+        TRAINER.fit_loop.epoch_loop,
+        "update_lr_schedulers",
+        ["interval", "update_plateau_schedulers"],
+    ),
+    (EPOCH_LOOP, "_should_check_val_fx", ["data_fetcher"]),
+    (EPOCH_LOOP, "_broadcast_sigterm_tensor", []),
+    (EPOCH_LOOP.val_loop, "run", ["args", "kwargs"]),
+    (TRAINER.validate_loop, "run", ["args", "kwargs"]),
+    (TRAINER.test_loop, "run", ["args", "kwargs"]),
+    (TRAINER.predict_loop, "run", ["args", "kwargs"]),
+    (TRAINER.predict_loop, "on_run_end", []),
+    (TRAINER._signal_connector, "_sigterm_notifier_fn", ["signum", "_"]),
+    (TRAINER._signal_connector, "_slurm_sigusr_handler_fn", ["signum", "_"]),
+    (TRAINER.precision_plugin, "clip_grad_by_norm", ["optimizer", "clip_val"]),
+    (TRAINER.precision_plugin, "clip_grad_by_value", ["optimizer", "clip_val"]),
+    (
+        torch.amp.GradScaler("cpu"),
+        "_unscale_grads_",
+        ["optimizer", "inv_scale", "found_inf", "allow_fp16"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "arguments"), REPLACED)
+def test_what_a_pipeline_puts_its_own_in_place_of_takes_these_arguments(owner, name, arguments):
+    assert name not in vars(owner)
+    assert [*inspect.signature(getattr(owner, name)).parameters] == arguments
+
+
+def test_every_method_that_is_replaced_is_listed():
+    patches = ast.parse((PACKAGE / "loop" / "lightning_patches.py").read_text())
+    calls = [node for node in ast.walk(patches) if isinstance(node, ast.Call)]
+    found = {c.args[1].value for c in calls if getattr(c.func, "id", "") == "replace"}
+    assert found <= {name for _, name, _ in REPLACED}
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize("name", ["_make_backward_fn", "_make_zero_grad_fn"])

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.callback_checks import refuse_synchronized_norms
+from lightning_pipeoffload.loop.run_checks import refuse_synchronized_norms
 from tests.support import fits, replica_fits
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined] # exported at run time
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -100,7 +101,7 @@ class PipelineMonitor(Callback):
         self._waiting: deque[OptimizerStep] = deque()
         if self._log_every:
             place = trainer.callbacks.index(self)  # type: ignore[attr-defined] # set at run time
-            self._figures = strategy.share_figures(f"monitor {place}")
+            self._figures = _share_figures(strategy, f"monitor {place}")
 
     @override
     def on_train_batch_start(
@@ -255,6 +256,18 @@ def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
             f'{type(strategy).__name__}; use strategy="pipeoffload"'
         )
     return strategy
+
+
+def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
+    """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0."""
+    group, store, alone = strategy.group, strategy._metrics_store, HashStore()
+    return RankFigures(
+        lambda: alone if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
+        f"figures/{name}",
+        strategy.global_rank,
+        sorted({*group.first_replica, *group.roots}),
+        strategy._fail_elsewhere,
+    )
 
 
 def _values_of(gradient: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from lightning_pipeoffload.loop.choice_cache import ChoiceCache
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatch_size import sees_its_size
-from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements

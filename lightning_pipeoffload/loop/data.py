@@ -5,6 +5,10 @@ generators stand elsewhere (a hook has drawn a number more on one of them) would
 batches, silently. So each pass through a loader has random numbers of its own, which depend on the
 run's seed, the epoch and the loader's place among the others. As an epoch's batches are known then,
 a fit that resumes within one can leave out what it has seen.
+
+Replicas read different batches. Lightning's sampler shares out what has an index; a stream, or data
+with a sampler of the user's own, each replica reads for itself, and all may read the same: nothing
+would fail, and nothing be gained. So the first batches of these are compared.
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import combinations, islice
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_pipeoffload.loop.first_batches import FirstBatches
+from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
+from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+
+_NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
 
 
 class PipelineLoaders:
@@ -199,3 +207,60 @@ def _iterate_after(loader: DataLoader[Any], num_seen: int) -> Iterator[Any]:
             batches = iter(loader)
             next(batches)
     yield from batches
+
+
+class FirstBatches:
+    """Compares the first batches of some loaders over the replicas, when they have been read."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._names: list[str] = []
+        self._checksums: list[list[int]] = []
+        self._num_steps = 0
+
+    def noting(self, loader: Any) -> Callable[[Iterator[Any]], Iterator[Any]]:
+        """Return a function through which each pass over a loader goes."""
+        if self._replicas.num == 1 or _is_shared_out(loader):
+            return iter
+        self._names.append(type(getattr(loader, "dataset", loader)).__name__)
+        checksums: list[int] = []
+        self._checksums.append(checksums)
+
+        def note(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in islice(batches, _NUM_COMPARED - len(checksums)):
+                checksums.append(start_checksum(batch)())
+                yield batch
+            yield from batches
+
+        return note
+
+    def start_step(self) -> None:
+        """Compare, where this step is of the last of the first batches; else nobody waits.
+
+        Raises:
+            ValueError: Two replicas read the same.
+        """
+        self._num_steps += 1
+        if self._num_steps != _NUM_COMPARED or not self._names:
+            return
+        found = self._replicas.gather(self._checksums)
+        for name, by_replica in zip(self._names, zip(*found, strict=True), strict=True):
+            for (one, mine), (other, theirs) in combinations(enumerate(by_replica), 2):
+                if mine == theirs and len({*mine}) == _NUM_COMPARED:
+                    raise ValueError(_explain(name, one, other))
+
+
+def _explain(name: str, one: int, other: int) -> str:
+    return (
+        f"replicas {one} and {other} read the same batches of {name}, which nothing shares out "
+        f"among them; let it, or a sampler of your own, give each replica its part, by "
+        f"lightning_pipeoffload.data_parallel_rank() and data_parallel_size(); for data with "
+        f"indices Lightning's sampler does it, without use_distributed_sampler=False"
+    )
+
+
+def _is_shared_out(loader: Any) -> bool:
+    if not isinstance(loader, DataLoader):
+        return False
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)

@@ -7,48 +7,64 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.whole_again import make_whole
-from lightning_pipeoffload.loop.pipeline_run import PipelineRun
-from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.absent_values import ModuleCopies, absent_in
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint, draw_blueprint
 from lightning_pipeoffload.runtime.making.construction import constructing
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 
 
-class ModelInParts(CheckpointHooks):
-    """Makes the layers that a module has in ``configure_model`` where their stages are."""
+class ModelInParts:
+    """Makes the layers that a module has in ``configure_model`` where their stages are.
 
-    settings: PipelineSettings
-    _run: PipelineRun | None = None
-    _blueprint: Blueprint | None = None
-    _copies: ModuleCopies | None = None
+    Args:
+        strategy: The strategy of the run, whose processes are connected.
+        trains: Whether the run is a fit.
+    """
 
-    @override
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
-        if self._run is not None and self._run.pipeline.module is not model:
-            self._forget_run()
+    def __init__(self, strategy: CheckpointHooks, trains: bool) -> None:
+        self._strategy, self._module = strategy, strategy._module
+        self._group, self._settings = strategy.group, strategy.settings
+        self._blueprint: Blueprint | None = None
+        # The deep copies of the module that hooks make before it is split.
+        follows = trains and self._group.num_ranks > 1
+        self._copies = ModuleCopies(self._module) if follows else None
 
-    def _forget_run(self) -> None:
-        """Drop what is of a module, or of layers, that this trainer has no more."""
-        self._run, self._state = None, None
-        self.optimizers, self.lr_scheduler_configs = [], []
+    @property
+    def is_made(self) -> bool:
+        """Whether this rank has its part of the layers, which nothing has run yet."""
+        return self._blueprint is not None
 
-    @override
     @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Lightning runs ``configure_model`` in here, which has run once before."""
-        if self.group.num_ranks == 1 or not is_overridden("configure_model", self._module):
+    def making(self, is_new: bool) -> Iterator[None]:
+        """Lightning runs ``configure_model`` in here, which has run once before.
+
+        Args:
+            is_new: Whether no run before this one has cut the module.
+        """
+        if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
             yield
             return
+        self._blueprint = None
         with self._noting_no_copies():
-            yield from self._make()
+            if is_new and self._settings.schedule == "auto":
+                self._group.place(self._settings.provisional_schedule(self._group.num_ranks))
+            blueprint = self._draw_blueprint()
+            if blueprint is None:
+                yield
+                return
+            ranks = self._group.stage_ranks
+            places = [
+                f"stage {s}, on global rank {self._group.global_ranks[ranks[s]]}"
+                for s in range(len(blueprint.counts))
+            ]
+            local = [s for s, rank in enumerate(ranks) if rank == self._group.rank]
+            with _without_advice(), constructing(self._module, blueprint, local, places):
+                yield
+            self._blueprint = blueprint
 
     @contextmanager
     def _noting_no_copies(self) -> Iterator[None]:
@@ -62,59 +78,51 @@ class ModelInParts(CheckpointHooks):
         finally:
             self._copies.resume()
 
-    def _make(self) -> Iterator[None]:
-        self._blueprint = None
-        is_new = self._run is None or self._run.pipeline.module is not self._module
-        if is_new and self.settings.schedule == "auto":
-            self.group.place(self.settings.provisional_schedule(self.group.num_ranks))
-        blueprint = self._draw_blueprint()
-        if blueprint is None:
-            yield
-            return
-        places = [f"stage {s}, on {self._global_rank(s)}" for s in range(len(blueprint.counts))]
-        local = [s for s, rank in enumerate(self.group.stage_ranks) if rank == self.group.rank]
-        with _without_advice(), constructing(self._module, blueprint, local, places):
-            yield
-        self._forget_run()
-        self._blueprint = blueprint
-
-    def _global_rank(self, stage: int) -> str:
-        return f"global rank {self.group.global_ranks[self.group.stage_ranks[stage]]}"
-
     def _draw_blueprint(self) -> Blueprint | None:
         """Find out what ``configure_model`` makes, from which all ranks start alike."""
         blueprint = self._try_out()
         if blueprint is not None and absent_in(self._module):
-            make_whole(self._module, self.group)
+            make_whole(self._module, self._group)
             blueprint = self._try_out()
         return blueprint
 
     def _try_out(self) -> Blueprint | None:
-        with _without_advice(), self.precision_plugin.module_init_context():
+        with _without_advice(), self._strategy.precision_plugin.module_init_context():
             return draw_blueprint(
                 self._module,
                 self._module.configure_model,
-                self.group.stage_ranks,
-                self.settings.blocks,
-                self.settings.split,
+                self._group.stage_ranks,
+                self._settings.blocks,
+                self._settings.split,
             )
 
-    def _take_parts(self) -> PartedModule | None:
-        """Return the module as it was made; None if it was made whole."""
+    def note_loaded(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take note of values that come from a checkpoint."""
+        if self._blueprint is not None:
+            loaded = self._blueprint.values.keys() & checkpoint["state_dict"].keys()
+            self._blueprint.values.update(dict.fromkeys(loaded, "checkpoint"))
+
+    def take_parts(self) -> PartedModule | None:
+        """Return the module as it was made; None if it was made whole, which it is then."""
         blueprint, self._blueprint = self._blueprint, None
         if blueprint is None:
+            make_whole(self._module, self._group)
             return None
-        group = self.group
+        group = self._group
         return PartedModule(
             self._module, blueprint, group.stage_ranks, group.rank, group.send_to_all
         )
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if self._blueprint is not None:
-            loaded = self._blueprint.values.keys() & checkpoint["state_dict"].keys()
-            self._blueprint.values.update(dict.fromkeys(loaded, "checkpoint"))
+    def let_copies_follow(self) -> None:
+        """Let copies of the module have shapes and tensors where the module has them now."""
+        if self._copies is not None:
+            self._copies.follow()
+
+    def leave_copies(self) -> None:
+        """Note no more copies."""
+        if self._copies is not None:
+            self._copies.remove()
+            self._copies = None
 
 
 @contextmanager

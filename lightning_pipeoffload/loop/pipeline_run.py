@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.batch_comparison import BatchComparison
-from lightning_pipeoffload.loop.cut_failure import blame_cutting
+from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatch_size import least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
-from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
+from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.loop.token_weights import (
     count_tokens,
     drops_first_label,
@@ -149,8 +149,21 @@ class PipelineRun:
             return self._cut(inputs, size)
         except Exception as error:
             if size < total:
-                blame_cutting(error, inputs.kind, total, size, lambda: self._cut(inputs, total))
+                self._blame_cutting(error, inputs, total, size)
             raise
+
+    def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
+        """Say so where the step fails with a microbatch, and would not with the whole batch."""
+        try:
+            self._cut(inputs, total)
+        except Exception:
+            return  # the first error counts, which is the caller's
+        raise ValueError(
+            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
+            f"samples that was cut into {-(-total // size)}: {type(error).__name__}: {error}; set "
+            f"a smaller num_microbatches or a larger batch_size, or leave out a short last batch "
+            f"with drop_last=True"
+        ) from error
 
     def _note_ignored_labels(self, batch: Any, is_cut: bool) -> None:
         is_default = self.plans.settings.microbatch_weight == "samples"
@@ -191,10 +204,6 @@ class PipelineRun:
         if self.reduction is not None:
             self.reduction.wait()
             self._buffers.copy_first()
-
-    def finish_plan(self) -> None:
-        """Leave nothing of a plan under way."""
-        self.executor.reduction = None
 
     def evaluate(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -301,6 +310,7 @@ class PipelineRun:
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
         self.plans.begin()
         self.report.print_start(accumulation.num_batches)
+        compile_ahead(self.pipeline, self._group)
 
     def _make_reduction(self) -> GradientReduction | None:
         """Make what gives the replicas one gradient; None where there is one replica."""

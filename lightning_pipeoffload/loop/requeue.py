@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from types import FrameType
-from typing import Any
+from typing import TypeGuard
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -21,8 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
     Store,
 )
 
-from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.processes.failure_board import FailureBoard
+from lightning_pipeoffload.loop.lightning_patches import answer_requeue
 from lightning_pipeoffload.processes.last_words import say
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 
@@ -31,16 +30,11 @@ _STEP = "requeue/step/"
 
 
 class Requeue:
-    """One rank's part in saving and requeueing, which a fit does once.
-
-    Args:
-        trainer: The trainer whose fit or evaluation it is.
-        environment: Slurm's environment, which says which signal it is.
-    """
+    """One rank's part in saving and requeueing, which a fit does once."""
 
     def __init__(self, trainer: Trainer, environment: SLURMEnvironment) -> None:
-        self._trainer = trainer
-        self._environment = environment
+        self._trainer, self._environment = trainer, environment
+        self._save = answer_requeue(trainer, self.note_signal)
         self._steps = [f"{_STEP}{rank}" for rank in range(trainer.world_size)]
         self._has_signal = False
         self._asks = False
@@ -90,34 +84,9 @@ class Requeue:
 
     def _save_and_requeue(self) -> None:
         self._is_over = True
-        connector = self._trainer._signal_connector
-        # Private: what Lightning does in its handler.
-        save_and_requeue: Any = type(connector)._slurm_sigusr_handler_fn
-        save_and_requeue(connector, self._environment.requeue_signal, None)
+        self._save(self._environment.requeue_signal)
 
 
-def join_requeue(
-    trainer: Trainer,
-    environment: ClusterEnvironment | None,
-    connector: SharedMetricsConnector,
-    board: FailureBoard | None,
-) -> Requeue | None:
-    """Take the place of Lightning's handler, if there is going to be one.
-
-    Args:
-        trainer: The trainer whose loops are joined already.
-        environment: The environment that started the processes.
-        connector: The trainer's connector of metrics.
-        board: The board whose thread passes notes on; None with one rank.
-    """
-    if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
-        return None
-    requeue = Requeue(trainer, environment)
-    # Private: Lightning's own saves there and then.
-    trainer._signal_connector._slurm_sigusr_handler_fn = (  # type: ignore[method-assign]
-        requeue.note_signal  # type: ignore[assignment]
-    )
-    connector.at_batch_end = (*connector.at_batch_end, requeue.end_batch)
-    if board is not None:
-        board.also_look = (*board.also_look, requeue.look)
-    return requeue
+def requeues(environment: ClusterEnvironment | None) -> TypeGuard[SLURMEnvironment]:
+    """Whether Slurm has started the processes, and a signal of it saves and requeues the run."""
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue

@@ -13,7 +13,7 @@ from lightning_pipeoffload.loop.microbatch_size import least_samples
 from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
-from lightning_pipeoffload.loop.step_inputs import StepInputs
+from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report_text import print_anew

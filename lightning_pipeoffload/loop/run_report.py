@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import Chosen
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.optimizers.kept_step import bytes_usable
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
@@ -47,7 +48,7 @@ class RunReport:
         needs: What stages need by their shapes; None before that is known, and where it is not.
         chosen: What ``schedule="auto"`` has come to; None where a schedule was named.
         size: Samples of a microbatch; 0 before the first batch.
-        keeps_steps: A function that says whether each step is kept so that it can be taken back.
+        boundary: What keeps steps so that they can be taken back; None before a run.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RunReport:
         self.needs: MemoryNeeds | None = None
         self.chosen: Chosen | None = None
         self.size = 0
-        self.keeps_steps: Callable[[], bool] = lambda: False
+        self.boundary: StepBoundary | None = None
 
     def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
         """Find out what training will need, without values; all ranks call it, before they split.
@@ -97,6 +98,7 @@ class RunReport:
         report = predict(plan, self._pipeline, self._training.costs, self._training.period)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
+        report["steps_taken_back"] = self.boundary.num_taken_back if self.boundary else 0
         if self.chosen is not None:
             report["candidates"] = [dict(candidate) for candidate in self.chosen.candidates]
         if self._training.offloaded is not None:
@@ -115,7 +117,7 @@ class RunReport:
         if self.needs is None:
             return None
         memory = describe_needs(self.needs.of_ranks(plan))
-        if self.keeps_steps():
+        if self.boundary is not None and self.boundary.keeps_copies:
             add_step_copies(memory, self.needs.copied(plan), bytes_usable(self._pipeline.device))
         return memory
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_pipeoffload.loop.step_inputs import StepInputs, StepOutput
+from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import batch_size, merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline

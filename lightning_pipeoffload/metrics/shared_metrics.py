@@ -16,9 +16,9 @@ say, would be another one in each, and their weights would drift apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -36,6 +36,22 @@ from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.mesh import RankMesh
 
 _Metrics = dict[str, Any]
+
+
+class RunInLoop(Protocol):
+    """A run that has something to do where Lightning's loop comes by its connector."""
+
+    def end_batch(self) -> None:
+        """The hooks of a batch's end have run."""
+
+    def arrive(self) -> None:
+        """The last batch of an epoch or an evaluation is done."""
+
+    def send_collected(self) -> None:
+        """The hooks of an epoch's or an evaluation's end come next."""
+
+    def reset_logged(self) -> None:
+        """Lightning has reset what steps have logged."""
 
 
 class _Published:
@@ -75,16 +91,10 @@ class SharedMetricsConnector(_LoggerConnector):
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
-        at_batch_end: Called when the hooks of a batch's end have run.
-        at_data_end: Called when the last batch of an epoch or a validation is done.
-        at_epoch_end: Called before the hooks of an epoch's or an evaluation's end.
-        at_reset: Called when Lightning resets what steps have logged.
+        run: The run that hears where the loop is; None: none does.
     """
 
-    at_batch_end: Sequence[Callable[[], None]] = ()
-    at_data_end: Callable[[], None] = staticmethod(lambda: None)
-    at_epoch_end: Callable[[], None] = staticmethod(lambda: None)
-    at_reset: Callable[[], None] = staticmethod(lambda: None)
+    run: RunInLoop | None = None
     is_root = True
     _replica = 0
     _publisher: Publisher | None = None
@@ -111,7 +121,6 @@ class SharedMetricsConnector(_LoggerConnector):
         """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
-        made._forget_callbacks()
         made._stop_reading()
         made._tick, made._replica, made.is_root = 0, mesh.replica, mesh.is_root
         if store is not None and mesh.is_root:
@@ -124,11 +133,7 @@ class SharedMetricsConnector(_LoggerConnector):
 
     def _stop_reading(self) -> None:
         self._publisher = self._roots = self._decisive = None
-
-    def _forget_callbacks(self) -> None:
-        """Call nothing that was of a run."""
-        for name in ("at_batch_end", "at_data_end", "at_epoch_end", "at_reset"):
-            self.__dict__.pop(name, None)
+        self.run = None
 
     def leave(self) -> None:
         """Fetch what there is while the others are still there; then be a plain connector."""
@@ -137,14 +142,12 @@ class SharedMetricsConnector(_LoggerConnector):
         if self._publisher is not None:
             self._publisher.close()
         self._stop_reading()
-        self._forget_callbacks()
 
     def abandon(self) -> None:
         """Be a plain connector: the run was broken off, and nobody publishes what is asked for."""
         if self._publisher is not None:
             self._publisher.abandon()
         self._stop_reading()
-        self._forget_callbacks()
 
     def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
         """Mark a moment, and publish what was logged up to it.
@@ -182,13 +185,14 @@ class SharedMetricsConnector(_LoggerConnector):
         super().on_batch_end()
         self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
         self.tick()
-        for end_batch in self.at_batch_end:
-            end_batch()
+        if self.run is not None:
+            self.run.end_batch()
 
     @override
     def epoch_end_reached(self) -> None:
-        self.at_data_end()  # before anything waits for the other ranks
-        self.at_epoch_end()
+        if self.run is not None:
+            self.run.arrive()  # before anything waits for the other ranks
+            self.run.send_collected()
         super().epoch_end_reached()
         self._fetch_shown = None  # a trainer may be saved now
         self.tick()
@@ -209,7 +213,8 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def reset_results(self) -> None:
         super().reset_results()
-        self.at_reset()
+        if self.run is not None:
+            self.run.reset_logged()
 
     @override
     def reset_metrics(self) -> None:

@@ -23,8 +23,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipeoffload.loop.data import count_seen, leave_out_seen
-from lightning_pipeoffload.loop.later_steps import LaterSteps
-from lightning_pipeoffload.loop.lightning_loops import BackwardInStep, stop_without_waiting
+from lightning_pipeoffload.loop.lightning_patches import (
+    BackwardInStep,
+    LaterSteps,
+    stop_without_waiting,
+)
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
 from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_pipeoffload.loop.first_batches import FirstBatches
+from lightning_pipeoffload.loop.data import FirstBatches
 from tests.support import replica_data, replica_fits
 
 

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_pipeoffload.loop.quiet_passes import PrintQuiet
+from lightning_pipeoffload.loop.step_calls import PrintQuiet
 from tests.support import fits
 
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_pipeoffload.loop import auto_choice
-from lightning_pipeoffload.loop.hooks.gradient_hooks import GradientHooks
-from lightning_pipeoffload.loop.step_barrier import has_step_barrier
+from lightning_pipeoffload.loop.between_steps import has_step_barrier
+from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks
 from lightning_pipeoffload.schedule.evaluation import evaluate
 from tests.support import fits
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_pipeoffload.loop.throughput import PipelineThroughput
+from lightning_pipeoffload.loop.lightning_patches import PipelineThroughput
 from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
 from tests.support import fits
 

@@ -1,15 +1,27 @@
-"""Which hooks of a module and of a trainer's callbacks are the user's own.
+"""Which hooks of a module and of a trainer's callbacks are the user's, and what runs around them.
 
-What Lightning and this package ship with is known to do on every rank what it does on one; a user's
-hook may look at gradients of which some are still to come, or at what is on another rank.
+What Lightning and this package ship with is known to do on every rank what it does on one. A user's
+hook may read gradients, of whose sizes the ranks tell each other first; and what a hook of an
+epoch's end logs is what the root has logged, which publishes after each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.transport import blaming_peers
 
 # Of this package what the user is given to train are demos, which are as a user's own.
 _KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")
@@ -19,6 +31,15 @@ _BETWEEN_BATCHES = (
     "on_after_backward",
     "on_train_batch_end",
 )
+_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_KINDS = ("train", "validation", "test", "predict")
+_EPOCH_END = (
+    *(f"on_{kind}_epoch_end" for kind in _KINDS),
+    *(f"on_{kind}_end" for kind in (*_KINDS, "fit")),
+)
+# Each with a message of its own, which all ranks have to take.
+_BATCH_END = tuple(f"on_{kind}_batch_end" for kind in _KINDS)
+_ABSENT, _THERE, _MEASURED = range(3)
 
 
 def owners_of_hooks(trainer: Trainer) -> list[Any]:
@@ -31,6 +52,17 @@ def is_users_hook(owner: object, hook: str) -> bool:
     return not getattr(getattr(owner, hook), "__module__", "").startswith(_KNOWN)
 
 
+def _hooks_of(owner: object, hooks: Sequence[str]) -> list[str]:
+    return [hook for hook in hooks if hasattr(owner, hook) and is_users_hook(owner, hook)]
+
+
+def users_hooks(trainer: Trainer, hooks: Sequence[str]) -> tuple[str, ...]:
+    """List those of some hooks that the user has written, for a module, its data or a callback."""
+    data = trainer.datamodule  # type: ignore[attr-defined] # set at run time
+    owners = (*owners_of_hooks(trainer), data)
+    return tuple(f"{type(o).__name__}.{hook}" for o in owners for hook in _hooks_of(o, hooks))
+
+
 def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
     """List the user's hooks that run between batches whose gradients add up.
 
@@ -39,28 +71,26 @@ def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
     return users_hooks(trainer, _BETWEEN_BATCHES)
 
 
-def users_hooks(trainer: Trainer, hooks: Sequence[str]) -> tuple[str, ...]:
-    """List those of some hooks that the user has written, for a module, its data or a callback."""
-    data = trainer.datamodule  # type: ignore[attr-defined] # set at run time
-    return tuple(
-        f"{type(owner).__name__}.{hook}"
-        for owner in (*owners_of_hooks(trainer), data)
-        for hook in hooks
-        if hasattr(owner, hook) and is_users_hook(owner, hook)
+def refuse_other_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that are not those of global rank 0; all ranks call it.
+
+    Raises:
+        ValueError: This rank has others; it raises there alone.
+    """
+    mine = [type(owner).__qualname__ for owner in _owners_of_ends(trainer)]
+    _refuse_others(
+        trainer, mine, "run hooks at the end of batches and epochs together, in one order"
     )
 
 
-def refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None:
-    """Refuse other hooks than those of global rank 0; all ranks call it.
+def _owners_of_ends(trainer: Trainer) -> list[Any]:
+    """Return the module, and the callbacks with hooks of the user's at ends."""
+    module, *callbacks = owners_of_hooks(trainer)
+    ends = (*_BATCH_END, *_EPOCH_END)
+    return [module, *(callback for callback in callbacks if _hooks_of(callback, ends))]
 
-    Args:
-        trainer: The trainer of this rank.
-        mine: The names of this rank's hooks, or of their owners, in their order.
-        what_ranks_do: What ranks do that needs the same ones.
 
-    Raises:
-        ValueError: This rank has others.
-    """
+def _refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None:
     root: list[str] = trainer.strategy.broadcast(mine)
     if mine != root:
         raise ValueError(
@@ -68,3 +98,111 @@ def refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None
             f"{', '.join(root) or 'none'} on global rank 0, of {', '.join(mine) or 'none'} on "
             f"global rank {trainer.global_rank}; give every rank the same module and callbacks"
         )
+
+
+class _Wrapped:
+    """Hooks with something done around each, until they are given back."""
+
+    _wrapped: list[WrappedHook]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is such a hook."""
+        return bool(self._wrapped)
+
+    def remove(self) -> None:
+        """Give the module and the callbacks their own hooks back."""
+        while self._wrapped:
+            self._wrapped.pop().remove()
+
+
+class GradientHooks(_Wrapped):
+    """The user's overrides of the three hooks that Lightning has for gradients.
+
+    Args:
+        trainer: The trainer whose module and callbacks have the hooks.
+        share: A function that exchanges the sizes of all gradients; all ranks call it together.
+
+    Raises:
+        ValueError: This rank has other such hooks than global rank 0.
+    """
+
+    def __init__(self, trainer: Trainer, share: Callable[[], None]) -> None:
+        owners = owners_of_hooks(trainer)
+        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _OF_GRADIENTS)]
+        names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in found]
+        _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
+
+        def share_first(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            share()
+            return plain(*args, **kwargs)
+
+        self._wrapped = [WrappedHook(owner, hook, share_first) for owner, hook in found]
+
+
+class EndHooks(_Wrapped):
+    """The hooks at epochs' ends of a module and of a trainer's callbacks.
+
+    Args:
+        trainer: The trainer whose module and callbacks have the hooks.
+        tick: A function that is called after each of them.
+    """
+
+    def __init__(self, trainer: Trainer, tick: Callable[[], None]) -> None:
+        owners = _owners_of_ends(trainer)
+        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
+        module = trainer.lightning_module
+        if not is_users_hook(module, "on_train_epoch_end"):
+            # After it callbacks decide on what other callbacks have logged.
+            found.append((module, "on_train_epoch_end"))
+
+        def tick_after(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                tick()
+
+        self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in found]
+
+
+def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
+    """Tell all ranks the norm and the largest element of each gradient, and whether there is one.
+
+    One message, of three numbers for each parameter of the model. All ranks call it.
+    """
+    parameters = list(pipeline.module.parameters())
+    table = _measure([_counted_gradient(parameter, group) for parameter in parameters])
+    with blaming_peers("lost a rank while comparing gradients"):
+        dist.all_reduce(table, group=group.host_group)
+    for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
+        if isinstance(parameter, ForeignTensor):
+            known = KnownSize(norm, largest) if kind == _MEASURED else None
+            parameter.know_gradient(kind != _ABSENT, known)
+
+
+def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
+    """Return a gradient that is this rank's to measure."""
+    is_own = not isinstance(parameter, ForeignTensor) and group.counts(parameter)
+    return parameter.grad if is_own else None
+
+
+def _measure(gradients: list[Tensor | None]) -> Tensor:
+    """Return kind, norm and largest element of each, in a table on the host; 0 where there is none.
+
+    By the operation that the user's code would call, and in no other precision: the answer is to be
+    the same on every rank, to the bit.
+    """
+    table = torch.zeros(len(gradients), 3, dtype=torch.float64)
+    measured: list[tuple[int, Tensor]] = []
+    for place, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        table[place, 0] = _THERE
+        if gradient.layout is torch.strided and gradient.is_floating_point():
+            table[place, 0] = _MEASURED
+            both = [torch.linalg.vector_norm(gradient, order) for order in (2, math.inf)]
+            measured.append((place, torch.stack(both).to(torch.float64)))
+    if measured:
+        places = [place for place, _ in measured]
+        table[places, 1:] = torch.stack([both for _, both in measured]).cpu()
+    return table

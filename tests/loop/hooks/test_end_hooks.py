@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 
-from lightning_pipeoffload.loop.hooks.end_hooks import EndHooks, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks.users_hooks import EndHooks, refuse_other_callbacks
 
 
 class Module(L.LightningModule):

@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 
 import lightning_pipeoffload
-from lightning_pipeoffload.loop.hooks import end_hooks
+from lightning_pipeoffload.loop.hooks import users_hooks
 from lightning_pipeoffload.runtime.users_code.libraries import (
     is_foundations,
     is_librarys_file,
@@ -25,7 +25,7 @@ class Mine:
     pass
 
 
-@pytest.mark.parametrize("module", [torch, L, random, lightning_pipeoffload, end_hooks])
+@pytest.mark.parametrize("module", [torch, L, random, lightning_pipeoffload, users_hooks])
 def test_libraries_python_and_this_package_are_not_the_users(module):
     assert not is_users(module.__name__)
     assert not is_users_file(module.__file__)
@@ -41,11 +41,11 @@ def test_all_else_is_the_users_and_so_is_what_a_notebook_runs():
 
 def test_python_is_no_library():
     assert is_librarys_file(torch.__file__)
-    assert is_librarys_file(end_hooks.__file__)
+    assert is_librarys_file(users_hooks.__file__)
     assert not is_librarys_file(contextlib.__file__)
 
 
-@pytest.mark.parametrize("module", [torch.nn, L.pytorch, torchmetrics, json, sys, end_hooks])
+@pytest.mark.parametrize("module", [torch.nn, L.pytorch, torchmetrics, json, sys, users_hooks])
 def test_every_run_stands_on_these(module):
     assert is_foundations(module.__name__)
 

@@ -1,4 +1,4 @@
-"""The border between two steps, where a rank does not wait for what it learns later.
+"""The boundary between two steps, where a rank does not wait for what it learns later.
 
 Whether a step is to be taken with clipped gradients, or not at all because a loss scale was too
 large, is known when all ranks have computed theirs. Until then a rank takes its step for right and
@@ -9,9 +9,8 @@ run with its weights::
     rank 1     backward | step | F0 F1   [norm: clip!]  back, step', F0 F1    | B0 ...
 
 A wrong guess costs those forwards and a step; a right one the copies of what a step changes. All
-ranks make the same guesses, and know the same then. A rank at whose steps the user has come to look
-waits before its own, and runs forwards again with the others; they hear of that with the norm, and
-all wait from the next step on.
+ranks make the same guesses. A rank at whose steps hooks have come to run waits before its own step;
+the others hear of that with the norm, and all wait from the next step on.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4 (post-validation), whose
 code computes the weights before from those after; not to the bit.
@@ -27,9 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # private: hooks on every optimizer's step
+    _global_optimizer_pre_hooks,
+)
 
-from lightning_pipeoffload.loop.weights_watch import is_watched
-from lightning_pipeoffload.optimizers.kept_step import KeptStep
+from lightning_pipeoffload.optimizers.kept_step import KeptStep, is_torchs
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
 from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
@@ -83,7 +86,7 @@ class Scaling(NamedTuple):
     numbers: Sequence[Tensor]
 
 
-class StepBorder:
+class StepBoundary:
     """What a rank does at the end of a step instead of waiting.
 
     Args:
@@ -281,3 +284,12 @@ class _Exchange:
             total = self._start() if self._total is None else self._total
             self._found = self._own, total()
         return self._found
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether more than a step of torch's runs between a step and its closure, or after it."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return (
+        bool(of_all) or not is_torchs(optimizer) or any(len(registered) > 1 for registered in hooks)
+    )

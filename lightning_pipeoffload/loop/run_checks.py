@@ -1,4 +1,4 @@
-"""Callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
+"""Modules, callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+_STEP_OF = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 
 
-def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that would be wrong.
+def check_run(trainer: Trainer, num_replicas: int) -> None:
+    """Refuse what would be wrong over a pipeline.
 
     Raises:
-        ValueError: There is one; the message says which, why, and what would do.
+        ValueError: There is something; the message says what, why, and what to write instead.
     """
+    refuse_module(trainer.lightning_module, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, BatchSizeFinder) and trainer.world_size > 1:
             raise ValueError(
@@ -28,6 +36,13 @@ def check_callbacks(trainer: Trainer) -> None:
             )
         if trainer.state.fn == TrainerFn.FITTING:
             _check_of_fit(callback, trainer.lightning_module)
+    # It starts anew with each step, while messages that it has seen begin are under way.
+    if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time
+        raise ValueError(
+            "PyTorchProfiler crashes in torch where messages between ranks are under way while it "
+            'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
+        )
+    refuse_synchronized_norms(trainer, num_replicas)
 
 
 def _check_of_fit(callback: Callback, module: LightningModule) -> None:
@@ -60,15 +75,26 @@ def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:
         )
 
 
-def check_profiler(trainer: Trainer) -> None:
-    """Refuse a profiler that would end the processes.
+def refuse_module(module: LightningModule, trainer: Trainer) -> None:
+    """Refuse steps that cannot be run stage by stage.
 
     Raises:
-        ValueError: It would; the message says why, and what would do.
+        ValueError: There is one; the message says which, and what would do.
     """
-    # It starts anew with each step, while messages that it has seen begin are under way.
-    if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time
+    for step in _steps_of(trainer):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{step}(self, dataloader_iter) cannot be pipelined: each batch has to be cut into "
+                f"microbatches; use {step}(self, batch, batch_idx)"
+            )
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ValueError(
-            "PyTorchProfiler crashes in torch where messages between ranks are under way while it "
-            'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
+            "manual optimization cannot be pipelined: training_step runs once for every stage and "
+            "microbatch, an optimizer step inside it would run as often; use automatic optimization"
         )
+
+
+def _steps_of(trainer: Trainer) -> list[str]:
+    if trainer.state.fn in _STEP_OF:
+        return [_STEP_OF[trainer.state.fn]]
+    return ["training_step", "validation_step"] if trainer.enable_validation else ["training_step"]

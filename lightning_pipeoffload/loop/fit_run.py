@@ -1,0 +1,399 @@
+"""One fit or evaluation on one rank: what its steps, hooks and data need, from setup to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric
+
+from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
+from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.loop.backward_hooks import BatchBackward
+from lightning_pipeoffload.loop.between_steps import BetweenSteps
+from lightning_pipeoffload.loop.data import (
+    FirstBatches,
+    PipelineLoaders,
+    count_seen,
+    leave_out_seen,
+)
+from lightning_pipeoffload.loop.gradient_totals import GradientTotals
+from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
+from lightning_pipeoffload.loop.hooks.elsewhere import numbers_in
+from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
+from lightning_pipeoffload.loop.hooks.users_hooks import (
+    EndHooks,
+    GradientHooks,
+    hooks_between_batches,
+    refuse_other_callbacks,
+    share_gradient_sizes,
+)
+from lightning_pipeoffload.loop.joint_decisions import Arrivals, Clocks, JointStop
+from lightning_pipeoffload.loop.lightning_patches import join_loops, join_metrics, joined_precision
+from lightning_pipeoffload.loop.model_in_parts import ModelInParts
+from lightning_pipeoffload.loop.pipeline_run import PipelineRun
+from lightning_pipeoffload.loop.requeue import Requeue, requeues
+from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
+from lightning_pipeoffload.metrics.metric_groups import MetricGroups
+from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.step_options import StepOptions
+from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.processes.rank_differences import (
+    describe_module,
+    describe_optimizers,
+    describe_trainer,
+    refuse_differences,
+)
+from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
+from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+
+
+class FitRun:
+    """What the strategy delegates to while a trainer runs.
+
+    Args:
+        strategy: The strategy, whose processes are connected.
+
+    Attributes:
+        run: The batches of the module on this rank.
+        is_running: Whether the run has been set up, and not left.
+        making: What makes the module in parts.
+        backward: What runs a batch's backwards.
+        between: The weights between two steps.
+        requeue: What saves and requeues the fit under Slurm; None elsewhere.
+    """
+
+    run: PipelineRun
+    backward: BatchBackward
+    between: BetweenSteps
+    requeue: Requeue | None = None
+    _steps: StepCalls
+    _connector: SharedMetricsConnector
+    _collected: CollectedValues | None = None
+    _hook_forwards: HookForwards | None = None
+    _metric_groups: MetricGroups | None = None
+    _stop: JointStop | None = None
+    _arrivals: Arrivals | None = None
+    _loaders: PipelineLoaders
+    _num_steps = 0
+
+    def __init__(self, strategy: CheckpointHooks) -> None:
+        self._strategy, self._group, self._settings = strategy, strategy.group, strategy.settings
+        self._module = strategy._module
+        self._trainer: Any = self._module.trainer
+        self._precision = strategy.precision_plugin
+        self._trains = self._trainer.state.fn == TrainerFn.FITTING
+        self.making = ModelInParts(strategy, self._trains)
+        self._at_end = ExitStack()
+        self.is_running = self._is_given_back = self._has_left = False
+
+    # Setup, in the order in which it happens
+
+    def attach(self, before: PipelineRun | None) -> PipelineRun:
+        """Bring the module and the pipeline together.
+
+        Args:
+            before: What a run before this one has made of the same module; None: nothing.
+        """
+        strategy, group = self._strategy, self._group
+        self.seed = strategy._seed = self._choose_seed()
+        self._first_batches = FirstBatches(group.replicas)
+        self._loaders = PipelineLoaders(
+            self.seed, lambda: self._trainer.current_epoch, group.replica, self._first_batches
+        )
+        self._at_end.callback(self._loaders.release)
+        if before is not None and not self.making.is_made:
+            self.run = before
+            self.run.pipeline.attach()
+        else:
+            self.run = PipelineRun(
+                self._module,
+                group,
+                self._settings,
+                strategy.root_device,
+                strategy.num_processes,
+                self.making.take_parts(),
+            )
+            self.making.let_copies_follow()
+            strategy._parameters = OptimizedParameters(
+                self.run.pipeline,
+                group,
+                lambda: strategy.optimizers,
+                self._settings.num_sharing(group.num_replicas),
+                self._settings.per_parameter_optimizer,
+            )
+            strategy._state = SplitState(self.run.pipeline, group, strategy._parameters)
+        self._at_end.callback(self.run.leave)
+        # What each replica draws for itself: noise on its own data.
+        seed = mix_seed(self.seed, group.replica) if group.replica else self.seed
+        self._steps = steps = StepCalls(self._module, seed)
+        group.replicas.in_probe = lambda: steps.is_probing
+        self.backward = BatchBackward(self._module, self._precision, self.run, group)
+        self.between = BetweenSteps(self._trainer, self.run, group)
+        boundary = self.run.report.boundary = self.between.boundary
+        self._at_end.callback(boundary.forget)
+        self.is_running = True
+        return self.run
+
+    def setup(self) -> None:
+        """Bring the trainer and the pipeline together."""
+        strategy, group = self._strategy, self._group
+        if self._trains:
+            strategy.setup_optimizers(self._trainer)
+        if strategy.world_size > 1:
+            refuse_differences(self._described(), group.world.host_group)
+        strategy.setup_precision_plugin()
+        age = self.run.pipeline.gradient_age
+        totals = GradientTotals(self._precision, group, age, self.between.boundary)
+        self._at_end.enter_context(joined_precision(self._precision, totals))
+        join_loops(self._trainer, group, self._at_end)
+        self._join_metrics()
+        self.run.plans.has_step_barrier = self.between.has_barrier
+        if strategy._meeting is not None:
+            self._hook_forwards = HookForwards(self.run.pipeline, group, strategy._meeting)
+            self._at_end.callback(self._hook_forwards.leave)
+        self._collect()
+        self._join_ranks()
+
+    def _choose_seed(self) -> int:
+        """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
+        self._strategy.agree_on_randomness()
+        with forked_randomness():  # the generators go on when the run starts: a tuner's runs do not
+            drawn = draw_seed()
+        loaded = self._strategy._loaded_seed
+        resumes = self._trains and self._trainer.ckpt_path is not None
+        return loaded if resumes and loaded is not None else drawn
+
+    def have_optimizers(self) -> None:
+        """Let new optimizers step with what this rank owns."""
+        self._num_steps = 0
+        self.run.comparison.options = lambda: StepOptions(
+            self._strategy.optimizers, self.run.pipeline.trained, self._num_steps
+        )
+        parameters = self._strategy._parameters
+        parameters.narrow_steps()
+        if self._strategy._is_split:  # by a fit before this one
+            parameters.forget_foreign()
+
+    def _described(self) -> dict[str, str]:
+        strategy = self._strategy
+        described = describe_trainer(self._trainer)
+        described["the strategy's save_distributed_checkpoint"] = str(strategy._saves_folder)
+        if not self.run.pipeline.committed:  # training goes on with what each rank has written
+            described |= describe_module(self._module)
+        names = strategy._parameters.names
+        return described | describe_optimizers(
+            strategy.optimizers, names, strategy.lr_scheduler_configs
+        )
+
+    def _join_metrics(self) -> None:
+        store, fail = self._strategy._metrics_store, self._strategy._fail_elsewhere
+        self._connector = join_metrics(self._trainer, self._group, store, fail)
+        self._connector.run = self
+        self._at_end.callback(self._leave_connector)
+        if store is not None:
+            refuse_other_callbacks(self._trainer)
+            end_hooks = EndHooks(self._trainer, self._connector.tick)
+            self._at_end.callback(end_hooks.remove)
+        if self._group.num_ranks > 1:
+            self.between.gradient_hooks = hooks = GradientHooks(
+                self._trainer, self._share_gradient_sizes
+            )
+            self._at_end.callback(hooks.remove)
+
+    def _leave_connector(self) -> None:
+        self._connector.run = None
+        if self._strategy._board is not None:
+            self._connector.leave()
+
+    def _share_gradient_sizes(self) -> None:
+        if self._strategy._is_split:
+            share_gradient_sizes(self.run.pipeline, self._group)
+
+    def _collect(self) -> None:
+        """Let hooks of an epoch's end have what steps leave behind, on every rank."""
+        group = self._group
+        if group.num_ranks > 1:
+            self._collected = CollectedValues(
+                self._module, self.run.pipeline, group, self._connector
+            )
+            self._steps.watching = self._collected.watching
+        self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
+
+    def _refuse_metric(self, metric: Metric) -> None:
+        if self._collected is not None:
+            self._collected.refuse_metric(metric)
+
+    def _join_ranks(self) -> None:
+        """Let what one rank meets in a fit count for all."""
+        strategy, group = self._strategy, self._group
+        board, environment = strategy._board, strategy.cluster_environment
+        if board is not None and self._trains:
+            assert strategy._metrics_store is not None
+            self._stop = JointStop(self._trainer, group)
+            self._steps.end_step = self._stop.end_step
+            self._at_end.callback(Clocks(self._trainer, group.world).remove)
+            self._arrivals = Arrivals(strategy._metrics_store, group)
+            board.also_look = (self._arrivals.look,)
+        if requeues(environment):
+            self.requeue = Requeue(self._trainer, environment)
+            if board is not None:
+                board.also_look = (*board.also_look, self.requeue.look)
+
+    def own_loader(self, loader: object) -> None:
+        """Let a loader's batches be the same on every rank, and go on where a fit resumes."""
+        self._loaders.own(loader, self._trainer.training)
+        if self._trainer.training:
+            leave_out_seen(loader, count_seen(self._trainer))
+
+    # Training
+
+    def start_training(self) -> None:
+        """Decide what ranks wait for between two steps."""
+        self._strategy._parameters.start_training()
+        self.between.start_training(self._settings.optimizer_sync != "barrier")
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
+        """Run a training batch, and its backwards.
+
+        Args:
+            args: The positional arguments of ``training_step``.
+            kwargs: The others.
+            steps_later: Whether the optimizer steps after a later batch.
+        """
+        self.between.stop_watching()
+        run, backward = self.run, self.backward
+        with self._precision.train_step_context(), self._between_hooks("training_step"):
+            inputs = self._steps.inputs("training_step", args, kwargs)
+            slices = run.cut_training_batch(inputs)
+            accumulation = self._accumulation(steps_later)
+            if not run.pipeline.committed:
+                run.report.estimate_memory(slices[0], self._strategy.optimizers)
+                self._strategy._parameters.leave_foreign()
+                self.making.let_copies_follow()
+                self.making.leave_copies()
+                run.begin_training(accumulation)
+            if self._stop is not None:
+                decides = accumulation.is_last or bool(accumulation.watched_by)
+                self._stop.start_batch(len(slices), decides)
+            device = self._strategy.root_device
+            with self.between.start_ahead(), sharing_casts(device), self._counted():
+                self._first_batches.start_step()
+                start, differentiate = self._start_backward, backward.differentiate
+                done = run.train(inputs, slices, accumulation, start, differentiate)
+            self._log(done, self._trainer.accumulate_grad_batches)
+        return backward.end(done.value, accumulation)
+
+    def _accumulation(self, steps_later: bool) -> Accumulation:
+        num_batches = self._trainer.accumulate_grad_batches
+        return Accumulation(
+            num_batches,
+            is_first=not self.backward.adds_up,
+            is_last=not steps_later,
+            watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
+        )
+
+    def _start_backward(self, results: Sequence[Any]) -> None:
+        """Run the hooks before a backward, in the middle of a plan."""
+        with nullcontext() if self._collected is None else self._collected.between_steps():
+            self.backward.start(results)
+
+    def _counted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._arrivals is None else self._arrivals.batch()
+
+    @contextmanager
+    def _between_hooks(self, kind: str) -> Iterator[None]:
+        """Run steps, which leave random numbers as they were, and call modules of their own."""
+        forwards = nullcontext() if self._hook_forwards is None else self._hook_forwards.paused()
+        collected = nullcontext() if self._collected is None else self._collected.in_step(kind)
+        with forwards, forked_randomness(), collected:
+            yield
+
+    def _log(self, done: StepOutput, num_accumulated: int = 1) -> None:
+        self._steps.log(done.sizes, done.shares)
+        numbers = numbers_in(done.value)
+        if "loss" in numbers:
+            numbers["loss"] = numbers["loss"] / num_accumulated  # as Lightning gives it to hooks
+        self._connector.tick(outputs=numbers)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Return the context of an optimizer's step."""
+        self._num_steps += 1
+        return self.between.stepping()
+
+    def end_training(self) -> None:
+        """Compare the last batches, and say what was measured."""
+        self.run.finish_checking()
+        self.run.report.print_end()
+        if self.requeue is not None:
+            self.requeue.end_training(self._group)
+
+    # Evaluation
+
+    def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a batch of an evaluation; return what its step has returned."""
+        with self._between_hooks(kind), self._counted():
+            done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
+            self._log(done)
+        return done.value if self._collected is None else self._collected.outputs(kind, done.value)
+
+    # What Lightning's loops and connector come to
+
+    def end_batch(self) -> None:
+        """Take decisions of all ranks, after the hooks of a batch's end."""
+        if self._stop is not None:
+            self._stop.end_batch()
+            self.run.plans.end_batch()
+        if self.requeue is not None:
+            self.requeue.end_batch()
+
+    def arrive(self) -> None:
+        """Pass a place to which all ranks come after as many batches."""
+        if self._arrivals is not None:
+            self._arrivals.arrive()
+
+    def settle(self) -> None:
+        """Let all ranks stop if one of them has set ``trainer.should_stop``; they wait here."""
+        self.arrive()
+        if self._stop is not None:
+            self._stop.settle()
+
+    def send_collected(self) -> None:
+        """Let all ranks have what steps have left behind, before the hooks of an epoch's end."""
+        if self._collected is not None:
+            self._collected.send()
+
+    def reset_logged(self) -> None:
+        """Reset metrics, when Lightning does on global rank 0."""
+        if self._collected is not None:
+            self._collected.reset_logged()
+
+    # The end
+
+    def leave(self) -> bool:
+        """Leave the trainer and the module, after an error too.
+
+        Returns:
+            Whether the run's last hook is over too.
+        """
+        if self.is_running:
+            self.between.stop_watching()  # after an error; its hooks may have read weights
+        self._has_left, self.is_running = True, False
+        self._at_end.close()
+        return self._is_given_back
+
+    def give_back(self) -> bool:
+        """Leave the user's objects as they were, after the run's last hook.
+
+        Returns:
+            Whether the run has left the trainer too.
+        """
+        self._is_given_back = True
+        self.making.leave_copies()
+        if self._metric_groups is not None:
+            self._metric_groups.end_run()
+            self._metric_groups = None
+        return self._has_left

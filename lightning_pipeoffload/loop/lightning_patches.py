@@ -1,0 +1,293 @@
+"""Every place where a pipeline runs code of its own instead of Lightning's, for one run.
+
+Forwards and backwards of a pipeline interleave, so what Lightning runs between them (zero_grad, the
+hooks around backward) is handed to the strategy, which runs it where its first backward starts. No
+rank may wait for another but where all of them do, which Lightning's loops take for granted at each
+batch. The names are Lightning's own, most of them private; tests/test_private_api.py pins each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loops.optimization.automatic import (
+    _AutomaticOptimization,  # private: it decides what follows the training step
+)
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+from torch.optim import Optimizer
+from typing_extensions import Self, override
+
+from lightning_pipeoffload.loop.backward_hooks import scaler_of
+from lightning_pipeoffload.loop.gradient_totals import GradientTotals
+from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
+from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.randomness import draw_seed
+from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
+
+_SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
+
+
+def replace_method(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
+    """Let one object call ``replacement(*args, plain, ...)`` in place of a method of its class."""
+    plain = partial(getattr(type(owner), name), owner)
+    owner.__dict__[name] = partial(replacement, *args, plain)
+
+
+def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
+    """Put the pipeline's pieces into the trainer's loops, until ``at_end`` is closed."""
+
+    def replace(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
+        replace_method(owner, name, replacement, *args)
+        at_end.callback(owner.__dict__.pop, name, None)
+
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epoch.automatic_optimization = BackwardInStep.replacing(epoch.automatic_optimization)
+    replace(fit, "run", _fit, trainer)
+    replace(fit, "on_advance_start", _start_epoch, trainer)
+    replace(fit, "on_advance_end", _end_epoch, trainer)
+    # While the module still trains: Lightning calls no hook of the strategy that early.
+    replace(epoch.val_loop, "run", _validate, trainer)
+    for loop in (trainer.validate_loop, trainer.test_loop):
+        replace(loop, "run", _evaluate_alone, trainer, loop)
+    replace(trainer.predict_loop, "run", _predict, trainer, mesh.is_root)
+    # Before the hooks of a prediction's end, for which Lightning has no connector's word.
+    replace(trainer.predict_loop, "on_run_end", _end_prediction, trainer)
+    # Before the hooks of an epoch's end, for schedulers are updated first.
+    replace(epoch, "update_lr_schedulers", _update_schedulers, trainer)
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        # Private: in Lightning's own every rank goes by its own clock.
+        replace(epoch, "_should_check_val_fx", _agree_to_validate, trainer)
+    stop_without_waiting(trainer, replace)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
+        if isinstance(callback, ThroughputMonitor):
+            throughputs = callback._throughputs  # private: nothing else has them
+            for stage, plain in throughputs.items():
+                throughputs[stage] = PipelineThroughput.replacing(plain, mesh.num_ranks)
+
+
+def join_metrics(
+    trainer: Trainer, mesh: RankMesh, store: Store | None, fail: Callable[[Exception], None]
+) -> SharedMetricsConnector:
+    """Let all ranks have the root's metrics.
+
+    Args:
+        trainer: The trainer.
+        mesh: The processes, of which some are roots.
+        store: The store in which roots publish metrics; None with one rank.
+        fail: A function that ends the run by an error of the thread that publishes.
+    """
+    connector = SharedMetricsConnector.replacing(trainer._logger_connector, mesh, store, fail)
+    trainer._logger_connector = connector
+    return connector
+
+
+@contextmanager
+def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[None]:
+    """Let a precision plugin go by the gradients of all stages."""
+    scaler = scaler_of(precision)
+    precision.clip_grad_by_norm = totals.clip_by_norm  # type: ignore[method-assign]
+    precision.clip_grad_by_value = totals.clip_by_value  # type: ignore[method-assign]
+    if scaler is not None:
+        # Private: unscale_ and step both look for infinities by it, and by nothing else.
+        scaler._unscale_grads_ = partial(totals.unscale, scaler)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            precision.__dict__.pop(name, None)
+        if scaler is not None:
+            scaler.__dict__.pop("_unscale_grads_", None)
+
+
+def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
+    """Let a rank that a signal stops end after its batch, and the others with it."""
+    # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
+    epoch = trainer.fit_loop.epoch_loop
+    replace(epoch, "_broadcast_sigterm_tensor", _stop_if_told, trainer)
+    # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
+    replace(trainer._signal_connector, "_sigterm_notifier_fn", _note_sigterm, trainer)
+
+
+def answer_requeue(
+    trainer: Trainer, note_signal: Callable[[int, FrameType | None], None]
+) -> Callable[[Any], None]:
+    """Take the place of Lightning's handler under Slurm; return what saves and requeues."""
+    connector = trainer._signal_connector
+    # Private: Lightning's own saves there and then.
+    connector._slurm_sigusr_handler_fn = note_signal  # type: ignore[method-assign, assignment]
+    save: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
+    return lambda signum: save(signum, None)
+
+
+class LaterSteps(ParallelStrategy):
+    """Notes on which batches Lightning only accumulates gradients."""
+
+    _steps_later = False
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning trains in here on every batch after which it does not step."""
+        self._steps_later = True
+        try:
+            yield
+        finally:
+            self._steps_later = False
+
+
+class BackwardInStep(_AutomaticOptimization):
+    """Leaves zero_grad and backward to the strategy, which runs them in its training step."""
+
+    @classmethod
+    def replacing(cls, plain: _AutomaticOptimization) -> Self:
+        """Make one that goes on counting where ``plain`` is."""
+        made = cls(plain.trainer)
+        made.optim_progress = plain.optim_progress
+        return made
+
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch; of its outputs only numbers are for hooks of other ranks than the root."""
+        outputs, connector = super().run(*args, **kwargs), self.trainer._logger_connector
+        if not isinstance(connector, SharedMetricsConnector) or connector.is_root:
+            return outputs
+        root = self.trainer.strategy.group.root  # type: ignore[attr-defined]
+        return OutputsElsewhere("training_step", root, connector.outputs)
+
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        zero_grad = super()._make_zero_grad_fn(batch_idx, optimizer)
+        self.trainer.strategy.backward_of_batch.expect(zero_grad)  # type: ignore[attr-defined]
+        return None
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        return None
+
+
+class PipelineThroughput(Throughput):
+    """Counts a batch once, whatever the number of ranks, and for each its part of the operations.
+
+    Lightning's takes it that each device has batches of its own, and does all that is done on them.
+    """
+
+    _num_ranks = 1
+
+    @classmethod
+    def replacing(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
+        """Make one that measures what ``plain`` is to; replicas have batches of their own."""
+        made = cls()
+        made.__dict__.update(plain.__dict__)
+        made._num_ranks = num_ranks
+        return made
+
+    @override
+    def update(self, *, flops: int | None = None, **counts: Any) -> None:
+        # A share of them need not be a whole number.
+        share: Any = None if flops is None else flops / self._num_ranks
+        super().update(flops=share, **counts)
+
+    @override
+    def compute(self) -> dict[str, int | float]:
+        metrics = super().compute()
+        for name in _SHARED_RATES:
+            if name in metrics:
+                metrics[name] /= self._num_ranks
+        return metrics
+
+
+# What runs in place of Lightning's: the trainer, or the loop, and Lightning's own come first.
+
+
+def _fit(trainer: Any, plain: Callable[[], None]) -> None:
+    """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
+    trainer.strategy.fit_run.settle()
+    draw_seed()  # a second fit is to draw others
+    plain()
+
+
+def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
+    """Let the hooks at an epoch's start freeze and unfreeze parameters of every stage."""
+    with EqualIsSame():
+        plain()
+    trainer.strategy.fit_run.settle()
+
+
+def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
+    """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
+    trainer.strategy.fit_run.between.settle_together()
+    plain()
+    trainer.strategy.fit_run.settle()
+
+
+def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
+    fit = trainer.strategy.fit_run
+    fit.between.settle_together()
+    fit.arrive()
+    result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
+    fit.settle()
+    return result
+
+
+def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
+    draw_seed()
+    found = _evaluate(loop, plain)
+    trainer.strategy.run.finish_checking()
+    return found
+
+
+def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:
+    """Run an evaluation in inference mode, if the trainer is to.
+
+    With process groups of gloo Lightning's own strategies do not: what they send may be an
+    inference tensor. What ranks of a pipeline send is none.
+    """
+    with torch.inference_mode() if loop.inference_mode else nullcontext():
+        return plain()
+
+
+def _predict(trainer: Any, is_root: bool, plain: Callable[[], Any]) -> Any:
+    """Predict; other ranks than the last stage's have nothing to return."""
+    predictions = _evaluate_alone(trainer, trainer.predict_loop, plain)
+    return predictions if is_root else None
+
+
+def _end_prediction(trainer: Any, plain: Callable[[], Any]) -> Any:
+    trainer.strategy.fit_run.send_collected()
+    return plain()
+
+
+def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
+    """Update learning rates; those of an epoch may depend on what its steps have collected."""
+    if any(config.interval == interval == "epoch" for config in trainer.lr_scheduler_configs):
+        trainer.strategy.fit_run.send_collected()
+    plain(interval, *args, **kwargs)
+
+
+def _agree_to_validate(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
+    """Validate when the time has come for global rank 0."""
+    decided: bool = trainer.strategy.broadcast(plain(data_fetcher))
+    return decided
+
+
+def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:
+    """Remember to stop after this batch; the other ranks then stop because of this one."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def _stop_if_told(trainer: Any, plain: Any) -> None:
+    if trainer.received_sigterm:
+        raise SIGTERMException
