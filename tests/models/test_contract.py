@@ -3,6 +3,9 @@
 The rows are those of docs/contract.md, which says the same in the user's words.
 """
 
+from time import perf_counter
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import Regression, call_step
 
 SETTINGS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_v", 1)]
-LOSSES = []
+LOSSES, CACHE = [], {}
 
 
 class Step(Regression):
@@ -211,6 +214,25 @@ class Reads(Step):
         return x * float(self.file.readline())
 
 
+class WritesALog(Step):
+    def behind(self, loss):
+        self.file.write(f"{float(loss)}\n")
+        return loss
+
+
+class TellsTheTime(Step):
+    def before(self, x):
+        return x * perf_counter()
+
+
+class DrawsFromAnObject(Step):
+    def prepare(self):
+        self.helper = SimpleNamespace(draw=np.random.default_rng(3).random)
+
+    def before(self, x):
+        return x * self.helper.draw()
+
+
 class Iterates(Step):
     def before(self, x):
         return x * next(self.scales)
@@ -229,6 +251,11 @@ class CountsWithAGlobal(Step):
     def before(self, x):
         LOSSES.append(1.0)
         return x * len(LOSSES)
+
+
+class CachesInAGlobal(Step):
+    def before(self, x):
+        return x * CACHE.setdefault("scale", 2.0)
 
 
 class FillsItsClass(Step):
@@ -263,6 +290,14 @@ class ScalesByAnAttribute(Step):
         return x
 
 
+class BindsAtOnce(ScalesByAnAttribute):
+    def call(self, block, x):
+        x = Step.call(self, block, x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient, scale=self.scale: gradient * scale)
+        return x
+
+
 TRAINS = [
     CountsBefore,
     CountsBehind,
@@ -273,7 +308,9 @@ TRAINS = [
     CheckpointedWithAnArgument,
     WritesItsBatch,
     Spectral,
+    CachesInAGlobal,
     ReadsGradients,
+    BindsAtOnce,
 ]
 
 REFUSED = {
@@ -282,6 +319,9 @@ REFUSED = {
     MakesInTheFirstStep: r"self\.queue",
     Checkpointed: r"blocks\.3|mask",
     Reads: r"self\.file",
+    WritesALog: r"self\.file",
+    TellsTheTime: r"gives another value each time",
+    DrawsFromAnObject: r"gives another value each time",
     Iterates: r"self\.scales",
     FillsAGlobal: r"LOSSES",
     CountsWithAGlobal: r"LOSSES",
@@ -301,6 +341,7 @@ def train(kind, schedule="", num_ranks=1, **attributes):
     """
     torch.manual_seed(1)
     LOSSES.clear()
+    CACHE.clear()
     module = kind()
     pipeline = None
     if schedule:

@@ -109,20 +109,23 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
         for place in _held(module)
         if is_iterator(place.value) and not isinstance(place.holder, tuple)
     ]
+    errors: list[ValueError] = []
     for place in found:
-        place.holder[place.key] = _Refused(place)
+        place.holder[place.key] = _Refused(place, errors)
     try:
         yield
         _refuse_new(module, {id(place.value) for place in found})
     finally:
         for place in found:
             place.holder[place.key] = place.value
+    if errors:  # which the step, or what runs it on values that are made up, has caught
+        raise errors[0]
 
 
 def _refuse_new(module: nn.Module, known: set[int]) -> None:
     for place in _held(module):
         if is_iterator(place.value) and id(place.value) not in known:
-            _refuse(place)
+            raise _refusal(place)
 
 
 def is_iterator(value: Any) -> bool:
@@ -135,11 +138,12 @@ def is_iterator(value: Any) -> bool:
 class _Refused:
     """Stands for an iterator or a file while a step is probed."""
 
-    def __init__(self, place: _Held) -> None:
-        self._place = place
+    def __init__(self, place: _Held, errors: list[ValueError]) -> None:
+        self._place, self._errors = place, errors
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self._place)
+        self._errors.append(_refusal(self._place))
+        raise self._errors[-1]
 
     __next__ = send = read = readline = readlines = write = writelines = seek = truncate = _refuse
 
@@ -150,8 +154,8 @@ class _Refused:
         return getattr(self._place.value, name)
 
 
-def _refuse(place: _Held) -> NoReturn:
-    raise ValueError(
+def _refusal(place: _Held) -> ValueError:
+    return ValueError(
         f"{place.label} is a {type(place.value).__name__} that the step advances"
         f"{in_brackets(calling_line())}, and each stage would advance its own; read in the data "
         f"set or in a hook (on_train_batch_start, say), and draw random numbers from torch's "
