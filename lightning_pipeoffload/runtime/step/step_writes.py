@@ -157,8 +157,16 @@ class StepWrites:
             A function that puts it back, as if none of them had run another one since.
         """
         kept = _Kept(self._written.values(), self._in_place)
+        places = [
+            (space, name, space[name])
+            for child, name in self._in_place
+            for space in (child.__dict__, child.__dict__["_buffers"])
+            if name in space
+        ]
 
         def put_back() -> None:
+            for space, name, value in places:  # stages have had copies in their place
+                space[name] = value
             self._own.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
             kept.put_back()
