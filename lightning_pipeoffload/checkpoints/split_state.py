@@ -11,9 +11,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.checkpoints.state_collector import StateCollector
+from lightning_pipeoffload.checkpoints.replica_values import States, states_of_replicas
+from lightning_pipeoffload.checkpoints.value_places import shapes_of
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.optimizer_state import load_optimizer_state
+from lightning_pipeoffload.optimizers.optimizer_state import (
+    GroupNames,
+    groups_with,
+    load_optimizer_state,
+    plain_layout,
+)
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -33,7 +39,7 @@ class SplitState:
     ) -> None:
         self._pipeline = pipeline
         self._parameters = parameters
-        self._collector = StateCollector(pipeline, group)
+        self._group = group
 
     @property
     def is_split(self) -> bool:
@@ -41,8 +47,34 @@ class SplitState:
         return self._pipeline.is_split
 
     def of_module(self) -> dict[str, Any]:
-        """Return the state dict under the plain module's keys; other ranks' entries are shapes."""
-        return self._collector.module_state()
+        """Return the state dict under the plain module's keys, in its order.
+
+        What this rank is not the one to write is shape-only.
+        """
+        found = self._of_all(self._part())
+        place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
+        return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
+
+    def _part(self) -> dict[str, Any]:
+        """Return the entries that this rank can write: its own, and what belongs to no stage."""
+        state = self._pipeline.module.state_dict()
+        owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
+        return {
+            name: value
+            for name, value in state.items()
+            if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
+        }
+
+    def _of_all(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Return all ranks' entries: values where this rank is the lowest that has one."""
+        rank = self._group.global_rank
+        listed = self._group.gather(shapes_of(mine, rank))
+        parts = dict(zip(self._group.global_ranks, listed, strict=True))
+        parts[rank] = mine
+        found: dict[str, Any] = {}
+        for writer in sorted(parts, reverse=True):
+            found |= parts[writer]
+        return found
 
     def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
         """Return the plain optimizer's state; what other ranks have of it is shapes, or left out.
@@ -52,10 +84,28 @@ class SplitState:
             by_name: Whether it is to be this rank's part, by the names of the parameters.
         """
         names = self._parameters.names_in(optimizer)
+        mine = self._named_state(optimizer)
         if by_name:
-            return self._collector.optimizer_part(optimizer, names)
-        is_shared_out = self._parameters.shares_of(optimizer) is not None
-        return self._collector.optimizer_state(optimizer, names, is_shared_out)
+            return self._part_of_optimizer(optimizer, names, mine)
+        if self._parameters.shares_of(optimizer) is not None:
+            mine = states_of_replicas(mine, self._group)
+        return plain_layout(optimizer, names, self._of_all(mine))
+
+    def _part_of_optimizer(
+        self, optimizer: Optimizer, names: GroupNames, state: States
+    ) -> dict[str, Any]:
+        part: dict[str, Any] = {}
+        anything = self._group.world.agree(bool(state), unanimous=False)
+        if state or not anything:
+            part["state"] = state
+        if self._group.is_root:
+            part["param_groups"] = groups_with(optimizer.param_groups, names)
+        return part
+
+    def _named_state(self, optimizer: Optimizer) -> States:
+        parameters = self._pipeline.tensors.canonical_parameters()
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        return {name_of[id(p)]: state for p, state in optimizer.state.items()}
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from numbers import Number
@@ -62,9 +62,16 @@ class LogCapture:
             keep: Whether the step comes to its end, with all that it logs.
             probing: Whether the step has no values, and shows only what is logged where.
         """
-        if keep or probing:
-            return self._capturing(keep, probing)
-        return _Unheard(self._module)
+        return self._capturing(keep, probing) if keep or probing else self._ignoring()
+
+    @contextmanager
+    def _ignoring(self) -> Iterator[None]:
+        """Take what a stage logs that the step leaves before its end."""
+        self._module.__dict__["log"] = _ignore
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
 
     @contextmanager
     def _capturing(self, keep: bool, probing: bool) -> Iterator[None]:
@@ -82,7 +89,7 @@ class LogCapture:
         self._module.__dict__["log"] = log
         self._num_passes += keep
         try:
-            with self._metrics.watching(keep):
+            with self._metrics.watching() if keep else nullcontext():
                 yield
         finally:
             del self._module.__dict__["log"]
@@ -131,19 +138,6 @@ class LogCapture:
         return self._module.trainer.training if on_step is None else bool(on_step)
 
 
-class _Unheard:
-    """What a stage logs that the step leaves before its end."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self._attributes = module.__dict__
-
-    def __enter__(self) -> None:
-        self._attributes["log"] = _ignore
-
-    def __exit__(self, *error: object) -> None:
-        del self._attributes["log"]
-
-
 def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     """Take a call of ``self.log``; the same operations count as where it is kept."""
     _detach(value)
@@ -159,7 +153,7 @@ def _over_batch(entries: list[_Call], combined: Any) -> Any:
     Where it has changed that number in place, it is what the microbatches' combine to.
     """
     origins = [entry.origin for entry in entries if entry.origin is not None]
-    if len(origins) < len(entries) or len({(id(o.copy), o.place) for o in origins}) > 1:
+    if len(origins) < len(entries) or len({(id(o.copy), *o[1:3]) for o in origins}) > 1:
         return combined
     pairs = zip(origins, entries, strict=True)
     is_same = torch.stack([o.number == entry.value.reshape(()) for o, entry in pairs]).all()

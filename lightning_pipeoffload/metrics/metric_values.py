@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,24 +20,31 @@ from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torchmetrics import Metric
 
 
-@dataclass(frozen=True)
-class CallValue:
-    """A number that a call of a metric has returned.
+class CallValue(NamedTuple):
+    """A tensor that a call of a metric has returned, or a number in it.
 
     Attributes:
         copy: The copy of the metric that is updated with the whole batch.
-        place: Which number of what the call returned, counted over all of its tensors.
-        number: The number as it was then.
+        leaf: Which tensor of what the call returned.
+        element: Which number of the tensor.
+        returned: The tensor itself.
+        then: Its values when it was returned.
     """
 
     copy: Metric
-    place: tuple[int, int]
-    number: Tensor
+    leaf: int
+    element: int
+    returned: Tensor
+    then: Tensor
+
+    @property
+    def number(self) -> Tensor:
+        """The number when it was returned."""
+        return self.then.flatten()[self.element]
 
     def over_batch(self) -> Tensor:
         """Return the number for the batch."""
-        tensor, index = self.place
-        return tree_leaves(self.copy.compute())[tensor].flatten()[index]
+        return tree_leaves(self.copy.compute())[self.leaf].flatten()[self.element]
 
 
 class WholeBatchValues:
@@ -51,23 +58,51 @@ class WholeBatchValues:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
         self._copies: dict[int, list[Metric]] = {}
         self._calls: Counter[int] = Counter()
-        self._returned: dict[int, tuple[Metric, int, Tensor, Tensor]] = {}
+        self._returned: dict[int, CallValue] = {}
 
-    def watching(self, enabled: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """See the metrics' calls in the microbatch that begins now."""
         self._calls.clear()
         self._returned.clear()
-        return self._watching() if enabled and self._metrics else nullcontext()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
         for metric in self._metrics:
-            metric.__dict__["forward"] = self._forward_of(metric)
+            metric.__dict__["forward"] = partial(self._call, metric)
         try:
             yield
         finally:
             for metric in self._metrics:
                 del metric.__dict__["forward"]
+
+    def _call(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
+        value = type(metric).forward(metric, *args, **kwargs)
+        copies = self._copies.setdefault(id(metric), [])
+        call = self._calls[id(metric)]  # a step may call a metric several times
+        self._calls[id(metric)] += 1
+        if call == len(copies):
+            copies.append(_fresh(metric))
+        copies[call].update(*args, **kwargs)
+        if type(metric).forward is Metric.forward:  # else it may be of more than this call
+            for leaf, tensor in enumerate(tree_leaves(value)):
+                if type(tensor) is Tensor and tensor.is_contiguous():
+                    kept = tensor.detach()
+                    found = CallValue(copies[call], leaf, 0, kept, kept.clone())
+                    self._returned[_memory(tensor)] = found
+        return value
+
+    def origin(self, value: Any) -> CallValue | None:
+        """Tell whether a number that the step logs is one that a metric returned in this call.
+
+        ``detach()`` and an index into several numbers (of a wrapper by class) keep the memory, by
+        which it is known. What is computed from it is a number like any other.
+        """
+        if type(value) is not Tensor or value.numel() != 1:
+            return None
+        found = self._returned.get(_memory(value))
+        if found is None or found.returned.dtype != value.dtype:
+            return None
+        element = int(value.storage_offset() - found.returned.storage_offset())
+        is_in_it = 0 <= element < found.returned.numel()
+        return found._replace(element=element) if is_in_it else None
 
     def give_to(self, metric: Metric) -> None:
         """Let Lightning find the batch's value where it looks for that of the last call."""
@@ -76,52 +111,12 @@ class WholeBatchValues:
             # Private: Lightning reads it.
             metric._forward_cache = copies[self._calls[id(metric)] - 1].compute()
 
-    def origin(self, value: Any) -> CallValue | None:
-        """Tell whether a number that the step logs is one that a metric returned in this call.
-
-        ``detach()`` and an index into several numbers keep the memory, by which it is known.
-        """
-        if type(value) is not Tensor or value.numel() != 1 or not self._returned:
-            return None
-        found = self._returned.get(_memory(value))
-        if found is None or found[2].dtype != value.dtype:
-            return None
-        copy, tensor, returned, then = found
-        index = int(value.storage_offset() - returned.storage_offset())
-        is_in_it = 0 <= index < returned.numel()
-        return CallValue(copy, (tensor, index), then.flatten()[index]) if is_in_it else None
-
     def forget(self) -> None:
         """Be done with the batch."""
+        self._returned.clear()
         for copies in self._copies.values():
             for copy in copies:
                 copy.reset()
-
-    def _forward_of(self, metric: Metric) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            value = type(metric).forward(metric, *args, **kwargs)
-            copy = self._copy_for_call(metric)
-            copy.update(*args, **kwargs)
-            if type(metric).forward is Metric.forward:  # else it may be of more than this call
-                self._remember(copy, value)
-            return value
-
-        return forward
-
-    def _remember(self, copy: Metric, value: Any) -> None:
-        for index, tensor in enumerate(tree_leaves(value)):
-            if type(tensor) is Tensor and tensor.is_contiguous():
-                kept = tensor.detach()
-                self._returned[_memory(tensor)] = (copy, index, kept, kept.clone())
-
-    def _copy_for_call(self, metric: Metric) -> Metric:
-        """Return the copy for the first call in a microbatch, for the second, and so on."""
-        place = self._calls[id(metric)]
-        self._calls[id(metric)] += 1
-        copies = self._copies.setdefault(id(metric), [])
-        if place == len(copies):
-            copies.append(_fresh(metric))
-        return copies[place]
 
 
 def _memory(tensor: Tensor) -> int:
