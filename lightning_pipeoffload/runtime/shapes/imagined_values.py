@@ -1,8 +1,8 @@
 """Values that are made up where none is known, and the sizes that depend on them.
 
 A mixture of experts looks for the tokens of each expert: how many there are only the stage knows
-that runs the block. So the block is looked at twice, once as if all were found and once as if
-nothing was. What is the same both times does not depend on it.
+that runs the block. So the block is looked at as if everything was found; what it hands on is
+compared with that when it runs.
 """
 
 from __future__ import annotations
@@ -21,27 +21,21 @@ class Imagined(NamedTuple):
     """A way to make up what is not known.
 
     Attributes:
-        number: The number that every element is.
-        flag: The truth value that every element is, of what is true or false.
-        finds_all: Whether a search finds everything, or nothing.
+        flag: The truth value that every element is, of what is true or false; a number is 1.
     """
 
-    number: int
     flag: bool
-    finds_all: bool
 
 
-EVERYTHING = Imagined(number=1, flag=True, finds_all=True)
-NOTHING = Imagined(number=0, flag=False, finds_all=False)
+EVERYTHING = Imagined(flag=True)
 # Behind the blocks a flag is mostly asked for to see whether something is wrong.
-NO_ALARM = Imagined(number=1, flag=False, finds_all=True)
+NO_ALARM = Imagined(flag=False)
 
 
 def make_result(
     func: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    imagined: Imagined,
 ) -> Any:
     """Return what an operation whose sizes depend on values might, on the meta device.
 
@@ -49,9 +43,8 @@ def make_result(
         func: One of those that :func:`can_make_result` knows.
         args: The arguments of the operation, on the meta device.
         kwargs: The keyword arguments of the operation.
-        imagined: The way to make values up.
     """
-    return _MAKERS[func](imagined.finds_all, *args, **kwargs)
+    return _MAKERS[func](*args, **kwargs)
 
 
 def can_make_result(func: torch._ops.OpOverload) -> bool:
@@ -64,63 +57,57 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in _MASKS
 
 
-def _find(finds_all: bool, searched: Tensor) -> Tensor:
-    count = searched.numel() if finds_all else 0
-    return searched.new_empty((count, searched.dim()), dtype=torch.long)
+def _find(searched: Tensor) -> Tensor:
+    return searched.new_empty((searched.numel(), searched.dim()), dtype=torch.long)
 
 
-def _index(finds_all: bool, source: Tensor, indices: Sequence[Tensor | None]) -> Any:
+def _index(source: Tensor, indices: Sequence[Tensor | None]) -> Any:
     found: list[Tensor | None] = []
     for index in indices:
-        found += _find(finds_all, index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
+        found += _find(index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
     return aten.index(source, found)
 
 
-def _select(finds_all: bool, source: Tensor, mask: Tensor) -> Tensor:
-    count = torch.broadcast_shapes(source.shape, mask.shape).numel() if finds_all else 0
+def _select(source: Tensor, mask: Tensor) -> Tensor:
+    count = torch.broadcast_shapes(source.shape, mask.shape).numel()
     return source.new_empty((count,))
 
 
 def _unique(
-    finds_all: bool, source: Tensor, is_sorted: bool = True, inverse: bool = False, *_: Any
+    source: Tensor, is_sorted: bool = True, inverse: bool = False, *_: Any
 ) -> tuple[Tensor, ...]:
-    count = source.numel() if finds_all else min(1, source.numel())
+    count = source.numel()
     places = source.new_empty(source.shape if inverse else (0,), dtype=torch.long)
     return source.new_empty((count,)), places, places.new_empty((count,))
 
 
 def _unique_consecutive(
-    finds_all: bool, source: Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
+    source: Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
 ) -> tuple[Tensor, ...]:
     if dim is None:
-        return _unique(finds_all, source, True, inverse)
-    return _unique_along(finds_all, source, dim)
+        return _unique(source, True, inverse)
+    return _unique_along(source, dim)
 
 
-def _unique_along(finds_all: bool, source: Tensor, dim: int, *_: Any) -> tuple[Tensor, ...]:
-    length = source.shape[dim]
-    shape = list(source.shape)
-    shape[dim] = length if finds_all else min(1, length)
-    places = source.new_empty((length,), dtype=torch.long)
-    return source.new_empty(shape), places, places.new_empty((shape[dim],))
+def _unique_along(source: Tensor, dim: int, *_: Any) -> tuple[Tensor, ...]:
+    places = source.new_empty((source.shape[dim],), dtype=torch.long)
+    return source.new_empty(source.shape), places, torch.empty_like(places)
 
 
-def _count(
-    finds_all: bool, source: Tensor, weights: Tensor | None = None, minlength: int = 0
-) -> Tensor:
+def _count(source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     # Who names the number of bins expects no more of them.
-    length = minlength or (source.numel() if finds_all else 0)
+    length = minlength or source.numel()
     dtype = torch.long if weights is None else weights.dtype
     return source.new_empty((length,), dtype=dtype)
 
 
-def _repeat(finds_all: bool, repeats: Tensor, output_size: int | None = None) -> Tensor:
-    length = repeats.numel() if finds_all else 0
+def _repeat(repeats: Tensor, output_size: int | None = None) -> Tensor:
+    length = repeats.numel()
     return repeats.new_empty((length if output_size is None else output_size,), dtype=torch.long)
 
 
-def _one_hot(finds_all: bool, source: Tensor, num_classes: int = -1) -> Tensor:
-    count = num_classes if num_classes >= 0 else 1 + finds_all
+def _one_hot(source: Tensor, num_classes: int = -1) -> Tensor:
+    count = num_classes if num_classes >= 0 else 2
     return source.new_empty((*source.shape, count))
 
 

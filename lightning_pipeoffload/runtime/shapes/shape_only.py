@@ -175,7 +175,7 @@ class ShapeOnly(Tensor):
     def _imagined(self, operation: str) -> Tensor:
         imagined = imagine(operation, self.origins)
         tell_observers(aten._local_scalar_dense.default, (self,), None)
-        value = imagined.flag if self.dtype == torch.bool else imagined.number
+        value = imagined.flag if self.dtype == torch.bool else 1
         return torch.full(self.shape, value, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -217,7 +217,7 @@ class ShapeOnly(Tensor):
         if imagined is None:  # observers may want to know which results share memory
             out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
-            out = make_result(func, *on_meta, imagined)
+            out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
         tell_observers(func, args, result)
