@@ -76,6 +76,24 @@ class CountsBehindAndReadsBefore(CountsBehind):
         return x * (1 + self.count)
 
 
+class CountsInAnArray(Step):
+    def prepare(self):
+        self.counts = np.zeros(2)
+
+    def before(self, x):
+        self.counts[0] += 1
+        return x * self.counts[0]
+
+
+class CountsInAnArrayBehind(CountsInAnArray):
+    def before(self, x):
+        return x * (1 + self.counts[0])
+
+    def behind(self, loss):
+        self.counts[0] += 1
+        return loss
+
+
 # 2. A moving average of the loss
 
 
@@ -301,6 +319,7 @@ class BindsAtOnce(ScalesByAnAttribute):
 TRAINS = [
     CountsBefore,
     CountsBehind,
+    CountsInAnArray,
     Averages,
     AveragesInABuffer,
     QueuesBehind,
@@ -315,6 +334,7 @@ TRAINS = [
 
 REFUSED = {
     CountsBehindAndReadsBefore: r"self\.count",
+    CountsInAnArrayBehind: r"self\.counts",
     FillsBehindAndConsumesBefore: r"self\.queue",
     MakesInTheFirstStep: r"self\.queue",
     Checkpointed: r"blocks\.3|mask",

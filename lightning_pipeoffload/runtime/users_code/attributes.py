@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, ve
 from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
+_LARGEST = 1 << 24  # bytes of an array; a larger one is data
 GONE = object()  # the value of a name that is not there
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
@@ -165,7 +168,7 @@ class WriteWatch:
 
 
 def _can_change(value: Any) -> bool:
-    if isinstance(value, (Tensor, list, dict, set, deque)):
+    if isinstance(value, (Tensor, np.ndarray, list, dict, set, deque)):
         return True
     kind = type(value)
     return hasattr(value, "__dict__") and not callable(value) and is_users(kind.__module__)
@@ -176,4 +179,6 @@ def look_at(value: Any) -> Look:
     inside = look_into(value)
     tensors = [part for _, parts in inside for part in parts if isinstance(part, Tensor)]
     own = version_of(value) if isinstance(value, Tensor) else 0
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
+        own = zlib.crc32(value.tobytes())
     return [(value, own), *inside, *((tensor, version_of(tensor)) for tensor in tensors)]

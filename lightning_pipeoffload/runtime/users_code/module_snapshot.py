@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from lightning_pipeoffload.runtime.users_code.look import Look, Parts
 from lightning_pipeoffload.runtime.users_code.sources import is_generator
 
 _DEPTH = 3
+_LARGEST = 1 << 24  # bytes of an array; a larger one is data
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, dict, set, deque)
 _VALUES = (dict.values, OrderedDict.values)
@@ -35,12 +37,12 @@ class _Place:
     attribute: str | None  # in whose value it is; None: it is the owner's attributes themselves
     container: Any
     contents: Any
-    copies: dict[str, Tensor] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
 
     def copy_tensors(self) -> None:
         if isinstance(self.container, dict):
-            tensors = ((n, value) for n, value in self.contents.items() if type(value) is Tensor)
-            self.copies = {name: value.clone() for name, value in tensors}
+            copies = ((name, _copy(value)) for name, value in self.contents.items())
+            self.copies = {name: copied for name, copied in copies if copied is not None}
             self.container.update(self.copies)
 
     def written(self) -> Iterator[Attribute]:
@@ -60,8 +62,18 @@ class _Place:
         )
 
 
-def is_written(copied: Tensor, value: Tensor) -> bool:
+def _copy(value: Any) -> Any:
+    """Copy a tensor or an array; None: it is none, or so large that it is data."""
+    if type(value) is Tensor:
+        return value.clone()
+    is_small = isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
+    return value.copy() if is_small else None
+
+
+def is_written(copied: Any, value: Any) -> bool:
     """Whether a copy of ``value`` was changed in place since it was made."""
+    if isinstance(value, np.ndarray):
+        return bool(copied.tobytes() != value.tobytes())
     # Private: the version counts the writes, but not those through .data, nor those to what an
     # inference mode has made.
     is_counted = not copied.is_inference() and bool(copied._version)
@@ -119,6 +131,8 @@ def private_copy(value: Any, depth: int = _DEPTH) -> Any:
     """Copy what can be changed in place in a value, as deep as :func:`unchanged` looks."""
     if type(value) is Tensor:
         return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if depth == 0 or not (_is_container(value) or _attributes(value)):
         return value
     found = copy.copy(value)

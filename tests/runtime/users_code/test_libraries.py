@@ -1,19 +1,15 @@
 import contextlib
 import functools
-import json
 import random
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-import torchmetrics
 
 import lightning_pipeoffload
 from lightning_pipeoffload.loop.hooks import users_hooks
 from lightning_pipeoffload.runtime.users_code.libraries import (
-    is_foundations,
     is_librarys_file,
     is_opaque,
     is_users,
@@ -45,32 +41,8 @@ def test_python_is_no_library():
     assert not is_librarys_file(contextlib.__file__)
 
 
-@pytest.mark.parametrize("module", [torch.nn, L.pytorch, torchmetrics, json, sys, users_hooks])
-def test_every_run_stands_on_these(module):
-    assert is_foundations(module.__name__)
-
-
-def test_a_file_of_the_users_may_be_called_as_one_of_pythons(monkeypatch, tmp_path):
-    mine = ModuleType("queue")
-    mine.__file__ = str(tmp_path / "queue.py")
-    assert is_foundations("queue")
-    monkeypatch.setitem(sys.modules, "queue", mine)
-    is_users.cache_clear()
-    try:
-        assert not is_foundations("queue")
-    finally:
-        is_users.cache_clear()
-    assert not is_foundations("pytest")
-
-
 @pytest.mark.parametrize("value", [torch.Generator(), ValueError(), functools.partial(print)])
 def test_what_libraries_have_for_themselves_is_not_looked_into(value):
     assert is_opaque(value)
     assert not is_opaque(Mine())
     assert not is_opaque(SimpleNamespace())
-
-
-def test_what_draws_may_be_in_an_object_of_torchs():
-    sampler = torch.utils.data.RandomSampler([1])
-    assert is_opaque(sampler)
-    assert not is_opaque(sampler, may_draw=True)
