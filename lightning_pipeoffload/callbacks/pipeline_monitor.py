@@ -15,9 +15,11 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeoffload.callbacks.batch_counts import count_batch
-from lightning_pipeoffload.callbacks.logged_figures import figures_to_log
-from lightning_pipeoffload.callbacks.optimizer_step import OptimizerStep
+from lightning_pipeoffload.callbacks.step_figures import (
+    OptimizerStep,
+    count_batch,
+    figures_to_log,
+)
 from lightning_pipeoffload.callbacks.timeline_files import DrawnStep, TimelineFiles
 from lightning_pipeoffload.metrics.rank_figures import RankFigures
 from lightning_pipeoffload.planning.report_text import print_timeline

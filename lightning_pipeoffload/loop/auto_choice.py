@@ -13,7 +13,7 @@ import torch
 
 from lightning_pipeoffload.loop.choice_cache import ChoiceCache
 from lightning_pipeoffload.loop.compilation import compile_ahead
-from lightning_pipeoffload.loop.microbatch_size import sees_its_size
+from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits

@@ -277,8 +277,7 @@ class FitRun:
                 self.making.leave_copies()
                 run.begin_training(accumulation)
             if self._stop is not None:
-                decides = accumulation.is_last or bool(accumulation.watched_by)
-                self._stop.start_batch(len(slices), decides)
+                self._stop.start_batch(len(slices))
             device = self._strategy.root_device
             with self.between.start_ahead(), sharing_casts(device), self._counted():
                 self._first_batches.start_step()

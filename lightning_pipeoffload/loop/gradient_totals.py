@@ -25,14 +25,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
 class GradientTotals:
-    """Clips by the norm over all ranks, and finds what overflows on any.
-
-    Args:
-        precision: The plugin.
-        group: The pipeline's processes.
-        age: The age of the gradients that other ranks have, which they clip alike.
-        boundary: What knows whether the ranks wait for each other here.
-    """
+    """Clips by the norm over all ranks, and finds what overflows on any."""
 
     def __init__(
         self, precision: Precision, group: PipelineGroup, age: GradientAge, boundary: StepBoundary

@@ -34,28 +34,22 @@ class JointStop:
 
     def __init__(self, trainer: Trainer, group: PipelineGroup) -> None:
         self._trainer, self._group = trainer, group
-        self._wants = self._decides = False
+        self._wants = False
         self._num_steps = 0
         self._told: Callable[[], int] | None = None
         self._vote: Callable[[], int] | None = None
 
-    def start_batch(self, num_microbatches: int, decides: bool) -> None:
-        """Begin a training batch.
-
-        Args:
-            num_microbatches: The number of microbatches whose steps end on the last stage.
-            decides: Whether training may stop after it; not within a plan of several batches.
-        """
+    def start_batch(self, num_microbatches: int) -> None:
+        """Begin a training batch, of as many microbatches whose steps end on the last stage."""
         self._hear()  # of the same batch, if an optimizer evaluates it again
-        self._decides = decides
         self._num_steps = num_microbatches if self._group.is_root else 0
-        if decides and not self._group.is_root:
+        if not self._group.is_root:
             self._told = self._group.start_sharing(0, self._group.root)
 
     def end_step(self) -> None:
         """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
-        if self._num_steps == 0 and self._decides:
+        if self._num_steps == 0:
             self._told = self._group.start_sharing(self._is_asked, self._group.root)
 
     def end_batch(self) -> None:
@@ -64,12 +58,10 @@ class JointStop:
             return
         self._hear()
         wants = self._is_asked
-        stops = False
-        if self._decides:
-            before, self._vote = self._vote, self._group.world.start_counting(wants)
-            stops = bool(before and before())
-            if wants:
-                stops = self._vote() == self._group.world.size or stops
+        before, self._vote = self._vote, self._group.world.start_counting(wants)
+        stops = bool(before and before())
+        if wants:
+            stops = self._vote() == self._group.world.size or stops
         self._trainer.should_stop = stops
         self._wants = wants and not stops
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,15 +12,9 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.loop.batch_comparison import BatchComparison
 from lightning_pipeoffload.loop.compilation import compile_ahead
-from lightning_pipeoffload.loop.microbatch_size import least_samples
+from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.loop.token_weights import (
-    count_tokens,
-    drops_first_label,
-    has_ignored_labels,
-)
-from lightning_pipeoffload.loop.whole_steps import WholeSteps
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -34,35 +27,22 @@ from lightning_pipeoffload.runtime.microbatch import (
     has_row_for_each,
     merge_outputs,
     shape_signature,
-    weigh_parts,
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.saved_buffers import SavedBuffers
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
 _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
-_IGNORED_LABELS = (
-    "the batch has labels of -100, which losses leave out, and microbatches weigh by samples: "
-    "where they count unlike numbers of tokens, the gradient is not that of the batch's mean; give "
-    'the strategy microbatch_weight="tokens", or a callable of the microbatch'
-)
 
 
 class PipelineRun:
     """Batches of one module on one rank.
-
-    Args:
-        module: The user's module.
-        group: The pipeline's processes.
-        settings: The strategy's settings.
-        device: The device on which this rank computes.
-        num_local_ranks: Ranks on this machine.
-        parts: The module, if it was made in parts.
 
     Attributes:
         pipeline: This rank's part of the module.
@@ -73,8 +53,6 @@ class PipelineRun:
         report: What the run says of itself.
         reduction: What gives the replicas one gradient; None where there is one replica.
     """
-
-    _check_weights: Callable[[], None]
 
     _cuts_predictions: bool | None = None
 
@@ -105,9 +83,9 @@ class PipelineRun:
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
         self._training, self.report = self.plans.training, self.plans.report
         self._on_accelerator = device.type != "cpu"
+        self._weights = MicrobatchWeights(module, settings.microbatch_weight)
         self._forget_batches()
         self._runs_whole: dict[Hashable, bool] = {}
-        self._whole = WholeSteps(self.pipeline, group)
         self.reduction: GradientReduction | None = None
 
     @property
@@ -140,7 +118,8 @@ class PipelineRun:
             )
         if not self.report.size:
             self.report.size = total // self.plans.choose(inputs, total)
-            self._note_ignored_labels(inputs.batch, self.report.size < total)
+            if self.report.size < total and self._group.reports:
+                self._weights.note_ignored_labels(inputs.batch)
         size = max(self.report.size, self._smallest_size(total))
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
@@ -164,11 +143,6 @@ class PipelineRun:
             f"a smaller num_microbatches or a larger batch_size, or leave out a short last batch "
             f"with drop_last=True"
         ) from error
-
-    def _note_ignored_labels(self, batch: Any, is_cut: bool) -> None:
-        is_default = self.plans.settings.microbatch_weight == "samples"
-        if is_cut and is_default and self._group.reports and has_ignored_labels(batch):
-            log.warning(_IGNORED_LABELS)
 
     def train(
         self,
@@ -242,7 +216,28 @@ class PipelineRun:
     def _evaluate_whole(
         self, inputs: StepInputs, slices: list[BatchSlice] | None
     ) -> tuple[StepOutput, bool]:
-        return self._whole.run(inputs, slices, self._weigh, self._start_comparing(inputs))
+        """Run a step on every rank alike, to which each block is lent while it runs.
+
+        Where it may turn out that the step can be cut, it runs by slices: what it computes is then
+        the same to the bit. Returns whether it could be cut, too.
+        """
+        finish_comparing = self._start_comparing(inputs)
+        call = StepCall(is_last=self._group.is_root, is_last_local=True)
+        cuts = [(cut.part, cut.seed) for cut in slices or ()] or [(inputs.batch, inputs.seed)]
+        values, could_be_cut = [], True
+        for part, seed in cuts:
+            lending = self.pipeline.lending(self._group.send_to_all, seed)
+            with lending.running():
+                values.append(inputs.step(part, call))
+            could_be_cut &= lending.could_be_cut
+        finish_comparing()
+        parts = [part for part, _ in cuts]
+        sizes = [*map(_size_of, parts)]
+        shares = self._weights.shares(parts, sizes) if slices else [1.0]
+        if not self._group.is_root:
+            return StepOutput(None, sizes, shares), could_be_cut
+        whole = values[0] if len(values) == 1 else merge_outputs(values, shares)
+        return StepOutput(whole, sizes, shares), could_be_cut
 
     def _run(
         self,
@@ -253,7 +248,7 @@ class PipelineRun:
         finish_comparing = self._start_comparing(inputs)
         parts = [cut.part for cut in slices]
         sizes = [*map(batch_size, parts)]
-        shares = self._weigh(parts, sizes)
+        shares = self._weights.shares(parts, sizes)
         results = execute(shares)
         finish_comparing()
         return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
@@ -262,21 +257,6 @@ class PipelineRun:
         """Start comparing the ranks' batches; return what ends it, after the step."""
         trains = inputs.kind == "training_step"
         return self.comparison.start(inputs.batch, f"batch in {inputs.kind}", trains)
-
-    def _weigh(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
-        """Return each microbatch's share of the batch's loss."""
-        weigh: Any = self.plans.settings.microbatch_weight
-        if weigh == "samples":
-            return [size / sum(sizes) for size in sizes]
-        if not callable(weigh):
-            weigh = self._count_tokens
-        self._check_weights()  # of the batch before
-        shares, self._check_weights = weigh_parts(weigh, parts)
-        return shares
-
-    @cached_property
-    def _count_tokens(self) -> Callable[[Any], Any]:
-        return partial(count_tokens, drops_first=drops_first_label(self.pipeline.module))
 
     def finish_checking(self) -> None:
         """Compare the last batches of the ranks, where each is compared one late; all call it.
@@ -287,7 +267,7 @@ class PipelineRun:
                 microbatches cannot be.
         """
         self.comparison.finish()
-        self._check_weights()
+        self._weights.check()
 
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)
@@ -331,4 +311,12 @@ class PipelineRun:
     def _forget_batches(self) -> None:
         self._cuts_predictions = None
         self.comparison = BatchComparison(self.pipeline, self._group, self._on_accelerator)
-        self._check_weights = lambda: None
+        self._weights.forget()
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples; 1 of what has no dimension of them."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1

@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.cost_drift import CostDrift
-from lightning_pipeoffload.loop.microbatch_size import least_samples
+from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport

@@ -37,13 +37,6 @@ _NO_ESTIMATE = "what training needs of memory is not known before it runs: %s"
 class RunReport:
     """Describes a run; what is printed comes from the one process that reports.
 
-    Args:
-        settings: The strategy's settings.
-        pipeline: This rank's part of the module.
-        training: The plan of training.
-        measurements: What the actions cost.
-        group: The pipeline's processes.
-
     Attributes:
         needs: What stages need by their shapes; None before that is known, and where it is not.
         chosen: What ``schedule="auto"`` has come to; None where a schedule was named.

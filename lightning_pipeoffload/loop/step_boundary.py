@@ -89,10 +89,6 @@ class Scaling(NamedTuple):
 class StepBoundary:
     """What a rank does at the end of a step instead of waiting.
 
-    Args:
-        group: The pipeline's processes.
-        age: The age of the gradients that other ranks have, which they clip alike.
-
     Attributes:
         weights: What the last step has changed, until it is known to be right.
         keeps_copies: Whether steps are taken for right, and kept so that they can be taken back.

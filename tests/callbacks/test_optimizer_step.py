@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.callbacks.optimizer_step import OptimizerStep
+from lightning_pipeoffload.callbacks.step_figures import OptimizerStep
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Action, Kind
 

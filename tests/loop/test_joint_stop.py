@@ -37,9 +37,9 @@ def test_what_one_rank_sets_in_a_hook_of_a_batch_stops_all_after_the_next(ranks,
     assert {found[:2] for found in done} == {(4, 4)}
 
 
-def test_within_a_plan_of_several_batches_all_stop_after_its_optimizer_step(ranks):
+def test_where_batches_accumulate_all_stop_after_the_batch_as_on_one_device(ranks):
     done = ranks(2).run(stop_accumulating)
-    assert {found[:2] for found in done} == {(1, 4)}
+    assert {found[:2] for found in done} == {(0, 3)}
 
 
 def stop_accumulating():

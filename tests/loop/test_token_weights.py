@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import BartConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.bart.modeling_bart import BartForCausalLM
 
-from lightning_pipeoffload.loop.token_weights import count_tokens, drops_first_label
+from lightning_pipeoffload.loop.microbatches import count_tokens, drops_first_label
 from tests.support import fits
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

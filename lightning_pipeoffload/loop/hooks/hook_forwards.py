@@ -30,13 +30,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class HookForwards:
-    """The calls of a module that is cut, and of its parts, outside of its steps.
-
-    Args:
-        pipeline: The module on this rank.
-        group: The pipeline's processes.
-        meeting: Where all ranks meet.
-    """
+    """The calls of a module that is cut, and of its parts, outside of its steps."""
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting) -> None:
         self._pipeline = pipeline

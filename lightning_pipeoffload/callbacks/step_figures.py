@@ -1,0 +1,123 @@
+"""The figures of an optimizer step: what a rank measures and counts, and how loggers get them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.microbatch import batch_size
+from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
+
+__all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
+
+# What the root of each replica counts in a step: what it is logged as.
+_COUNTS = {
+    "samples": "samples_per_second",
+    "tokens": "tokens_per_second",
+    "flops": "model_flops_per_second",
+}
+
+
+class OptimizerStep:
+    """The plans that ran from one step's first batch to the next one's.
+
+    Args:
+        number: The steps that are done when it is.
+        is_logged: Whether its figures are wanted.
+
+    Attributes:
+        plans: What was measured of each batch that accumulates.
+        breaks: Moments between which the ranks did what is no part of a step, such as validation.
+        figures: What is known by its end: numbers, or tensors that may still be computed.
+        has_period: Whether all between its start and the next one's is its own, but for breaks.
+    """
+
+    def __init__(self, number: int, is_logged: bool) -> None:
+        self.number = number
+        self.is_logged = is_logged
+        self.plans: list[TimedStep] = []
+        self.breaks: list[tuple[Any, Any]] = []
+        self.figures: dict[str, Any] = {}
+        self.has_period = True
+        self._following: TimedStep | None = None
+
+    def add(self, name: str, number: Any) -> None:
+        """Add to one of its figures."""
+        self.figures[name] = self.figures.get(name, 0) + number
+
+    def follow_with(self, plan: TimedStep) -> None:
+        """Let the period end where the next step's first plan has started."""
+        self._following = plan
+
+    def has_passed(self, timer: ActionTimer) -> bool:
+        """Whether its moments can be read without waiting."""
+        last = self.plans[-1].end if self._following is None else self._following.start
+        return timer.clock.has_passed(last)
+
+    def read(self, timer: ActionTimer) -> dict[str, Any]:
+        """Return all of its figures; those of the period only where that is known."""
+        seconds = timer.clock.seconds
+        found = {"step_seconds": sum(seconds(plan.start, plan.end) for plan in self.plans)}
+        if self._following is not None and self.has_period:
+            period = seconds(self.plans[0].start, self._following.start)
+            period -= sum(seconds(start, end) for start, end in self.breaks)
+            busy = sum(map(timer.busy_seconds, self.plans))
+            found |= {"period_seconds": period, "bubble": 1 - busy / period}
+        return self.figures | found
+
+
+def count_batch(batch: Any, tokens: Callable[[Any], Any] | None) -> dict[str, Any]:
+    """Count a batch, without waiting for an accelerator.
+
+    Args:
+        batch: The batch.
+        tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
+            that ``attention_mask`` lets through, or else the size of ``input_ids``.
+    """
+    found = _tokens_in(batch) if tokens is None else tokens(batch)
+    return {"samples": batch_size(batch)} | ({} if found is None else {"tokens": found})
+
+
+def _tokens_in(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        return None
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        return None
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return mask.count_nonzero()
+    return ids.numel()
+
+
+def figures_to_log(
+    ranks: Mapping[int, Mapping[str, float]], pipeline: Sequence[int]
+) -> dict[str, float]:
+    """Return what is logged of a step: of the whole run, and of each rank of replica 0.
+
+    Args:
+        ranks: The figures of each global rank that gives any.
+        pipeline: The global rank of each rank of replica 0.
+    """
+    own = [ranks[rank] for rank in pipeline]
+    logged = {"step_seconds": max(figures["step_seconds"] for figures in own)}
+    if all("grad_norm" in figures for figures in own):
+        logged["grad_norm"] = math.hypot(*(figures["grad_norm"] for figures in own))
+    if all("period_seconds" in figures for figures in own):
+        period = max(figures["period_seconds"] for figures in own)
+        bubble = mean(figures["bubble"] for figures in own)
+        logged |= {"period_seconds": period, "bubble": bubble} | _rates(ranks, period)
+    for rank, figures in enumerate(own):
+        logged |= {f"rank_{rank}/{n}": v for n, v in figures.items() if n not in _COUNTS}
+    return {f"pipeline/{name}": value for name, value in logged.items()}
+
+
+def _rates(ranks: Mapping[int, Mapping[str, float]], period: float) -> dict[str, float]:
+    return {
+        rate: sum(figures.get(name, 0.0) for figures in ranks.values()) / period
+        for name, rate in _COUNTS.items()
+        if any(name in figures for figures in ranks.values())
+    }

@@ -1,0 +1,149 @@
+"""The microbatches of a batch: how small they may be, and what each weighs in the batch's loss."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.microbatch import batch_leaves, weigh_parts
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
+
+log = logging.getLogger(__name__)
+
+_IGNORED = -100  # torch's ignore_index, and transformers'
+_IGNORED_LABELS = (
+    "the batch has labels of -100, which losses leave out, and microbatches weigh by samples: "
+    "where they count unlike numbers of tokens, the gradient is not that of the batch's mean; give "
+    'the strategy microbatch_weight="tokens", or a callable of the microbatch'
+)
+_OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class MicrobatchWeights:
+    """Each microbatch's share of its batch's loss, by the strategy's ``microbatch_weight``."""
+
+    def __init__(self, module: nn.Module, weight: str | Callable[[Any], Any]) -> None:
+        self._module, self._weight = module, weight
+        self._check: Callable[[], None] = lambda: None
+
+    def shares(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
+        """Return the shares of a batch's microbatches, given their numbers of samples."""
+        if self._weight == "samples":
+            return [size / sum(sizes) for size in sizes]
+        weigh = self._weight if callable(self._weight) else self._count_tokens
+        self.check()
+        shares, self._check = weigh_parts(weigh, parts)
+        return shares
+
+    @cached_property
+    def _count_tokens(self) -> Callable[[Any], Any]:
+        return partial(count_tokens, drops_first=drops_first_label(self._module))
+
+    def check(self) -> None:
+        """Check the weights of the last batch, where those are on an accelerator.
+
+        Raises:
+            ValueError: They cannot be.
+        """
+        self._check()
+
+    def forget(self) -> None:
+        """Leave the last batch unchecked, after an error."""
+        self._check = lambda: None
+
+    def note_ignored_labels(self, batch: Any) -> None:
+        """Say where weights by samples may not be those of the loss."""
+        if self._weight == "samples" and _has_ignored_labels(batch):
+            log.warning(_IGNORED_LABELS)
+
+
+def count_tokens(part: Any, drops_first: bool) -> Tensor:
+    """Count the labels of a microbatch that are not -100.
+
+    Args:
+        part: The microbatch.
+        drops_first: Whether the loss leaves out the first label of each sequence.
+
+    Raises:
+        ValueError: The microbatch has no tensor under "labels".
+    """
+    labels = part.get("labels") if isinstance(part, Mapping) else getattr(part, "labels", None)
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            f'microbatch_weight="tokens" counts batch["labels"] that are not {_IGNORED}, and the '
+            f"batch ({type(part).__name__}) has no such tensor; give microbatch_weight a callable "
+            f"of the microbatch that returns how many tokens its loss counts"
+        )
+    return (labels[..., 1:] if drops_first else labels).ne(_IGNORED).sum()
+
+
+def drops_first_label(module: nn.Module) -> bool:
+    """Whether a module has a model of transformers that compares logits with the labels behind."""
+    if "transformers" not in sys.modules:
+        return False
+    names = import_module("transformers.models.auto.modeling_auto")
+
+    # The decoders of Bart and its like take labels that are shifted already.
+    encoding = names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    models = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    causal = {name for family, name in models if family not in encoding}
+    return any(type(part).__name__ in causal or _reads_images(part) for part in module.modules())
+
+
+def _reads_images(part: nn.Module) -> bool:
+    """Whether a model of transformers is a causal one over images or sound and text."""
+    is_conditional = getattr(part, "loss_type", None) == "ForConditionalGeneration"
+    return is_conditional and not getattr(part.config, "is_encoder_decoder", False)
+
+
+def _has_ignored_labels(batch: Any) -> bool:
+    """Whether whole numbers in a batch are -100; the host waits for those on an accelerator."""
+    tensors = (leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor))
+    return any(t.dtype == torch.int64 and bool(t.eq(_IGNORED).any()) for t in tensors)
+
+
+def sees_its_size(pipeline: Pipeline) -> bool:
+    """Whether a module, trained with other microbatches, may become another one.
+
+    Statistics over a batch do, and dropout, whose draws are seeded for each microbatch, and
+    whatever the step draws or keeps.
+
+    Args:
+        pipeline: A rank's part of a module, whose step has been looked at.
+    """
+    trained = [probe for probe in pipeline.probes.known.values() if probe.trained is not None]
+    return any(map(_keeps, trained)) or any(map(_depends, pipeline.module.modules()))
+
+
+def least_samples(module: nn.Module) -> int:
+    """Return how many samples a microbatch needs: two where statistics are over a batch."""
+    return 1 + any(isinstance(part, _OVER_A_BATCH) for part in module.modules())
+
+
+def _keeps(probe: Probe) -> bool:
+    written = [name for _, name in probe.written_in_place if name not in REGISTRIES]
+    return bool(written or probe.written or probe.writes)
+
+
+def _depends(part: nn.Module) -> bool:
+    if isinstance(part, _OVER_A_BATCH):
+        return True
+    found = {**vars(part), **_numbers_of(getattr(part, "config", None))}
+    # By name: functional dropout leaves nothing else to see.
+    rates = [rate for name, rate in found.items() if "drop" in name or name == "p"]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _numbers_of(config: object) -> dict[str, object]:
+    """Return the attributes of a configuration, as the models of Hugging Face have one."""
+    found = getattr(config, "__dict__", {})
+    return {str(name): value for name, value in found.items() if "drop" in str(name)}
