@@ -43,5 +43,5 @@ def is_users(name: str) -> bool:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether an object's attributes are its class's own affair, and nothing that users put there."""
+    """Whether an object's attributes are its class's own affair, not put there by users."""
     return type(value).__module__.partition(".")[0] in _OPAQUE
