@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.message_links import HostLink
+from lightning_pipeoffload.runtime.message_links import Link
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
@@ -193,8 +193,8 @@ class ModelTransport(ProcessGroupTransport):
         found = {edge: EdgeGroup(self._host, (replica, *edge)) for edge in own}
         return {edge: found.get(edge) for edge in self._edges}
 
-    def _link(self, group: Any, global_rank: int) -> HostLink:
-        return HostLink(group, 0, global_rank, CPU)
+    def _link(self, group: Any, global_rank: int) -> Link:
+        return Link(group, 0, global_rank, CPU)
 
 
 class ModelLane:

@@ -1,4 +1,4 @@
-"""How one tensor goes over a directed edge between two processes.
+"""How tensors go over a directed edge between two processes.
 
 As bytes, for NCCL knows fewer dtypes than torch. Over NCCL through buffers that are used again: its
 group tells the allocator that another stream uses what it sends and receives, which is free
@@ -8,11 +8,10 @@ and writes the host's memory: on an accelerator messages go through pinned memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.payload import TensorSpec
-
-Wait = Callable[[], Any]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -58,55 +55,6 @@ class MessageSettings:
 
 
 DEFAULTS = MessageSettings()
-
-
-@dataclass(frozen=True)
-class Link:
-    """One end of a directed edge: the group whose messages go over it, and who is at the other.
-
-    Attributes:
-        group: The group of torch.distributed.
-        place: The peer's rank in the group.
-        global_rank: The global rank of the peer.
-        device: The device of the tensors.
-    """
-
-    group: Any
-    place: int
-    global_rank: int
-    device: torch.device
-
-    def send(self, tensor: Tensor, tag: int) -> Wait:
-        """Start sending a tensor; return what waits until it has gone."""
-        data = as_bytes(_plain(tensor))
-        return partial(_wait, self._send_bytes(data, tag), data)
-
-    def receive(self, spec: TensorSpec, tag: int) -> Wait:
-        """Start receiving a tensor; return what waits until it is there, and returns it."""
-        tensor = _empty(spec, self.device)
-        return partial(_wait, self._receive_bytes(as_bytes(tensor), tag), tensor)
-
-    # The group's own methods: dist.isend and irecv cost 90 us more a message on gloo.
-
-    def _send_bytes(self, data: Tensor, tag: int) -> Any:
-        return self.group.send([data], self.place, tag)
-
-    def _receive_bytes(self, data: Tensor, tag: int) -> Any:
-        return self.group.recv([data], self.place, tag)
-
-
-class HostLink(Link):
-    """Over gloo, between the memories of two hosts: it knows no dtypes, so none is one of bytes."""
-
-    def send(self, tensor: Tensor, tag: int) -> Wait:
-        """Start sending; return what waits until it has gone."""
-        data = _plain(tensor)
-        return partial(_wait, self._send_bytes(data, tag), data)
-
-    def receive(self, spec: TensorSpec, tag: int) -> Wait:
-        """Start receiving; return what waits for the tensor, and returns it."""
-        tensor = _empty(spec, self.device)
-        return partial(_wait, self._receive_bytes(tensor, tag), tensor)
 
 
 class BufferRing:
@@ -161,84 +109,106 @@ def _size_class(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class BufferedLink(Link):
-    """A link over which tensors go by way of a ring's buffers.
+class Link:
+    """One end of a directed edge: the group whose messages go over it, and who is at the other.
+
+    Tensors go as they are, through a ring's buffers, or through the host's memory. A send never
+    waits: where tensors go through the host, a thread waits for the copy. Who receives one waits.
 
     Attributes:
-        ring: The ring of this rank.
+        group: The group of torch.distributed.
+        place: The peer's rank in the group.
+        global_rank: The global rank of the peer.
+        device: The device of the tensors.
+        has_dtypes: Whether the group knows dtypes, so that tensors go as bytes; gloo knows none.
+        ring: The buffers of this rank that messages go through.
+        sender: The thread that sends what has been copied to the host.
     """
 
-    ring: BufferRing
+    group: Any
+    place: int
+    global_rank: int
+    device: torch.device
+    has_dtypes: bool = False
+    ring: BufferRing | None = None
+    sender: ThreadPoolExecutor | None = None
 
-    def send(self, tensor: Tensor, tag: int) -> Wait:
-        """Copy a tensor and start sending; return what waits until it has gone."""
-        buffer = self.ring.take(tensor.nbytes)
-        data = buffer[: tensor.nbytes]
-        data.copy_(as_bytes(_plain(tensor)))
-        work = self._send_bytes(data, tag)
+    # The group's own methods: dist.isend and irecv cost 90 us more a message on gloo.
 
-        def wait() -> None:
-            work.wait()
-            self.ring.give_back(buffer)
+    def send(self, tensors: Sequence[Tensor], tag: int) -> Message:
+        """Start sending tensors, the first with this tag, the others with those that follow."""
+        message = Message(self)
+        for place, tensor in enumerate(map(_plain, tensors), tag):
+            if self.sender is not None:
+                # What reads the copy also keeps it until the message has gone.
+                room: Any = late_values.start_reading(as_bytes(tensor))
+                work = self.sender.submit(self._send_read, room, place)
+            else:
+                room, data = tensor, as_bytes(tensor) if self.has_dtypes else tensor
+                if self.ring is not None:
+                    room = self.ring.take(tensor.nbytes)
+                    data = room[: tensor.nbytes].copy_(as_bytes(tensor))
+                work = self.group.send([data], self.place, place)
+            message.works.append(work)
+            message.rooms.append(room)
+        return message
 
-        return wait
+    def receive(self, specs: Sequence[TensorSpec], tag: int) -> Message:
+        """Start receiving tensors, the first with this tag, the others with those that follow."""
+        message = Message(self, specs)
+        for place, spec in enumerate(specs, tag):
+            if self.ring is not None:
+                room = self.ring.take(spec.num_bytes)
+                data = room[: spec.num_bytes]
+            elif self.sender is not None:
+                pinned = self.device.type != "cpu"
+                data = room = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            else:
+                room = _empty(spec, self.device)
+                data = as_bytes(room) if self.has_dtypes else room
+            message.works.append(self.group.recv([data], self.place, place))
+            message.rooms.append(room)
+        return message
 
-    def receive(self, spec: TensorSpec, tag: int) -> Wait:
-        """Start receiving a tensor; return what waits for it and takes it out."""
-        buffer = self.ring.take(spec.num_bytes)
-        data = buffer[: spec.num_bytes]
-        work = self._receive_bytes(data, tag)
-
-        def wait() -> Tensor:
-            work.wait()
-            tensor = _empty(spec, self.device)
-            as_bytes(tensor).copy_(data)
-            self.ring.give_back(buffer)
-            return tensor
-
-        return wait
+    def _send_read(self, read: Callable[[], Tensor], tag: int) -> Any:
+        return self.group.send([read()], self.place, tag)
 
 
-@dataclass(frozen=True)
-class StagedLink(Link):
-    """A link over which tensors of an accelerator go by way of the host.
+class Message:
+    """Tensors on their way over a link; what torch reads or writes is kept until they are there.
 
-    Nobody waits where a message is sent: a thread does, until it is on the host. Who receives one
-    waits on the host.
+    Args:
+        link: The link.
+        specs: The tensors that are received; None where they are sent.
     """
 
-    sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    __slots__ = ("link", "rooms", "specs", "works")
 
-    def send(self, tensor: Tensor, tag: int) -> Wait:
-        """Start copying and sending; return what waits until it has gone."""
-        read = late_values.start_reading(as_bytes(_plain(tensor)))
+    def __init__(self, link: Link, specs: Sequence[TensorSpec] | None = None) -> None:
+        self.link = link
+        self.specs = specs
+        self.works: list[Any] = []
+        self.rooms: list[Any] = []
 
-        def send() -> Wait:
-            host = read()
-            return partial(_wait, self._send_bytes(host, tag), host)
+    def wait(self) -> list[Tensor]:
+        """Wait until all have gone or are there; return those that were received."""
+        link, found = self.link, []
+        for place, (work, room) in enumerate(zip(self.works, self.rooms, strict=True)):
+            if self.specs is None:
+                (work.result() if link.sender is not None else work).wait()
+            else:
+                work.wait()
+                found.append(self._received(self.specs[place], room))
+            if link.ring is not None:
+                link.ring.give_back(room)
+        return found
 
-        sending = self.sender.submit(send)
-        return lambda: sending.result()()
-
-    def receive(self, spec: TensorSpec, tag: int) -> Wait:
-        """Start receiving; return what waits and starts copying to the device."""
-        pinned = self.device.type != "cpu"
-        host = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        work = self._receive_bytes(host, tag)
-
-        def wait() -> Tensor:
-            work.wait()
-            tensor = _empty(spec, self.device)
-            as_bytes(tensor).copy_(host, non_blocking=True)
-            return tensor
-
-        return wait
-
-
-def _wait(work: Any, kept: Tensor) -> Tensor:
-    """Wait for a work; what it reads or writes is kept until then."""
-    work.wait()
-    return kept
+    def _received(self, spec: TensorSpec, room: Tensor) -> Tensor:
+        if self.link.ring is None and self.link.sender is None:
+            return room
+        tensor = _empty(spec, self.link.device)
+        as_bytes(tensor).copy_(room[: spec.num_bytes], non_blocking=self.link.sender is not None)
+        return tensor
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,10 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import (
     DEFAULTS,
-    BufferedLink,
     BufferRing,
-    HostLink,
     Link,
+    Message,
     MessageSettings,
-    StagedLink,
-    Wait,
 )
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.schedule import Action, Kind
@@ -164,7 +161,8 @@ class ProcessGroupTransport:
         self._backend = _backend_for(device)
         if self._backend == "nccl":
             check_queues()
-        self._make_link = self._link_maker()
+        keeps_buffers = self._backend != "gloo" and settings.keeps_buffers
+        self._ring = BufferRing(device) if keeps_buffers else None
         self.connect()
 
     def connect(self) -> None:
@@ -181,20 +179,16 @@ class ProcessGroupTransport:
             if target == rank:
                 self._from[source] = link = self._link(groups[edge], global_ranks[source])
                 self._meet(link, link.group.recv)
-        self._posted: dict[Action, _Message] = {}
-        self._sent: dict[Action, _Message] = {}
-        self._sent_before: dict[Action, _Message] = {}
-
-    def _link_maker(self) -> Callable[..., Link]:
-        if self._backend == "gloo":
-            return StagedLink if _is_staged(self._device) else HostLink
-        if self._settings.keeps_buffers:
-            return partial(BufferedLink, ring=BufferRing(self._device))
-        return Link
+        self._posted: dict[Action, Message] = {}
+        self._sent: dict[Action, Message] = {}
+        self._sent_before: dict[Action, Message] = {}
 
     def _link(self, group: Any, global_rank: int) -> Link:
         place = dist.get_group_rank(group, global_rank)
-        return self._make_link(group, place, global_rank, self._device)
+        is_gloo = self._backend == "gloo"
+        # Each edge has a thread of its own, so that none waits for another.
+        sender = ThreadPoolExecutor(1) if is_gloo and _is_staged(self._device) else None
+        return Link(group, place, global_rank, self._device, not is_gloo, self._ring, sender)
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
@@ -219,18 +213,16 @@ class ProcessGroupTransport:
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         """Make room for the tensors and start receiving them."""
         link, tag = self._from[peer], _first_tag(receive, len(specs))
-        waits = [link.receive(spec, tag + place) for place, spec in enumerate(specs)]
-        self._posted[receive] = _Message(waits, link.global_rank)
+        self._posted[receive] = link.receive(specs, tag)
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Wait for the tensors; over NCCL the accelerator's stream does, not the host."""
-        return self._posted.pop(receive).wait(receive)
+        return _wait(self._posted.pop(receive), receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         """Start sending, and keep the tensors, or their copies, until they are gone."""
         link, tag = self._to[peer], _first_tag(recv_of(send), len(tensors))
-        waits = [link.send(tensor, tag + place) for place, tensor in enumerate(tensors)]
-        self._sent[send] = _Message(waits, link.global_rank)
+        self._sent[send] = link.send(tensors, tag)
 
     def release(self, send: Action) -> None:
         """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
@@ -239,7 +231,7 @@ class ProcessGroupTransport:
         """
         message = self._sent.pop(send, None)
         if message is not None:
-            message.wait(send)
+            _wait(message, send)
 
     def take_back(self) -> None:
         """Let go of what was sent in this step, which starts anew on all ranks."""
@@ -249,23 +241,17 @@ class ProcessGroupTransport:
     def finish_step(self) -> None:
         """Let go of what was sent in the step before; wait for it if a peer is that far behind."""
         for send, message in self._sent_before.items():
-            message.wait(send)
+            _wait(message, send)
         self._sent, self._sent_before = {}, self._sent
 
 
-class _Message(NamedTuple):
-    """Tensors on their way to or from a global rank."""
-
-    waits: list[Wait]
-    peer: int
-
-    def wait(self, action: Action) -> list[Any]:
-        # Not blaming_peers(): a message takes no words as long as nothing is wrong.
-        try:
-            return [wait() for wait in self.waits]
-        except RuntimeError as error:
-            _blame_peer(error, f"global rank {self.peer}, lost in {action}")
-            raise
+def _wait(message: Message, action: Action) -> list[Tensor]:
+    # Not blaming_peers(): a message takes no words as long as nothing is wrong.
+    try:
+        return message.wait()
+    except RuntimeError as error:
+        _blame_peer(error, f"global rank {message.link.global_rank}, lost in {action}")
+        raise
 
 
 def check_queues() -> None:

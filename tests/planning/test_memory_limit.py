@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.planning.memory_limit import device_limit, parse_bytes
-from lightning_pipeoffload.runtime.message_links import BufferedLink, BufferRing
+from lightning_pipeoffload.runtime.message_links import BufferRing, Link
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from tests.runtime.test_message_links import LateGroup
 
@@ -63,13 +63,13 @@ class Allocator(TorchDispatchMode):
 
 def test_buffers_of_messages_take_what_activations_cannot_have(monkeypatch):
     tensor, ring = torch.ones(128), BufferRing(torch.device("cpu"))
-    link = BufferedLink(LateGroup(), 0, 1, torch.device("cpu"), ring)
+    link = Link(LateGroup(), 0, 1, torch.device("cpu"), True, ring)
     with Allocator() as allocator:
         for _ in range(3):
-            receives = [link.receive(TensorSpec.of(tensor), 0) for _ in range(2)]
-            sends = [link.send(tensor, 0) for _ in range(2)]
-            for wait in (*receives, *sends):
-                wait()
+            receives = [link.receive([TensorSpec.of(tensor)], 0) for _ in range(2)]
+            sends = [link.send([tensor], 0) for _ in range(2)]
+            for message in (*receives, *sends):
+                message.wait()
     assert allocator.held == ring.num_bytes == 4 * tensor.nbytes
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10_000, 1 << 20))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 0)
