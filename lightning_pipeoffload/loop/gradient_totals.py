@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.loop.step_boundary import Clipping, Scaling, StepBoundary
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 

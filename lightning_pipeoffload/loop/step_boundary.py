@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, is_torchs
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 

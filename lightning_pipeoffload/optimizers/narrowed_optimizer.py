@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.optimizer_state import forget_states
 from lightning_pipeoffload.optimizers.step_shares import StepShares
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
@@ -76,7 +76,7 @@ class NarrowedOptimizer:
             group["params"] = [self._real(p) for p in group["params"]]
 
     def _real(self, parameter: Tensor) -> Tensor:
-        real = parameter.became if isinstance(parameter, ForeignTensor) else None
+        real = parameter.became if isinstance(parameter, RemoteTensor) else None
         if real is None:
             return parameter
         self._adopted.append(real)

@@ -24,7 +24,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import refuse_optimizer
 from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 
 
 class OptimizedParameters:
@@ -120,7 +120,7 @@ class OptimizedParameters:
             for optimizer in self._optimizers():
                 state = optimizer.state.get(parameter)
                 state = self._group.broadcast(state, self._group.global_ranks[source])
-                if state and not isinstance(parameter, ForeignTensor):
+                if state and not isinstance(parameter, RemoteTensor):
                     optimizer.state[parameter] = state
 
     def forget_foreign(self) -> None:

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.cut.trace import StepProbes
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 
 def make(kind=torch.optim.SGD, **options):
     own = nn.Parameter(torch.ones(2))
     place = nn.Linear(2, 2, bias=False)
-    foreign = ForeignTensor.standing_for(
+    foreign = RemoteTensor.standing_for(
         Slot("weight", place, "weight", "_parameters"), "weight (of stage 1)", torch.device("cpu")
     )
     foreign.age = GradientAge()
@@ -97,7 +97,7 @@ def test_hooks_after_a_step_see_all():
 def test_hooks_registered_before_training_starts_see_all():
     own, place = nn.Parameter(torch.ones(2)), nn.Linear(2, 2, bias=False)
     slot = Slot("weight", place, "weight", "_parameters")
-    foreign = ForeignTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
+    foreign = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
     optimizer = torch.optim.SGD([own, foreign], lr=0.5)
     narrowed = NarrowedOptimizer(optimizer, GradientAge())
     seen = []

@@ -13,7 +13,7 @@ from lightning_pipeoffload import PipelineMonitor
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer
 from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from tests.support import replica_fits, shared_steps
 from tests.support.threaded_replicas import run_replicas
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint, draw_blueprint
 from lightning_pipeoffload.runtime.making.construction import constructing
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import build
 
@@ -75,7 +75,7 @@ def assert_made_alike(
         for name, tensor in tensors.items():
             _compare(name, tensor, expected[name])
         assert "nothing" not in blueprint.values.values()
-        found |= {name for name, t in tensors.items() if not isinstance(t, ForeignTensor)}
+        found |= {name for name, t in tensors.items() if not isinstance(t, RemoteTensor)}
         blueprints.append(blueprint)
     assert found == {*expected}
     return blueprints
@@ -88,5 +88,5 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
 def _compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
     assert found.requires_grad == expected.requires_grad, name
-    if not isinstance(found, ForeignTensor):
+    if not isinstance(found, RemoteTensor):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 # Of this package what the user is given to train are demos, which are as a user's own.
@@ -175,14 +175,14 @@ def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
     with blaming_peers("lost a rank while comparing gradients"):
         dist.all_reduce(table, group=group.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
-        if isinstance(parameter, ForeignTensor):
+        if isinstance(parameter, RemoteTensor):
             known = KnownSize(norm, largest) if kind == _MEASURED else None
             parameter.know_gradient(kind != _ABSENT, known)
 
 
 def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
     """Return a gradient that is this rank's to measure."""
-    is_own = not isinstance(parameter, ForeignTensor) and group.counts(parameter)
+    is_own = not isinstance(parameter, RemoteTensor) and group.counts(parameter)
     return parameter.grad if is_own else None
 
 

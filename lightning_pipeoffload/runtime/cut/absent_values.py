@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -73,7 +73,7 @@ class AbsentValues:
 
 def absent_in(module: nn.Module) -> list[Slot]:
     """List where a module has shapes only."""
-    return [slot for slot in find_slots(module) if isinstance(slot.tensor, ForeignTensor)]
+    return [slot for slot in find_slots(module) if isinstance(slot.tensor, RemoteTensor)]
 
 
 def settle(module: nn.Module) -> None:
@@ -97,7 +97,7 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
             tensor = torch.empty(shape.shape, dtype=shape.dtype)
             is_parameter = slot.kind == "_parameters"
             made[id(shape)] = nn.Parameter(tensor, shape.requires_grad) if is_parameter else tensor
-        if isinstance(shape, ForeignTensor):
+        if isinstance(shape, RemoteTensor):
             shape.became = made[id(shape)]
     slot.module.__dict__[slot.kind][slot.attribute] = made[id(shape)]
     return made[id(shape)]
@@ -157,9 +157,9 @@ class ModuleCopies:
         made: dict[int, Tensor] = {}
         for original, copied in self._pairs():
             shape, found = original.tensor, copied.tensor
-            if isinstance(shape, ForeignTensor) and not isinstance(found, ForeignTensor):
+            if isinstance(shape, RemoteTensor) and not isinstance(found, RemoteTensor):
                 _put(copied, made.setdefault(id(found), _shape_like(shape, copied)))
-            elif isinstance(found, ForeignTensor) and not isinstance(shape, ForeignTensor):
+            elif isinstance(found, RemoteTensor) and not isinstance(shape, RemoteTensor):
                 _put(copied, made.setdefault(id(found), _value_like(shape, found)))
 
     def remove(self) -> None:
@@ -190,9 +190,9 @@ def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
     return Slot(slot.name, module, slot.attribute, slot.kind)
 
 
-def _shape_like(shape: ForeignTensor, copied: Slot) -> Tensor:
+def _shape_like(shape: RemoteTensor, copied: Slot) -> Tensor:
     (origin,) = shape.origins
-    return ForeignTensor.standing_for(copied, f"a copy of {origin}", copied.tensor.device)
+    return RemoteTensor.standing_for(copied, f"a copy of {origin}", copied.tensor.device)
 
 
 def _value_like(value: Tensor, shape: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
         RuntimeError: The copy has shapes in place of values.
     """
     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-    if any(isinstance(tensor, ForeignTensor) for tensor in tensors):
+    if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
         raise RuntimeError(
             f"a copy of the module that averages its weights has on each rank that rank's part, "
             f"and cannot run{in_brackets(calling_line())}: exchange "

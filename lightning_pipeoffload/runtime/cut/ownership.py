@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.shapes.awaited import Awaited
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor, GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
 
-class _Hidden(Awaited, ForeignTensor):
+class _Hidden(Awaited, RemoteTensor):
     """A weight before a stage's first block: the stage uses it from there on, or never has it."""
 
 
@@ -52,7 +52,7 @@ class Ownership:
         self._device = device
         self.local_stages = frozenset(local_stages)
         self.slots = find_slots(module)
-        self._stand_ins: list[tuple[ForeignTensor, Slot]] = []
+        self._stand_ins: list[tuple[RemoteTensor, Slot]] = []
         everyone = frozenset().union(*owners.values())
         self._common = {name for name, stages in owners.items() if stages == everyone}
         glue = [slot for slot in self.slots if chain.index_of(slot.name) is None]
@@ -112,7 +112,7 @@ class Ownership:
     def move(self) -> None:
         """Bring what this rank owns to where it computes; what it has the shape of says so too."""
         for slot in self.slots:
-            if self.is_local(slot.name) or isinstance(slot.tensor, ForeignTensor):
+            if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 slot.tensor.data = slot.tensor.data.to(self._device)
 
     def drop_foreign(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ class Ownership:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
             slot.module.__dict__[slot.kind][slot.attribute] = found
             _put(self._home, slot, found)
-            if isinstance(found, ForeignTensor):
+            if isinstance(found, RemoteTensor):
                 found.age = age
                 for view in (self._hidden, *self._views.values()):
                     _put(view, slot, found)
@@ -150,19 +150,19 @@ class Ownership:
             place = slot.module.__dict__
             key = id(slot.module), slot.kind
             _, _, contents = view.setdefault(key, (place, slot.kind, dict(place[slot.kind])))
-            if not is_visible(slot) and not isinstance(slot.tensor, ForeignTensor):
+            if not is_visible(slot) and not isinstance(slot.tensor, RemoteTensor):
                 contents[slot.attribute] = self._placeholder(slot)
                 self._stand_ins.append((contents[slot.attribute], slot))
         return list(view.values())
 
-    def _placeholder(self, slot: Slot, stage_ranks: Sequence[int] = ()) -> ForeignTensor:
+    def _placeholder(self, slot: Slot, stage_ranks: Sequence[int] = ()) -> RemoteTensor:
         stages = sorted(self.owners[slot.name])
         place = "of stage " + " and ".join(map(str, stages))
         if stage_ranks:
             ranks = sorted({stage_ranks[stage] for stage in stages})
             place += ", on global rank " + " and ".join(map(str, ranks))
         # The module may be on the host still, whose step makes masks, say, where its weights are.
-        kind = ForeignTensor if stage_ranks else _Hidden
+        kind = RemoteTensor if stage_ranks else _Hidden
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
 

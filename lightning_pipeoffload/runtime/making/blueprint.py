@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
 )
 from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
@@ -146,14 +146,14 @@ class _Draft(RegisteredParameters):
         self._shapes: dict[int, Tensor] = {}
         for slot in parameters_in(module):
             index = self.index_of(slot.tensor)
-            if index is not None and not isinstance(slot.tensor, ForeignTensor):
+            if index is not None and not isinstance(slot.tensor, RemoteTensor):
                 shape = self._stand_in(index, slot.tensor)
                 slot.module.__dict__[slot.kind][slot.attribute] = shape
 
     @override
     def take(self, index: int, parameter: Tensor) -> Tensor:
         _refuse_pretrained()
-        is_left_foreign = index < self.num_found and isinstance(parameter, ForeignTensor)
+        is_left_foreign = index < self.num_found and isinstance(parameter, RemoteTensor)
         if index in self._real or is_left_foreign:
             return parameter
         return self._shape(index, parameter)

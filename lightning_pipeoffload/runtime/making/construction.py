@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     tied_names,
 )
 from lightning_pipeoffload.runtime.making.unfilled_memory import mark
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -130,7 +130,7 @@ def _leave_foreign(
         else:
             place = " and ".join(places[stage] for stage in sorted(blueprint.owners[slot.name]))
             origin = f"{slot.name} (of {place})"
-            found = ForeignTensor.standing_for(slot, origin, slot.tensor.device)
+            found = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
             shown[id(slot.tensor)] = found
         slot.module.__dict__[slot.kind][slot.attribute] = found
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.unfilled_memory import UnfilledMemory
-from lightning_pipeoffload.runtime.shapes.foreign_draws import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.remote_draws import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,

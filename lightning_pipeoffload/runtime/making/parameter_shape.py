@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ class Registry(Protocol):
         """Note that a parameter may be given up for one without a value yet."""
 
 
-class ParameterShape(ForeignTensor):
+class ParameterShape(RemoteTensor):
     """A parameter whose value nobody needs on this rank, or that is not known yet.
 
     Code that makes modules draws, copies and computes with it as with any other.
@@ -53,7 +53,7 @@ class ParameterShape(ForeignTensor):
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         made = cls(meta, parameter.device, frozenset((origin,)), parameter.requires_grad)
-        made._is_param = True  # private: see ForeignTensor
+        made._is_param = True  # private: see RemoteTensor
         made.registry = registry
         return made
 
@@ -105,9 +105,9 @@ class ParameterShape(ForeignTensor):
             self.registry.note_data(self, value)
 
     @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForeignTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if self.registry is None:
             return super().__deepcopy__(memo)
         copied = self.registry.copy(self, memo)
-        assert isinstance(copied, ForeignTensor)
+        assert isinstance(copied, RemoteTensor)
         return copied

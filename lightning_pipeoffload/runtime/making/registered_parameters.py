@@ -6,6 +6,7 @@ shown of a parameter, where it ends up and who needs it, is known in a second ru
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,11 +18,37 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.making.freed_memory import FreedMemory
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+_MOST_KEPT = 32 << 20  # bytes
+
+
+class FreedMemory:
+    """Counts the bytes of dropped parameters, and returns freed memory to the system in between.
+
+    glibc keeps freed memory between blocks in use, and takes new memory for tensors that do not fit
+    these gaps: without this, most of the module would stay resident.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        # Of glibc only; others give large blocks back at once.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def note(self, num_bytes: int) -> None:
+        """Note that so much is about to be freed."""
+        if self._num_bytes > _MOST_KEPT:
+            self.give_back()
+        self._num_bytes += num_bytes
+
+    def give_back(self) -> None:
+        """Give back what is free."""
+        self._num_bytes = 0
+        if self._trim is not None:
+            self._trim(0)
 
 
 class Appearance(NamedTuple):

@@ -10,6 +10,7 @@ around everything and knows no origins.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
-from lightning_pipeoffload.runtime.shapes.foreign_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
 from lightning_pipeoffload.runtime.shapes.meta_kernels import find_result, run_on_meta
 from lightning_pipeoffload.runtime.shapes.operations import (
@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     is_ordinary,
     written_arguments,
 )
-from lightning_pipeoffload.runtime.shapes.saved_shapes import warn_of_saving
+from lightning_pipeoffload.runtime.shapes.remote_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     imagine,
@@ -41,6 +41,11 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
 from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
 
+_SAVED = (
+    "torch.save() has written shapes without values for the weights that other ranks have: "
+    "trainer.save_checkpoint(path), called on all ranks, writes all values, and "
+    "trainer.strategy.gather(parameter) returns that of one"
+)
 _ASKS_FOR_ADDRESSES = {nn.modules.rnn.__name__, "torch.cuda._sanitizer"}
 
 aten = torch.ops.aten
@@ -104,7 +109,7 @@ class ShapeOnly(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the shape, and what is known of where the value is."""
-        warn_of_saving()
+        _warn_of_saving()
         made = self.meta, self.device, self.origins, self.requires_grad
         return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
 
@@ -354,3 +359,13 @@ def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
         return ShapeOnly(as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 
     return map_operands(wrap, out)
+
+
+def _warn_of_saving() -> None:
+    """Warn if ``torch.save`` pickles the object whose ``__reduce_ex__`` calls this.
+
+    A pickle that stays in the run may do without values; a file would pass for the weights.
+    """
+    pickler = sys._getframe(2)
+    if pickler.f_globals.get("__name__") == "torch.serialization":
+        warnings.warn(_SAVED, stacklevel=5)

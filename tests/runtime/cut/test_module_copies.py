@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.absent_values import ModuleCopies
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 HERE = torch.device("cpu")
@@ -33,14 +33,14 @@ def leave(module, *names):
     """Let shapes take the places of parameters and buffers, as where another rank owns them."""
     made = {}
     for slot in [slot for slot in find_slots(module) if slot.name in names]:
-        shape = ForeignTensor.standing_for(slot, f"{slot.name} (of stage 1)", HERE)
+        shape = RemoteTensor.standing_for(slot, f"{slot.name} (of stage 1)", HERE)
         found = made.setdefault(id(slot.tensor), shape)
         slot.module.__dict__[slot.kind][slot.attribute] = found
 
 
 def shapes_in(module):
     found = module.state_dict(keep_vars=True)
-    return {name for name, value in found.items() if isinstance(value, ForeignTensor)}
+    return {name for name, value in found.items() if isinstance(value, RemoteTensor)}
 
 
 def test_copies_and_copies_of_them_follow(module):

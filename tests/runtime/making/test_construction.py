@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from tests.support.built_in_parts import (
     Later,
@@ -235,7 +235,7 @@ def test_a_large_parameter_is_drawn_in_pieces():
 
 def test_a_rank_has_its_part_and_what_gave_it_its_values():
     module, blueprint = make_part(lambda: Net(copy_values), [0, 1, 2], rank=1)
-    real = {s.name for s in find_slots(module) if not isinstance(s.tensor, ForeignTensor)}
+    real = {s.name for s in find_slots(module) if not isinstance(s.tensor, RemoteTensor)}
     assert blueprint.counts == [2, 3, 1]
     assert {name.split(".")[2] for name in real if "linear" in name} == {"2", "3", "4"}
     assert sum("table" in name for name in real) == 6

@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 GRADIENT_OF = "the gradient of "
 
 
-class ForeignGradient(ShapeOnly):
+class RemoteGradient(ShapeOnly):
     """A gradient without values, or what was computed from it element by element.
 
     Attributes:
@@ -30,7 +30,7 @@ class ForeignGradient(ShapeOnly):
     derived: Derived | None = None
 
     @classmethod
-    def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> ForeignGradient:
+    def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
         """Return the gradient of ``parameter``, of which ``size`` is known."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         made = cls(parameter.meta, parameter.device, origins)
@@ -53,7 +53,7 @@ class ForeignGradient(ShapeOnly):
         """Answer what is known; note what is written, and what still tells of the gradient."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, ForeignGradient) and first.derived is not None:
+        if isinstance(first, RemoteGradient) and first.derived is not None:
             known = first._answer(func, args[1:], kwargs)
             if known is not None:
                 return known
@@ -86,17 +86,17 @@ class ForeignGradient(ShapeOnly):
             self.derived = None
 
 
-def _gradients_in(tree: Iterable[Any]) -> Iterable[ForeignGradient]:
-    return (leaf for leaf in leaves_of(list(tree)) if isinstance(leaf, ForeignGradient))
+def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
+    return (leaf for leaf in leaves_of(list(tree)) if isinstance(leaf, RemoteGradient))
 
 
 def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
     """Let a result tell what it has to do with a gradient."""
-    operands = [arg.derived if isinstance(arg, ForeignGradient) else arg for arg in args]
+    operands = [arg.derived if isinstance(arg, RemoteGradient) else arg for arg in args]
     found = _derive(func, operands)
     if found is None or type(result) is not ShapeOnly:
         return result
-    made = ForeignGradient(result.meta, result.device, result.origins)
+    made = RemoteGradient(result.meta, result.device, result.origins)
     made.derived = found
     return made
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import (
-    ForeignTensor,
+from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
+    RemoteTensor,
     explain_foreign,
 )
-from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
@@ -22,7 +22,7 @@ def make(values=VALUES, dtype=torch.float32, is_known=True):
     """Return a real gradient, and the parameter of another rank that has it."""
     gradient = torch.tensor(values, dtype=dtype)
     slot = Slot("weight", nn.Linear(2, 2, dtype=dtype), "weight", "_parameters")
-    foreign = ForeignTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
+    foreign = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
     foreign.age = GradientAge()
     foreign.age.change()
     if is_known:
@@ -111,7 +111,7 @@ def test_other_values_are_refused_with_their_place(ask):
         ask(foreign.grad)
     said = explain_foreign(found.value)
     assert "the gradient of weight (of stage 1)" in said
-    assert "test_foreign_gradient.py" in said
+    assert "test_remote_gradient.py" in said
     assert "trainer.strategy.gather(parameter.grad)" in said
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.shapes.foreign_tensor import ForeignTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import Regression, call_step, linear_blocks
@@ -74,7 +74,7 @@ def test_a_step_sees_a_whole_module(schedule):
 
 
 def foreign_weight(module):
-    return next(p for p in module.parameters() if isinstance(p, ForeignTensor))
+    return next(p for p in module.parameters() if isinstance(p, RemoteTensor))
 
 
 def test_a_copy_freezes_by_itself():
@@ -114,7 +114,7 @@ def test_a_state_dict_loads_into_what_a_rank_has():
     own = module.blocks[3][0].weight
     module.load_state_dict({name: torch.ones_like(t) for name, t in plain.state_dict().items()})
     assert own.eq(1).all()
-    assert isinstance(module.blocks[0][0].weight, ForeignTensor)
+    assert isinstance(module.blocks[0][0].weight, RemoteTensor)
 
 
 def test_writes_in_place_are_left_to_the_owner():
@@ -125,5 +125,5 @@ def test_writes_in_place_are_left_to_the_owner():
         weight.data = torch.ones(4, 4)
         weight.data.copy_(torch.ones(4, 4))
         nn.init.normal_(weight)
-    assert isinstance(weight, ForeignTensor)
+    assert isinstance(weight, RemoteTensor)
     assert weight.origins == before

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.runtime.shapes.foreign_gradient import GRADIENT_OF, ForeignGradient
 from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_gradient import GRADIENT_OF, RemoteGradient
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
@@ -36,7 +36,7 @@ class GradientAge:
         self.are_none = are_none
 
 
-class ForeignTensor(ShapeOnly):
+class RemoteTensor(ShapeOnly):
     """A parameter or buffer that this rank, or the stage that runs, does not have.
 
     It stays in its place and under its name, so that the module is whole wherever code looks at it.
@@ -85,10 +85,10 @@ class ForeignTensor(ShapeOnly):
 
     def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
         """Take note of a gradient, of which ``size`` is known."""
-        self.grad = ForeignGradient.of(self, size) if is_there else None
+        self.grad = RemoteGradient.of(self, size) if is_there else None
 
     @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForeignTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         made = type(self)(self.meta, self.device, self.origins, self.requires_grad)
         made._is_param = self._is_param
         memo[id(self)] = made
