@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
-from lightning_pipeoffload.loop.cost_drift import CostDrift
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
@@ -16,6 +14,7 @@ from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_plan import keeps_limits
 from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
@@ -65,8 +64,9 @@ class RunPlans:
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
         self._updates = PlanUpdates(settings, group, self.training, measurements)
-        self._drift = CostDrift(group, executor)
-        self._is_watched, self._watched = False, self.training.costs
+        self._vote: tuple[int, Callable[[], int]] | None = None
+        self._num_batches = 0
+        self._kept: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
 
@@ -127,42 +127,60 @@ class RunPlans:
         """
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
+        elif is_first and self._outgrows_limit():
+            self._plan_anew()
         elif is_first and self._updates.is_solving:
             self._updates.before_step()
-        elif is_first:
-            self._follow_costs()
 
     def end_batch(self) -> None:
-        """Let ranks know of times that have left those of the plan; called after its hooks."""
+        """Let ranks know of a microbatch that was too large; called after a batch's hooks.
+
+        Nobody waits for it: what is counted after a batch is read when the next one has run too.
+        """
         trainer: Any = self._pipeline.module.trainer
-        if trainer.training and not self._updates.is_solving:
-            self._drift.end_batch()
-
-    def _follow_costs(self) -> None:
-        """Plan anew where steps have long taken another time than the plan says."""
-        if not self._is_watched or self.training.costs is not self._watched:
-            self._watch()
-        if not self._drift.before_step():
+        if not trainer.training:
             return
-        self._drift.name_slower()
-        if self.training.costs is None or torch.are_deterministic_algorithms_enabled():
-            self._drift.settle(changes=False)
-            self._drift.start(None, self.training.schedule.num_stages)
-            return
-        self._plan_anew()
+        self._num_batches += 1
+        has_plan = self._has_measured_steps and self.training.costs is not None
+        if has_plan and self.settings.is_limited(self._on_accelerator) and self._vote is None:
+            counting = self._group.world.start_counting(self._breaks_limit())
+            self._vote = self._num_batches, counting
 
-    def _watch(self) -> None:
-        self._is_watched, self._watched = True, self.training.costs
-        self._drift.start(self._watched, self.training.schedule.num_stages)
+    def _outgrows_limit(self) -> bool:
+        """Whether the plan would break the memory limit on any rank, on all of them alike."""
+        if self._vote is None or self._vote[0] >= self._num_batches:
+            return False
+        (_, count), self._vote = self._vote, None
+        return count() > 0
+
+    def _breaks_limit(self) -> bool:
+        """Whether this rank has kept more for a microbatch than was planned, and than fits."""
+        stages = self._executor.stages
+        kept = {
+            "activation": {i: stage.memory.activation_bytes for i, stage in stages.items()},
+            "weight_input": {i: stage.memory.weight_input_bytes for i, stage in stages.items()},
+            "weight_residue": {i: stage.memory.residue_bytes for i, stage in stages.items()},
+        }
+        schedule, costs, limits = self.training.schedule, self.training.costs, self.training.limits
+        if kept == self._kept or costs is None:
+            return False
+        self._kept = kept
+        planned = {name: list(costs.per_stage(name, schedule.num_stages)) for name in kept}
+        most: dict[str, Any] = {
+            name: [max(size, kept[name].get(i) or 0) for i, size in enumerate(sizes)]
+            for name, sizes in planned.items()
+        }
+        limit = self.settings.limit_on(limits.device)
+        grown = replace(costs, **most)
+        return most != planned and not keeps_limits(schedule, grown, limit, limits)
 
     def _plan_anew(self) -> None:
+        self._updates.close()
         costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
         limits = self._limits()
         anew = self._make_anew(costs, limits)
         if self._group.reports:
-            print_anew(self.training.schedule.name, anew.before, anew.after)
-        self._drift.settle(changes=anew.settings is not None)
-        self._watch()
+            print_anew(self.training.schedule.name, anew.after)
         if self.settings.is_solved:
             self._updates.start(costs, limits)
 
@@ -203,5 +221,5 @@ class RunPlans:
     def leave(self) -> None:
         """Leave the plan under way, after an error in the middle of a step too."""
         self._updates.close()
-        self._drift.leave()
+        self._vote, self._num_batches = None, 0
         self.training.abandon()

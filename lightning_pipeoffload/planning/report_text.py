@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
-from lightning_pipeoffload.planning.cost_watch import NUM_LOOKS, STEPS_BETWEEN_LOOKS, TOLERANCE
 from lightning_pipeoffload.schedule.candidates import Choice
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
@@ -86,23 +85,18 @@ def print_gain(before: float, after: float) -> None:
     )
 
 
-def print_anew(name: str, before: float, after: float | None) -> None:
-    """Print that times have drifted from those of the plan, and what came of it.
+def print_anew(name: str, after: float | None) -> None:
+    """Print that a microbatch has outgrown the plan, and what came of it.
 
     Args:
         name: The name of the schedule that runs from now on.
-        before: Seconds of a step by the plan that was in use, at the new times.
-        after: The same by the new plan; None where there is no better one.
+        after: Seconds of a step by the new plan; None where the plan in use stays.
     """
-    steps = STEPS_BETWEEN_LOOKS * NUM_LOOKS
-    drifted = f"Times have left those of the plan by more than {TOLERANCE:.0%} for {steps} steps. "
+    outgrown = "A microbatch keeps more than any that was planned for, and than the limit allows. "
     if after is None:
-        _tell(f"{drifted}No plan is better than {name}, at {1e3 * before:.1f} ms a step.")
+        _tell(f"{outgrown}The plan in use stays: {name}.")
         return
-    _tell(
-        f"{drifted}Planned anew, {name} takes {1e3 * after:.1f} ms a step instead of "
-        f"{1e3 * before:.1f} ms, and runs from now on."
-    )
+    _tell(f"{outgrown}Planned anew, {name} takes {1e3 * after:.1f} ms a step.")
 
 
 def print_prediction(report: dict[str, Any]) -> None:

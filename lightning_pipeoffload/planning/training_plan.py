@@ -58,6 +58,7 @@ class TrainingPlan:
             number of microbatches.
         offloaded: What the schedule offloads and why, where that was planned.
         costs: The measured costs by which it was planned; None before there are any.
+        limits: The limits of the machines by which it was planned.
         has_barrier: What was given.
         is_cold: Whether the shapes of the batch at hand are new on an accelerator. It runs one
             microbatch at a time then: compiling, loading and allocating wait for all that the
@@ -83,7 +84,7 @@ class TrainingPlan:
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
-        self._limits = MachineLimits()
+        self.limits = MachineLimits()
         self._lowered = cache(_lower)
 
     @property
@@ -125,6 +126,10 @@ class TrainingPlan:
         """
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measures_rooms = self.is_cold
+        # A larger microbatch may break the limit: what each of these keeps is measured.
+        is_measured = shapes_are_new and self._settings.is_limited(self._on_accelerator)
+        for stage in self._executor.stages.values():
+            stage.memory.measures_all = is_measured
 
     def use(self, settings: PipelineSettings) -> None:
         """Plan by other settings from now on, before anything has run.
@@ -146,7 +151,7 @@ class TrainingPlan:
             costs: Costs in seconds and bytes.
             limits: The limits of the machines.
         """
-        self.costs, self._limits = costs, limits
+        self.costs, self.limits = costs, limits
         self.make(self.schedule.num_microbatches)
 
     def adopt(
@@ -185,13 +190,13 @@ class TrainingPlan:
             costs: Costs in seconds and bytes.
             limits: The limits of the machines.
         """
-        self._settings, self.costs, self._limits = settings, costs, limits
+        self._settings, self.costs, self.limits = settings, costs, limits
 
     def _make(self, num_microbatches: int) -> MemoryPlan:
         sizes = self._num_ranks, num_microbatches
         if self.costs is None:
             return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
-        return plan_by_costs(self._settings, *sizes, self.costs, self._limits, self.has_barrier())
+        return plan_by_costs(self._settings, *sizes, self.costs, self.limits, self.has_barrier())
 
     def run(
         self, microbatches: list[Microbatch], before_backward: BeforeBackward, steps: bool
