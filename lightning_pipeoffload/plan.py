@@ -32,7 +32,7 @@ from lightning_pipeoffload.cli.costs_file import read_costs
 from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
 from lightning_pipeoffload.cli.plan_report import REPORTS, figures_of
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
-from lightning_pipeoffload.cli.units import Units
+from lightning_pipeoffload.cli.units import MEASURED, Units
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -82,7 +82,7 @@ def plan(config: DictConfig) -> None:
         )
     _refuse_what_a_run_measures(config)
     costs = _costs(config)
-    units = Units.of(costs)
+    units = MEASURED if config.costs_file else Units.of(costs)
     file = _picture_file(config, units)
     if config.sweep is not None:
         if file is not None:
@@ -96,7 +96,7 @@ def plan(config: DictConfig) -> None:
         report_comparison(config, costs, file)
         return
     if config.strategy.schedule == "auto":
-        schedule, costs, offload = _chosen(config, costs)
+        schedule, costs, offload = _chosen(config, costs, units)
     else:
         given = _given_schedule(config)
         costs = costs_of_stage(costs, given.num_chunks if given else _num_chunks(config))
@@ -135,7 +135,7 @@ def _plan_for_device(config: DictConfig) -> None:
             f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
             f"take; set device_memory, as in device_memory=40GiB"
         )
-    units = Units("s", "bytes")
+    units = MEASURED
     file = _picture_file(config, units)
     _load_package()
     from lightning_pipeoffload.cli.device_plan import plan_for_device  # noqa: PLC0415 - as above
@@ -214,13 +214,15 @@ def _costs(config: DictConfig) -> Costs:
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
 
 
-def _chosen(config: DictConfig, costs: Costs) -> tuple[Schedule, Costs, dict[str, Any]]:
+def _chosen(
+    config: DictConfig, costs: Costs, units: Units
+) -> tuple[Schedule, Costs, dict[str, Any]]:
     """Return the fastest plan that fits, its costs, and what JSON says of it; print the others."""
     choice = choose(config, costs)
     best = choice.best
     assert best.schedule is not None
     if config.format == "text":
-        print_choice(choice)
+        print_choice(choice, units)
     costs = costs_of_stage(costs, best.option.num_chunks)
     return split_fused_backward(best.schedule), costs, describe(choice)
 

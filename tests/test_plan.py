@@ -101,6 +101,17 @@ def test_text_says_what_stays_and_why(capsys):
     assert "stay: there is no time for more copies" in printed
 
 
+@pytest.mark.parametrize("words", ["schedule=zb_h1", "schedule=auto", "compare=[zb_h1]"])
+def test_what_was_measured_is_told_in_seconds_and_mebibytes(capsys, tmp_path, words):
+    path = tmp_path / "costs.json"
+    seconds = dict.fromkeys(("forward", "backward_input", "backward_weight"), 0.012345678)
+    path.write_text(json.dumps({"costs": {**seconds, "activation": 2.2e9}}))
+    plan(plan_config(words, f"costs_file={path}"))
+    printed = capsys.readouterr().out
+    assert "MiB" in printed
+    assert "e+" not in printed
+
+
 def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
     path = tmp_path / "reduced.csv"
     add_reductions(build("zb_h1", 4, 8)).to_csv(path)

@@ -10,7 +10,8 @@ from rich.console import Console
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import costs_of_stage
 from lightning_pipeoffload.cli.plan_report import figures_of
-from lightning_pipeoffload.planning.candidate_table import Write, choice_table, lines_of_refused
+from lightning_pipeoffload.cli.units import MEASURED, Units
+from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Choice, Option, options
 from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
@@ -76,18 +77,17 @@ def describe(choice: Choice) -> dict[str, Any]:
     return {"candidates": candidates, **(figures_of(report) if report else {})}
 
 
-def print_choice(
-    choice: Choice, seconds: Write = "{:.6g}".format, memory: Write = "{:.6g}".format
-) -> None:
+def print_choice(choice: Choice, units: Units) -> None:
     """Print what was tried.
 
     Args:
         choice: What was.
-        seconds: Writes a time.
-        memory: Writes an amount of memory.
+        units: The units of its figures.
     """
     console = Console()
-    console.print(choice_table(choice, seconds, memory))
+    unit = " s" if units == MEASURED else ""
+    written = choice_table(choice, lambda t: units.write_time(t) + unit, units.write_memory)
+    console.print(written)
     for line in lines_of_refused(choice.candidates):
         console.print(line, highlight=False)
     console.print()

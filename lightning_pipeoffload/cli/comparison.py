@@ -177,7 +177,8 @@ def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> T
     table = bare_table(*columns, title=title, padding=NARROW)
     for row in rows:
         table.add_row(
-            row["schedule"], *(_cells(row) if "refused" not in row else ["-"] * len(HEADINGS))
+            row["schedule"],
+            *(_cells(row, units) if "refused" not in row else ["-"] * len(HEADINGS)),
         )
     return table
 
@@ -193,14 +194,14 @@ def bare_table(*columns: Column | str, title: str, padding: tuple[int, int] = (0
     return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=padding)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, units: Units) -> list[str]:
     return [
         str(row["num_chunks"]),
-        f"{row['makespan']:g}",
+        units.write_time(row["makespan"]),
         f"{row['bubble']:.4f}",
         f"{row['bubble_unsynchronized']:.4f}",
-        f"{row['period']:g}",
-        f"{max(row['peak_memory']):g}",
-        f"{max(row['peak_host_memory']):g}",
+        units.write_time(row["period"]),
+        units.write_memory(max(row["peak_memory"])),
+        units.write_memory(max(row["peak_host_memory"])),
         str(sum(row["messages"])),
     ]

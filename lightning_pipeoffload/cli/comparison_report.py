@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import compare, comparison_table
-from lightning_pipeoffload.cli.units import Units
+from lightning_pipeoffload.cli.units import MEASURED, Units
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 
@@ -37,7 +37,8 @@ def report_comparison(config: DictConfig, costs: Costs, file: PictureFile | None
     is_list = isinstance(named, Sequence) and not isinstance(named, str)
     names = map(str, named if is_list else [named])
     sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    border, units = BorderOptions.of(config), Units.of(costs)
+    border = BorderOptions.of(config)
+    units = MEASURED if config.costs_file else Units.of(costs)
     limits = config.memory_limit, config.num_chunks
     plans = compare(names, costs, *limits, border, units, **sizes)
     rows = [plan.figures for plan in plans]

@@ -16,6 +16,7 @@ from lightning_pipeoffload.cli.auto_plan import describe, print_choice, wanted_o
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.devices import device_named, kind_of_precision
 from lightning_pipeoffload.cli.model_probe import ModelProbe
+from lightning_pipeoffload.cli.units import MEASURED
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -50,7 +51,7 @@ def plan_for_device(config: DictConfig) -> tuple[Schedule, Costs, dict[str, Any]
     best = choice.best
     assert best.schedule is not None
     if config.format == "text":
-        print_choice(choice, "{:.4g} s".format, mebibytes)
+        print_choice(choice, MEASURED)
         Console().out(f"{planner.words}\n", highlight=False)
     told = describe(choice) | planner.figures(best.option)
     return split_fused_backward(best.schedule), planner.costs_of(best.option), told

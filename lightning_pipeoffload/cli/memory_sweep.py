@@ -108,7 +108,7 @@ class MemorySweep:
     def table(self) -> Table:
         """Return a row per family and a column per limit, the last row the fastest of all."""
         title = f"{self.title}; step time in {self.units.time}, limits in {self.units.memory}"
-        heads = (f"{limit:.4g}" for limit in self.limits)
+        heads = map(self.units.write_limit, self.limits)
         table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=NARROW)
         best = [self.fastest(limit) for limit in self.limits]
         for family in self.families:

@@ -24,11 +24,12 @@ def print_json(planned: PlannedSteps, offload: dict[str, Any], units: Units = UN
 def print_text(planned: PlannedSteps, offload: dict[str, Any], units: Units = UNITS) -> None:
     """Print a table of the ranks, the figures of all together and a drawing."""
     console, timeline = Console(), planned.timeline
+    makespan, period = map(units.write_time, (timeline.makespan, planned.period))
     console.print(rank_table(planned, units))
     console.out(
-        f"makespan {timeline.makespan:g} {units.time}   bubble {timeline.bubble:.4f}   "
+        f"makespan {makespan} {units.time}   bubble {timeline.bubble:.4f}   "
         f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n"
-        f"period {planned.period:g} {units.time} {planned.border.words}   "
+        f"period {period} {units.time} {planned.border.words}   "
         f"bubble {planned.period_bubble:.4f}\n",
         highlight=False,
     )
@@ -88,6 +89,6 @@ def rank_table(planned: PlannedSteps, units: Units = UNITS) -> Table:
     table = Table(*headings, title=planned.sizes)
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
-        idle = timeline.makespan - busy
-        table.add_row(str(rank), stages, f"{busy:g}", f"{idle:g}", f"{peak:g}")
+        times = map(units.write_time, (busy, timeline.makespan - busy))
+        table.add_row(str(rank), stages, *times, units.write_memory(peak))
     return table

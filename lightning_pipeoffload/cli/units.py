@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Costs
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
-__all__ = ["UNITS", "Units"]
+__all__ = ["MEASURED", "UNITS", "Units"]
 
 _TIMES = ("forward", "backward_input", "backward_weight")
 
@@ -16,8 +17,8 @@ class Units(NamedTuple):
 
     Attributes:
         time: "s", or "units" where F, B and W all take 1.
-        memory: "activations of a rank", what a microbatch keeps on a rank's stages together, or
-            "unit of costs.activation" where that is given.
+        memory: "activations of a rank", what a microbatch keeps on a rank's stages together,
+            "unit of costs.activation" where that is given, or "bytes".
     """
 
     time: str = "units"
@@ -30,14 +31,30 @@ class Units(NamedTuple):
         time = "units" if is_unit else "s"
         return cls(time, cls().memory if costs.activation == 1 else "unit of costs.activation")
 
+    def write_time(self, value: float) -> str:
+        """Write a time, whose unit stands elsewhere; one that was measured with four digits."""
+        return f"{value:.4g}" if self.memory == MEASURED.memory else f"{value:g}"
+
+    def write_memory(self, value: float) -> str:
+        """Write an amount of memory, bytes with their unit."""
+        return mebibytes(value) if self.memory == MEASURED.memory else f"{value:g}"
+
+    def write_limit(self, value: float) -> str:
+        """Write a limit of memory above a column."""
+        return mebibytes(value) if self.memory == MEASURED.memory else f"{value:.4g}"
+
     def name(self, heading: str) -> str:
         """Return a heading of a table with the unit below it, where it has one."""
         unit = {
             "busy": self.time,
             "idle": self.time,
-            "peak memory": self.memory,
+            "peak memory": None if self.memory == MEASURED.memory else self.memory,
         }.get(heading)
         return heading if unit is None else f"{heading}\n({unit})"
 
 
 UNITS = Units()
+"""Of costs that are not given."""
+
+MEASURED = Units("s", "bytes")
+"""Of a device's data sheet, and of what was measured."""
