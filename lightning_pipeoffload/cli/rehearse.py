@@ -101,7 +101,7 @@ def _run(
         plan.num_ranks,
         count,
         rank,
-        {index: dict(vars(stage)) for index, stage in own.items()},
+        {index: stage._asdict() for index, stage in own.items()},
         seconds,
         _end_of(timeline, rank),
         max(copy_ratios(costs, plan.num_stages)),
