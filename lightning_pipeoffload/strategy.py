@@ -301,11 +301,6 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             self._forget_module()
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        self.fit_run.making.note_loaded(checkpoint)
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         check_run(trainer, self.num_replicas)

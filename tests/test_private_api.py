@@ -140,6 +140,7 @@ USED = {
     "_reconstructor": copyreg,
     "_replace": Action,
     "_fields": Action,
+    "_asdict": Action,
     "_logger_connector": TRAINER,
     "_accelerator_connector": TRAINER,
     "_layer_sync": TRAINER._accelerator_connector,

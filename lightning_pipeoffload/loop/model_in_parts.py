@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -95,12 +94,6 @@ class ModelInParts:
                 self._settings.blocks,
                 self._settings.split,
             )
-
-    def note_loaded(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take note of values that come from a checkpoint."""
-        if self._blueprint is not None:
-            loaded = self._blueprint.values.keys() & checkpoint["state_dict"].keys()
-            self._blueprint.values.update(dict.fromkeys(loaded, "checkpoint"))
 
     def take_parts(self) -> PartedModule | None:
         """Return the module as it was made; None if it was made whole, which it is then."""

@@ -274,7 +274,7 @@ class PipelineRun:
 
     def _cut(self, inputs: StepInputs, size: int) -> list[BatchSlice]:
         parts = self.pipeline.parts
-        if parts is not None and not parts.is_filled:
+        if parts is not None:
             parts.check_filled()
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 

@@ -45,7 +45,6 @@ def predict(
                 "rank": plan.rank_of(stage),
                 "blocks": pipeline.block_names(stage),
                 "num_parameters": pipeline.num_parameters[stage],
-                "values": _values_of(pipeline, stage),
             }
             for stage in range(plan.num_stages)
         ],
@@ -59,13 +58,6 @@ def predict(
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
         "free_share": free_share(costs, plan.num_stages) if measured else None,
     }
-
-
-def _values_of(pipeline: Pipeline, stage: int) -> list[str]:
-    """Say what gave a stage's parameters their values; [] of a module that was made whole."""
-    values = {} if pipeline.parts is None else pipeline.parts.values
-    owners = pipeline.ownership.owners
-    return sorted({value for name, value in values.items() if stage in owners[name]})
 
 
 def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:

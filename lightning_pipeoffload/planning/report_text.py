@@ -113,7 +113,6 @@ def print_prediction(report: dict[str, Any]) -> None:
     _tell(
         "",
         table,
-        *_lines_of_values(report["stages"]),
         _prediction(report, is_measured),
     )
 
@@ -128,18 +127,6 @@ def _prediction(report: dict[str, Any], is_measured: bool) -> str:
         f"Predicted from FLOPs: a bubble of {report['period_bubble']:.1%}. Memory is of the rank, "
         f"in activations of an average block until they are measured in MiB."
     )
-
-
-def _lines_of_values(stages: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what the stages of a module that was made in parts have their values from."""
-    lines: dict[str, list[str]] = {}
-    for index, stage in enumerate(stages):
-        lines.setdefault(", ".join(stage["values"]), []).append(str(index))
-    return [
-        f"Values of stage{'s' * (len(of) > 1)} {', '.join(of)}: {values}."
-        for values, of in lines.items()
-        if values
-    ]
 
 
 def span_of(names: Sequence[str]) -> str:

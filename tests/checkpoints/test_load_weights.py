@@ -243,8 +243,6 @@ def test_each_rank_loads_its_own_part(ranks, hub, size, options):
     found = ranks(size).run(loaded_fits.fit, size, folder, options)
     assert found[0]["losses"][0] == pytest.approx(loss, rel=1e-5)
     read = [rank["read"] for rank in found]
-    values = {name for stage in found[0]["stages"] for name in stage["values"]}
-    assert values == ({"load_weights"} if size > 1 else set())
     assert sum(read) <= num_elements + 2 * 64 * 32  # the embedding is on two ranks
     assert max(read) < 0.8 * num_elements or size == 1
 

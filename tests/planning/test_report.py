@@ -78,7 +78,7 @@ def test_what_is_offloaded_is_said(capsys, report, limit, said):
 def test_the_table_of_stages_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [f"base_model.model.transformer.h.{index}" for index in range(100)]
-    stage = {"blocks": names, "num_parameters": 123_456_789_012, "values": ["_init_weights"]}
+    stage = {"blocks": names, "num_parameters": 123_456_789_012}
     stages = [{**stage, "rank": 0}, {**stage, "rank": 1}]
     print_prediction({**REPORT, "k": None, "stages": stages, "peak_memory": [1234.5, 1234.5]})
     rows = [line for line in capsys.readouterr().out.splitlines() if "123,456,789,012" in line]

@@ -60,7 +60,7 @@ def data() -> torch.Tensor:
 def fit(
     size: int, folder: str, options: dict[str, Any], kind: type[Loaded] = Loaded, num_steps: int = 2
 ) -> dict[str, Any]:
-    """Fit; return the losses, sizes of what was read, and who gave stages values."""
+    """Fit; return the losses, sizes of what was read, and the stages."""
     losses = []
     read = []
     value = StoredTensor.value

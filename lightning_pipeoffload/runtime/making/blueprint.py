@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,7 +25,6 @@ from lightning_pipeoffload.runtime.cut.partition import (
     find_segments,
 )
 from lightning_pipeoffload.runtime.cut.record import Probe
-from lightning_pipeoffload.runtime.making.derivations import Derivations
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     Appearance,
@@ -31,10 +32,10 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     parameters_in,
     tied_names,
 )
-from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
 from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.remote_draws import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
@@ -68,7 +69,6 @@ class Blueprint:
         counts: The number of blocks of each stage.
         first_names: The first name of each parameter, by each of its names.
         owners: The stages that have each parameter and buffer from then on, by name.
-        values: What gave each parameter its value, by name.
     """
 
     appeared: Sequence[Appearance]
@@ -76,7 +76,6 @@ class Blueprint:
     counts: Sequence[int]
     first_names: dict[str, str]
     owners: dict[str, Stages]
-    values: dict[str, str]
 
 
 def draw_blueprint(
@@ -107,7 +106,7 @@ def draw_blueprint(
         with _as_before(module):
             draft = _Draft(module, asked)
             try:
-                with draft.following(), MarkingEmptyMemory():
+                with draft.following():
                     configure()
             except ValueNeededError as error:
                 more = draft.indices(error.origins) - asked
@@ -140,9 +139,8 @@ class _Draft(RegisteredParameters):
         super().__init__(module)
         self._module = module
         self._real = real
+        self.rules = StepRules(observe=_refuse_unknown_draws)
         self._labels: dict[str, int] = {}
-        self._derivations = Derivations()
-        self.rules = StepRules(observe=self._derivations.see)
         self._shapes: dict[int, Tensor] = {}
         for slot in parameters_in(module):
             index = self.index_of(slot.tensor)
@@ -162,18 +160,6 @@ class _Draft(RegisteredParameters):
     def take_copy(self, index: int, parameter: Tensor) -> Tensor | None:
         is_real = index in self._real and not isinstance(parameter, ShapeOnly)
         return None if is_real else self._shape(index, parameter)
-
-    @override
-    def note_data(self, parameter: ParameterShape, value: Tensor) -> None:
-        index = self.index_of(parameter)
-        if index is not None:
-            self._derivations.see_data(parameter, index, value)
-
-    @override
-    def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
-        index = self.index_of(parameter)
-        if index is not None:
-            self._derivations.add_empty(index, shape)
 
     def _index_in(self, slot: Slot) -> int | None:
         found = slot.tensor
@@ -208,7 +194,6 @@ class _Draft(RegisteredParameters):
             [len(stage.blocks) for stage in stages],
             tied_names(self._module),
             owners,
-            {n: self._derivations.writer_of(i, slots[n].tensor) for n, i in known.items()},
         )
 
     def _find_owners(
@@ -225,29 +210,16 @@ class _Draft(RegisteredParameters):
     def _find_needed(
         self, indices: Mapping[str, int], owners: Mapping[str, Stages], num_stages: int
     ) -> list[Stages]:
-        """Say which stages need each parameter, for itself or to make another from it."""
-        everywhere = set(range(num_stages))
-        needed = [everywhere if i in self._real else set() for i in range(len(self.appeared))]
-        for name, index in indices.items():
-            needed[index] = needed[index] | owners[name]
+        """Say which stages need each parameter; what is dropped again may be what others copy."""
+        everywhere = frozenset(range(num_stages))
+        of_all = self._real | (set(range(len(self.appeared))) - {*indices.values()})
         for slot in find_slots(self._module):
             if slot.kind == "_buffers" and isinstance(slot.tensor, ShapeOnly):
-                for source in self.indices(slot.tensor.origins):
-                    needed[source] = everywhere
-        self._add_sources(needed)
-        return [frozenset(stages) for stages in needed]
-
-    def _add_sources(self, needed: list[set[int]]) -> None:
-        sources = {
-            index: self.indices(frozenset(origins)) - {index}
-            for index, origins in self._derivations.sources.items()
-        }
-        before: list[set[int]] = []
-        while before != needed:
-            before = list(needed)
-            for index, others in sources.items():
-                for other in others:
-                    needed[other] = needed[other] | needed[index]
+                of_all |= self.indices(slot.tensor.origins)
+        needed = [everywhere if i in of_all else frozenset() for i in range(len(self.appeared))]
+        for name, index in indices.items():
+            needed[index] |= owners[name]
+        return needed
 
     def _shape(self, index: int, parameter: Tensor) -> Tensor:
         if index not in self._shapes:
@@ -255,8 +227,14 @@ class _Draft(RegisteredParameters):
             self._labels[label] = index
             shape = ParameterShape.in_place_of(parameter, label, self)
             self._shapes[index] = shape
-            self._derivations.add(index, shape, parameter)
         return self._shapes[index]
+
+
+def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
+    """Ask for the values on which it depends how many random numbers an operation draws."""
+    if not draws_by_shape(func):
+        origins = (leaf.origins for leaf in shape_only_leaves(args))
+        raise ValueNeededError(f"{func.overloadpacket.__name__}()", frozenset().union(*origins))
 
 
 def _refuse_pretrained() -> None:

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint
-from lightning_pipeoffload.runtime.making.derivations import UNFILLED
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     RegisteredParameters,
     parameters_in,
     tied_names,
 )
-from lightning_pipeoffload.runtime.making.unfilled_memory import mark
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
@@ -51,9 +49,6 @@ def constructing(
         raise ValueError(f"{error}{in_brackets(users_line(error))}, {_ADVICE}") from error
     parameters.check_complete()
     _leave_foreign(module, blueprint, frozenset(local_stages), places)
-    for slot in parameters_in(module):
-        if blueprint.values[slot.name] == UNFILLED and not isinstance(slot.tensor, ShapeOnly):
-            mark(slot.tensor)
 
 
 class _PartedParameters(RegisteredParameters):
@@ -80,14 +75,6 @@ class _PartedParameters(RegisteredParameters):
     @override
     def take_copy(self, index: int, parameter: Tensor) -> Tensor | None:
         return None if self._is_needed(index) else self._shape(index, parameter)
-
-    @override
-    def note_data(self, parameter: ParameterShape, value: Tensor) -> None:
-        """Leave it: the first run has noted it."""
-
-    @override
-    def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
-        """Leave it: the first run has noted it."""
 
     def check_complete(self) -> None:
         """Compare with the first run.

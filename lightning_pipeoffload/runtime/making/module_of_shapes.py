@@ -41,14 +41,6 @@ class _Shapes(RegisteredParameters):
     def take_copy(self, index: int, parameter: Tensor) -> Tensor | None:
         return self.take(index, parameter)
 
-    @override
-    def note_data(self, parameter: ParameterShape, value: Tensor) -> None:
-        pass
-
-    @override
-    def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
-        pass
-
 
 def _see_nothing(func: Any, args: tuple[Any, ...], result: Any) -> None:
     pass

@@ -9,7 +9,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 aten = torch.ops.aten
 
@@ -19,12 +18,6 @@ class Registry(Protocol):
 
     def copy(self, parameter: Tensor, memo: dict[int, Any]) -> Tensor:
         """Return a deep copy of a parameter."""
-
-    def note_data(self, parameter: ParameterShape, value: Tensor) -> None:
-        """Note that a parameter was given another value."""
-
-    def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
-        """Note that a parameter may be given up for one without a value yet."""
 
 
 class ParameterShape(RemoteTensor):
@@ -89,20 +82,6 @@ class ParameterShape(RemoteTensor):
     def _stand_in_for(self, parameter: ParameterShape) -> None:
         self.stands_in_for = parameter
         self.registry = parameter.registry
-        if self.registry is not None:
-            self.registry.note_empty(parameter, self)
-
-    @property
-    @override
-    def data(self) -> Tensor:
-        return super().data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Take the shape, and tell of it."""
-        ShapeOnly.data.__set__(self, value)  # type: ignore[attr-defined]
-        if self.registry is not None:
-            self.registry.note_data(self, value)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.absent_values import make_real
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint
-from lightning_pipeoffload.runtime.making.derivations import UNFILLED
 from lightning_pipeoffload.runtime.making.unfilled_memory import begins_with_nan
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-
-_LATER = "a hook"  # behind configure_model
 
 Fetch = Callable[[Tensor, int | None], Tensor]
 
@@ -37,8 +34,6 @@ class PartedModule:
     Attributes:
         counts: The number of blocks of each stage.
         owners: The stages that have each parameter and buffer, by name.
-        values: What gave each parameter its value, by name.
-        is_filled: Whether there is no doubt that all of them have values.
         moved: Names of the parameters that more ranks have since, and the rank they had it from.
     """
 
@@ -58,25 +53,25 @@ class PartedModule:
         found = blueprint.owners
         self.owners = {slot.name: found.get(slot.name, everywhere) for slot in find_slots(module)}
         self.counts = blueprint.counts
-        self.values = blueprint.values
-        self.is_filled = UNFILLED not in self.values.values()
+        self._is_filled = False
         self._ranks: dict[str, set[int]] = {}
         self.moved: dict[str, int] = {}
 
     def check_filled(self) -> None:
-        """Look at the parameters that nothing has filled while the module was made.
+        """Look once at whether something has filled the parameters of this rank.
 
         Raises:
-            RuntimeError: Nothing else has filled those of this rank either.
+            RuntimeError: Nothing has.
         """
-        unfilled = [name for name, value in self.values.items() if value == UNFILLED]
-        slots = {slot.name: slot.tensor for slot in find_slots(self._module)}
-        own = [name for name in unfilled if not isinstance(slots[name], ShapeOnly)]
-        left = [name for name in own if begins_with_nan(slots[name])]
+        if self._is_filled:
+            return
+        own = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
+        left = [
+            s.name for s in own if not isinstance(s.tensor, ShapeOnly) and begins_with_nan(s.tensor)
+        ]
         if left:
             raise RuntimeError(_explain_unfilled(left))
-        self.values.update(dict.fromkeys(unfilled, _LATER))
-        self.is_filled = True
+        self._is_filled = True
 
     @torch.no_grad()
     def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
+from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -111,7 +112,7 @@ class RegisteredParameters(ABC):
         nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign,assignment]
         install_draws()
         try:
-            with IN_FORCE.during(self.rules):
+            with IN_FORCE.during(self.rules), MarkingEmptyMemory():
                 yield
         finally:
             self._freed.give_back()
@@ -123,14 +124,6 @@ class RegisteredParameters(ABC):
         """Return the place of a parameter, or of what stands for it, in the order."""
         known, index = self._known.get(id(parameter), (None, None))
         return index if known is not None and known() is parameter else None
-
-    @abstractmethod
-    def note_data(self, parameter: ParameterShape, value: Tensor) -> None:
-        """Note that a parameter was given another value."""
-
-    @abstractmethod
-    def note_empty(self, parameter: ParameterShape, shape: ParameterShape) -> None:
-        """Note that a parameter may be given up for one without a value yet."""
 
     def copy(self, parameter: Tensor, memo: dict[int, Any]) -> Tensor:
         """Return a deep copy of a shape."""

@@ -128,8 +128,15 @@ def add_to_values(net):
 
 
 def copy_values(net):
+    net.layers[4].drawn.data[:, :4] = net.layers[4].linear.weight.data[:, 4:]
+    net.layers[5].linear.weight.data.copy_(net.layers[5].drawn.data)
+
+
+def copy_to_the_head(net):
     net.head.weight.data.copy_(net.embed.weight.data)
-    net.layers[4].drawn.data[:, :4] = net.layers[0].drawn.data[:, 4:]
+
+
+def load_from_a_layer(net):
     net.layers[5].linear.load_state_dict(net.layers[1].linear.state_dict())
 
 
@@ -139,8 +146,8 @@ def keep_values(net):
 
 
 def copy_modules(net):
-    net.target = copy.deepcopy(net.head).requires_grad_(False)
-    net.other = nn.Parameter(net.embed.weight.detach().clone())
+    net.layers[2].target = copy.deepcopy(net.layers[2].linear).requires_grad_(False)
+    net.layers[2].other = nn.Parameter(net.layers[2].drawn.detach().clone())
 
 
 def normalize(net):
@@ -233,16 +240,24 @@ def test_a_large_parameter_is_drawn_in_pieces():
     assert_made_alike(make, [0, 1, 2])
 
 
-def test_a_rank_has_its_part_and_what_gave_it_its_values():
+def test_a_rank_has_its_part():
     module, blueprint = make_part(lambda: Net(copy_values), [0, 1, 2], rank=1)
     real = {s.name for s in find_slots(module) if not isinstance(s.tensor, RemoteTensor)}
     assert blueprint.counts == [2, 3, 1]
     assert {name.split(".")[2] for name in real if "linear" in name} == {"2", "3", "4"}
     assert sum("table" in name for name in real) == 6
-    assert blueprint.values["model.layers.0.linear.weight"] == "reset_parameters"
-    assert blueprint.values["model.head.weight"] == "copy_values"
-    assert blueprint.values["model.layers.0.drawn"] == "as made"
-    assert blueprint.values["model.layers.5.linear.weight"] == "load_state_dict"
+
+
+@pytest.mark.parametrize(
+    ("change", "source"),
+    [(copy_to_the_head, "weight of Embedding"), (load_from_a_layer, "(weight|bias) of Linear")],
+)
+def test_a_weight_that_is_made_from_one_of_another_rank_is_refused(change, source):
+    with pytest.raises(
+        ValueError, match="copy_.*" + source + ", which another rank makes"
+    ) as found:
+        make_part(lambda: Net(change), [0, 1, 2], rank=2)
+    assert "make that part in __init__, or give it a value of its own" in str(found.value)
 
 
 def test_a_generator_of_the_users_goes_on_as_in_the_plain_module():
@@ -319,49 +334,30 @@ def without_values(fill=None):
     return make
 
 
-def fill_some(net):
-    net.head.weight.copy_(net.embed.weight)  # of what is not there itself
-    net.head.bias.data = torch.zeros(17, dtype=torch.float64)
-    net.layers[1].linear.weight[:4].normal_()
-    net.layers[2].linear.weight[:4].normal_()
-    net.layers[2].linear.weight[4:].zero_()
-    net.layers[3].linear.weight.mul_(2)
-    net.layers[4].linear = copy.deepcopy(net.layers[3].linear)
-    net.layers[5].linear.weight.data.uniform_()
-
-
-def make_odd(net):
-    net.first = nn.Parameter(torch.full((3,), torch.nan))
-    net.head.register_parameter("flags", nn.Parameter(torch.empty(3).bool(), requires_grad=False))
-    net.layers[0].odd = nn.Parameter(torch.empty(3, dtype=torch.float16))
-    net.layers[1].odd = nn.Parameter(torch.empty(3).fill_(1).half())
-    net.layers[2].odd = nn.Parameter(torch.randn(6, out=torch.empty(6)))
-
-
 def emptied(net):
     net.to_empty(device="cpu")
     net.double()
 
 
-def test_what_nothing_fills_is_told():
-    _, blueprint = make_part(without_values(), [0, 1], rank=0)
-    unfilled = {name for name, value in blueprint.values.items() if value == "nothing"}
-    assert unfilled == {
-        *("model.embed.weight", "model.head.weight", "model.head.bias"),
-        *(f"model.layers.{i}.linear.{name}" for i in range(6) for name in ("weight", "bias")),
-    }
-    _, blueprint = make_part(without_values(fill_some), [0, 1], rank=1)
-    values = {name.removeprefix("model."): value for name, value in blueprint.values.items()}
-    assert values["head.bias"] == values["layers.5.linear.weight"] == "fill_some"
-    assert values["layers.2.linear.weight"] == "fill_some"
-    assert [values[f"layers.{i}.linear.weight"] for i in (1, 3, 4)] == ["nothing"] * 3
-    assert values["head.weight"] == "nothing"
-    _, blueprint = make_part(lambda: Net(make_odd), [0, 1], rank=0)
-    assert [n for n, value in blueprint.values.items() if value == "nothing"] == [
-        "model.layers.0.odd"
-    ]
-    _, blueprint = make_part(lambda: Net(emptied), [0, 1], rank=0)
-    assert {*blueprint.values.values()} == {"nothing"}
+def check_filled(make, rank=1):
+    module, blueprint = make_part(make, [0, 1], rank)
+    parts = PartedModule(module, blueprint, [0, 1], rank, fetch=lambda tensor, rank: tensor)
+    parts.check_filled()
+    return module, parts
+
+
+def test_what_nothing_fills_is_refused_with_its_name():
+    for make in (without_values(), lambda: Net(emptied), lambda: Net(convert_emptied)):
+        with pytest.raises(
+            RuntimeError, match=r"^nothing has filled model\.(embed|layers)\..* more"
+        ):
+            check_filled(make, rank=0)
+    check_filled(without_values(lambda net: [p.zero_() for p in net.parameters()]))
+    check_filled(without_values(lambda net: [p.data.uniform_() for p in net.parameters()]))
+
+
+def convert_emptied(net):
+    net.to_empty(device="cpu").to(torch.bfloat16)
 
 
 def test_a_rank_refuses_what_nothing_has_filled():
@@ -372,5 +368,3 @@ def test_a_rank_refuses_what_nothing_has_filled():
     for p in module.parameters():
         p.data.zero_()
     parts.check_filled()
-    assert parts.is_filled
-    assert "nothing" not in parts.values.values()
