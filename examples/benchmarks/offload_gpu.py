@@ -103,13 +103,12 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
 
 
 def _mean(stages: dict[int, StageCosts]) -> StageCosts:
-    names = StageCosts.__dataclass_fields__
-    return StageCosts(**{n: fmean(getattr(c, n) for c in stages.values()) for n in names})
+    return StageCosts(*map(fmean, zip(*stages.values(), strict=True)))
 
 
 def _costs_of_all(size: Size, own: dict[int, StageCosts], speed: CopySpeed) -> Costs:
     """Return the costs of the pipeline: other ranks' stages are as the mean of this one's."""
-    stages = [vars(own.get(index, _mean(own))) for index in range(size.num_stages)]
+    stages = [own.get(index, _mean(own))._asdict() for index in range(size.num_stages)]
     per_stage = {name: [stage[name] for stage in stages] for name in stages[0]}
     return Costs(**per_stage, copy_lanes=speed.num_lanes)
 
