@@ -1,4 +1,4 @@
-"""What a stage pays for running the step up to its own blocks: prefix and foreign blocks.
+"""What a stage pays for running the step up to its own blocks: prefix and remote blocks.
 
 Run from the repository's root: ``python examples/benchmarks/prefix.py``. A GPT of 32 tiny blocks,
 cut into two to 16 stages; of the last stage's F, the time from the start of the step to the call of
@@ -55,11 +55,11 @@ def measure(num_ranks: int) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| stages | foreign blocks of the last stage | ms per microbatch |")
+    print("| stages | remote blocks of the last stage | ms per microbatch |")
     print("|---|---|---|")
     for num_ranks in (2, 4, 8, 16):
-        foreign = DEPTH - DEPTH // num_ranks
-        print(f"| {num_ranks} | {foreign} | {1e3 * measure(num_ranks):.2f} |", flush=True)
+        remote = DEPTH - DEPTH // num_ranks
+        print(f"| {num_ranks} | {remote} | {1e3 * measure(num_ranks):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ class FitRun:
         parameters = self._strategy._parameters
         parameters.narrow_steps()
         if self._strategy._is_split:  # by a fit before this one
-            parameters.forget_foreign()
+            parameters.forget_remote()
 
     def _described(self) -> dict[str, str]:
         strategy = self._strategy
@@ -272,7 +272,7 @@ class FitRun:
             accumulation = self._accumulation(steps_later)
             if not run.pipeline.committed:
                 run.report.estimate_memory(slices[0], self._strategy.optimizers)
-                self._strategy._parameters.leave_foreign()
+                self._strategy._parameters.leave_remote()
                 self.making.let_copies_follow()
                 self.making.leave_copies()
                 run.begin_training(accumulation)

@@ -94,14 +94,14 @@ class OptimizedParameters:
         for narrowed in self._narrowed:
             narrowed.come_last()
 
-    def leave_foreign(self) -> None:
+    def leave_remote(self) -> None:
         """Leave what other ranks own to them, for good; called before the first training step."""
         names = self.names
         self._bring_states()
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
-        self.forget_foreign()
+        self.forget_remote()
         for optimizer in self._optimizers():
             read_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
@@ -123,7 +123,7 @@ class OptimizedParameters:
                 if state and not isinstance(parameter, RemoteTensor):
                     optimizer.state[parameter] = state
 
-    def forget_foreign(self) -> None:
+    def forget_remote(self) -> None:
         """Let the optimizers forget what they know of what other ranks and replicas own."""
         own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_pipeoffload.processes.copies_warning import warn_of_copies
 from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.processes.siblings import signing_as_launcher
-from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_foreign
+from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 
 
@@ -80,7 +80,7 @@ class JointLauncher(_SubprocessScriptLauncher):
             self._leave()
             raise
         except ValueNeededError as error:  # in a hook: a step's own is explained where it runs
-            explained = RuntimeError(explain_foreign(error))
+            explained = RuntimeError(explain_remote(error))
             self._fail(explained)
             raise explained from error
         except BaseException as exception:

@@ -122,7 +122,7 @@ class Pipeline:
         self._know_parameters()
         if parts is not None:
             self._own(parts.owners)
-            self._leave_foreign()
+            self._leave_remote()
         self.attach()
 
     def _forget_cut(self) -> None:
@@ -251,10 +251,10 @@ class Pipeline:
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
         }
-        self._leave_foreign()
+        self._leave_remote()
 
-    def _leave_foreign(self) -> None:
-        self.ownership.drop_foreign(self.gradient_age, self.settings.places)
+    def _leave_remote(self) -> None:
+        self.ownership.drop_remote(self.gradient_age, self.settings.places)
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:

@@ -12,18 +12,18 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 def make(kind=torch.optim.SGD, **options):
     own = nn.Parameter(torch.ones(2))
     place = nn.Linear(2, 2, bias=False)
-    foreign = RemoteTensor.standing_for(
+    remote = RemoteTensor.standing_for(
         Slot("weight", place, "weight", "_parameters"), "weight (of stage 1)", torch.device("cpu")
     )
-    foreign.age = GradientAge()
-    optimizer = kind([own, foreign], lr=0.5, **options)
-    NarrowedOptimizer(optimizer, foreign.age)
-    return optimizer, own, foreign
+    remote.age = GradientAge()
+    optimizer = kind([own, remote], lr=0.5, **options)
+    NarrowedOptimizer(optimizer, remote.age)
+    return optimizer, own, remote
 
 
 @pytest.mark.parametrize("positional", [True, False])
 def test_the_closure_sees_all_and_the_step_its_own(positional):
-    optimizer, own, foreign = make(torch.optim.Adam)
+    optimizer, own, remote = make(torch.optim.Adam)
     seen = []
 
     def closure():
@@ -34,13 +34,13 @@ def test_the_closure_sees_all_and_the_step_its_own(positional):
     result = optimizer.step(closure) if positional else optimizer.step(closure=closure)
     assert result == 3
     assert own.lt(1).all()
-    assert [*map(id, seen[0])] == [id(own), id(foreign)]
-    assert [*map(id, optimizer.param_groups[0]["params"])] == [id(own), id(foreign)]
+    assert [*map(id, seen[0])] == [id(own), id(remote)]
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [id(own), id(remote)]
     assert [*optimizer.state] == [own]
 
 
 def test_groups_that_hooks_add_in_a_closure_stay():
-    optimizer, own, foreign = make()
+    optimizer, own, remote = make()
     other = nn.Parameter(torch.ones(3))
 
     def closure():
@@ -75,13 +75,13 @@ def test_after_an_error_in_the_step_the_next_step_sees_all_again():
 
 
 def test_what_is_set_to_zero_has_no_gradient_elsewhere_either():
-    optimizer, own, foreign = make()
+    optimizer, own, remote = make()
     own.grad = torch.ones(2)
-    foreign.age.change()
-    assert foreign.grad.shape == (2, 2)
+    remote.age.change()
+    assert remote.grad.shape == (2, 2)
     optimizer.zero_grad()
     assert own.grad is None
-    assert foreign.grad is None
+    assert remote.grad is None
 
 
 def test_hooks_after_a_step_see_all():
@@ -97,8 +97,8 @@ def test_hooks_after_a_step_see_all():
 def test_hooks_registered_before_training_starts_see_all():
     own, place = nn.Parameter(torch.ones(2)), nn.Linear(2, 2, bias=False)
     slot = Slot("weight", place, "weight", "_parameters")
-    foreign = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
-    optimizer = torch.optim.SGD([own, foreign], lr=0.5)
+    remote = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
+    optimizer = torch.optim.SGD([own, remote], lr=0.5)
     narrowed = NarrowedOptimizer(optimizer, GradientAge())
     seen = []
     optimizer.register_step_pre_hook(

@@ -68,12 +68,12 @@ def test_what_a_rank_does_not_own_is_there_as_its_shape():
 
 def test_memory_of_other_ranks_parameters_goes():
     pipeline = Pipeline(Regression(linear_blocks(4)), 0, CutSettings((0, 1)), CPU)
-    foreign = weakref.ref(pipeline.module.blocks[3].weight)
+    remote = weakref.ref(pipeline.module.blocks[3].weight)
     pipeline.cut_batch(torch.ones(2, 4), 1, users_step(pipeline.module.step), "train", 0)
-    assert foreign() is pipeline.module.blocks[3].weight
+    assert remote() is pipeline.module.blocks[3].weight
     pipeline.commit()
     gc.collect()
-    assert foreign() is None
+    assert remote() is None
     pipeline.detach()
 
 

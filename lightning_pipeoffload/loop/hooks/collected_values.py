@@ -53,7 +53,7 @@ _DEPTH = 2
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
 # Looked at in every microbatch: to ask whether they are a Mapping or a Metric takes longest.
 _WITHOUT_PARTS = {int, float, bool, str, type(None), FunctionType, MethodType}
-_FOREIGN = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
+_NO_DATA = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
 
 
 class _Report(NamedTuple):
@@ -449,6 +449,6 @@ def _parts(value: Any) -> Sequence[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)
-    if isinstance(value, Metric) or not (isinstance(value, _FOREIGN) or callable(value)):
+    if isinstance(value, Metric) or not (isinstance(value, _NO_DATA) or callable(value)):
         return list(getattr(value, "__dict__", {}).values())
     return []

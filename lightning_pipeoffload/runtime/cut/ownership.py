@@ -115,7 +115,7 @@ class Ownership:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 slot.tensor.data = slot.tensor.data.to(self._device)
 
-    def drop_foreign(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
+    def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
         """Let what other ranks own be shapes, in all views; a tied weight under all its names.
 
         Args:

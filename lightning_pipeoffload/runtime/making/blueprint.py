@@ -151,8 +151,8 @@ class _Draft(RegisteredParameters):
     @override
     def take(self, index: int, parameter: Tensor) -> Tensor:
         _refuse_pretrained()
-        is_left_foreign = index < self.num_found and isinstance(parameter, RemoteTensor)
-        if index in self._real or is_left_foreign:
+        is_left_remote = index < self.num_found and isinstance(parameter, RemoteTensor)
+        if index in self._real or is_left_remote:
             return parameter
         return self._shape(index, parameter)
 

@@ -48,7 +48,7 @@ def constructing(
     except ValueNeededError as error:
         raise ValueError(f"{error}{in_brackets(users_line(error))}, {_ADVICE}") from error
     parameters.check_complete()
-    _leave_foreign(module, blueprint, frozenset(local_stages), places)
+    _leave_remote(module, blueprint, frozenset(local_stages), places)
 
 
 class _PartedParameters(RegisteredParameters):
@@ -102,7 +102,7 @@ class _PartedParameters(RegisteredParameters):
         return self._shapes[index]
 
 
-def _leave_foreign(
+def _leave_remote(
     module: nn.Module, blueprint: Blueprint, local_stages: frozenset[int], places: Sequence[str]
 ) -> None:
     """Let what other ranks own be shapes, a tied weight under all its names."""

@@ -95,7 +95,7 @@ class RemoteTensor(ShapeOnly):
         return made
 
 
-def explain_foreign(error: ValueNeededError) -> str:
+def explain_remote(error: ValueNeededError) -> str:
     """Say where code outside of a step asked for a value of another rank, and what to do."""
     advice = (
         "its 2-norm and largest absolute value are on every rank in on_after_backward, "

@@ -176,15 +176,15 @@ class StagePass:
         if index >= self._context.stage.blocks.start:
             output = self._run_owned(index, arguments)
         else:
-            output = self._run_foreign(index, call)
+            output = self._run_remote(index, call)
         # Not before the block: a checkpoint around its call has saved the generator by then. After
-        # a foreign block too: what the step draws there may be used on several stages.
+        # a remote block too: what the step draws there may be used on several stages.
         seed = mix_seed(self._microbatch.seed, index + 1)
         self._seed_segment(seed)
         self._context.generators.seed(seed)
         return output
 
-    def _run_foreign(self, index: int, call: Callable[[], Any]) -> Any:
+    def _run_remote(self, index: int, call: Callable[[], Any]) -> Any:
         with self._carried.paused():
             output = self._output_of(index, call)
             if index < self._context.stage.blocks.start - 1:

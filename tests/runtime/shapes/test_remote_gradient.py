@@ -10,7 +10,7 @@ from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
     RemoteTensor,
-    explain_foreign,
+    explain_remote,
 )
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
@@ -22,13 +22,13 @@ def make(values=VALUES, dtype=torch.float32, is_known=True):
     """Return a real gradient, and the parameter of another rank that has it."""
     gradient = torch.tensor(values, dtype=dtype)
     slot = Slot("weight", nn.Linear(2, 2, dtype=dtype), "weight", "_parameters")
-    foreign = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
-    foreign.age = GradientAge()
-    foreign.age.change()
+    remote = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
+    remote.age = GradientAge()
+    remote.age.change()
     if is_known:
         norms = [float(torch.linalg.vector_norm(gradient, order)) for order in (2, math.inf)]
-        foreign.know_gradient(True, KnownSize(*norms))
-    return gradient, foreign
+        remote.know_gradient(True, KnownSize(*norms))
+    return gradient, remote
 
 
 QUESTIONS = [
@@ -55,21 +55,21 @@ QUESTIONS = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("values", [VALUES, [[math.inf, 1.0], [0.0, 0.0]]])
 def test_questions_about_sizes_have_the_owners_answer(dtype, values):
-    gradient, foreign = make(values, dtype)
+    gradient, remote = make(values, dtype)
     for ask in QUESTIONS:
-        found, expected = ask(foreign.grad), ask(gradient)
+        found, expected = ask(remote.grad), ask(gradient)
         assert type(found) is torch.Tensor
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
 
 
 def test_not_a_number_is_seen():
-    _, foreign = make([[math.nan, 1.0], [0.0, 0.0]])
-    assert foreign.grad.isnan().any()
-    assert not foreign.grad.isfinite().all()
-    assert foreign.grad.norm().isnan()
+    _, remote = make([[math.nan, 1.0], [0.0, 0.0]])
+    assert remote.grad.isnan().any()
+    assert not remote.grad.isfinite().all()
+    assert remote.grad.norm().isnan()
     with pytest.raises(ValueNeededError):
-        foreign.grad.isinf().any()
+        remote.grad.isinf().any()
 
 
 WRITES = [
@@ -84,10 +84,10 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES)
 def test_after_a_write_nothing_is_known(write):
-    _, foreign = make()
-    write(foreign.grad)
+    _, remote = make()
+    write(remote.grad)
     with pytest.raises(ValueNeededError, match=r"the gradient of weight \(of stage 1\)"):
-        foreign.grad.norm()
+        remote.grad.norm()
 
 
 UNKNOWN = [
@@ -106,41 +106,41 @@ UNKNOWN = [
 
 @pytest.mark.parametrize("ask", UNKNOWN)
 def test_other_values_are_refused_with_their_place(ask):
-    _, foreign = make()
+    _, remote = make()
     with pytest.raises(ValueNeededError) as found:
-        ask(foreign.grad)
-    said = explain_foreign(found.value)
+        ask(remote.grad)
+    said = explain_remote(found.value)
     assert "the gradient of weight (of stage 1)" in said
     assert "test_remote_gradient.py" in said
     assert "trainer.strategy.gather(parameter.grad)" in said
 
 
 def test_without_an_exchange_a_gradient_is_there_but_not_its_norm():
-    _, foreign = make(is_known=False)
-    assert foreign.grad.shape == (2, 2)
+    _, remote = make(is_known=False)
+    assert remote.grad.shape == (2, 2)
     with pytest.raises(ValueNeededError):
-        foreign.grad.norm()
-    foreign.age.change(are_none=True)
-    assert foreign.grad is None
+        remote.grad.norm()
+    remote.age.change(are_none=True)
+    assert remote.grad is None
 
 
 def test_a_norm_of_a_weight_is_refused():
-    _, foreign = make()
+    _, remote = make()
     for ask in (torch.linalg.vector_norm, lambda w: w.abs().max(), lambda w: w.detach().norm()):
         with pytest.raises(ValueNeededError, match=r"weight \(of stage 1\)"):
-            ask(foreign)
+            ask(remote)
 
 
 @torch.no_grad()
 def test_lists_are_worked_on_member_by_member():
-    gradient, foreign = make()
+    gradient, remote = make()
     own = torch.ones(3)
-    torch._foreach_mul_([own, foreign.grad], [2.0, 3.0])
+    torch._foreach_mul_([own, remote.grad], [2.0, 3.0])
     assert own.eq(2).all()
-    torch._foreach_lerp_([own, foreign], [torch.zeros(3), torch.zeros(2, 2)], 0.5)
+    torch._foreach_lerp_([own, remote], [torch.zeros(3), torch.zeros(2, 2)], 0.5)
     assert own.eq(1).all()
-    foreign.know_gradient(True, KnownSize(float(gradient.norm()), 3.0))
-    first, second, third = torch._foreach_norm([own, foreign.grad, own])
+    remote.know_gradient(True, KnownSize(float(gradient.norm()), 3.0))
+    first, second, third = torch._foreach_norm([own, remote.grad, own])
     assert (first, second, third) == (own.norm(), gradient.norm(), own.norm())
 
 
@@ -160,10 +160,10 @@ DRAWS = [
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_advance_the_generator_as_the_owners_do(draw):
-    _, foreign = make()
+    _, remote = make()
     real = nn.Parameter(torch.rand(2, 2))
     states = []
-    for tensor in (foreign, real):
+    for tensor in (remote, real):
         torch.manual_seed(3)
         with torch.no_grad():
             draw(tensor)

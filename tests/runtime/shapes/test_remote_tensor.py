@@ -73,7 +73,7 @@ def test_a_step_sees_a_whole_module(schedule):
         assert module.seen == {(sum(p.numel() for p in plain.parameters()), (True, True))}
 
 
-def foreign_weight(module):
+def remote_weight(module):
     return next(p for p in module.parameters() if isinstance(p, RemoteTensor))
 
 
@@ -82,7 +82,7 @@ def test_a_copy_freezes_by_itself():
     teacher = copy.deepcopy(module).requires_grad_(False)
     assert [p.shape for p in teacher.parameters()] == [p.shape for p in module.parameters()]
     assert all(p.requires_grad for p in module.parameters())
-    assert foreign_weight(teacher) is not foreign_weight(module)
+    assert remote_weight(teacher) is not remote_weight(module)
     assert teacher.head.weight is teacher.embed.weight
 
 
@@ -99,13 +99,13 @@ def test_a_module_is_pickled_with_its_shapes(rank):
     with pytest.raises(
         ValueNeededError, match=r"blocks\.[02]\.0\.weight \(of stage \d, on global rank \d\)"
     ):
-        foreign_weight(pickle.loads(pickle.dumps(module))).sum().item()
+        remote_weight(pickle.loads(pickle.dumps(module))).sum().item()
 
 
 def test_a_module_converts_with_its_shapes():
     module = after_a_step(Tied())[0].double().cpu()
     assert {p.dtype for p in module.parameters()} == {torch.float64}
-    assert (foreign_weight(module) * 1).dtype == torch.float64
+    assert (remote_weight(module) * 1).dtype == torch.float64
 
 
 def test_a_state_dict_loads_into_what_a_rank_has():
@@ -118,7 +118,7 @@ def test_a_state_dict_loads_into_what_a_rank_has():
 
 
 def test_writes_in_place_are_left_to_the_owner():
-    weight = foreign_weight(after_a_step(Tied())[0])
+    weight = remote_weight(after_a_step(Tied())[0])
     before = weight.origins
     with torch.no_grad():
         weight.mul_(0.5).add_(torch.ones(4, 4)).lerp_(weight * 2, 0.1).clamp_(0, 1)
