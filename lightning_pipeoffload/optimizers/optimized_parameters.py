@@ -52,7 +52,6 @@ class OptimizedParameters:
         self._narrowed: list[NarrowedOptimizer] = []
         self._num_sharing = num_sharing
         self._is_declared = is_declared
-        self._shares: list[StepShares | None] = []
 
     @property
     def names(self) -> list[GroupNames]:
@@ -82,12 +81,6 @@ class OptimizedParameters:
             refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
-        self._shares = [self._make_shares(optimizer) for optimizer in self._optimizers()]
-
-    def _make_shares(self, optimizer: Optimizer) -> StepShares | None:
-        if self._num_sharing == 1 or not optimizer.param_groups:
-            return None
-        return StepShares(self._group)
 
     def start_training(self) -> None:
         """Heed the hooks that were registered with the optimizers since they were made."""
@@ -129,8 +122,9 @@ class OptimizedParameters:
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
         if self._pipeline.committed:
-            for narrowed, shares in zip(self._narrowed, self._shares, strict=True):
-                narrowed.share_out(shares)
+            for narrowed in self._narrowed:
+                is_shared_out = self._num_sharing > 1 and narrowed.optimizer.param_groups
+                narrowed.share_out(StepShares(self._group) if is_shared_out else None)
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
         """Return what each replica steps with; None where all step with everything."""

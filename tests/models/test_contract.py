@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
-from tests.support.small_modules import Regression, call_step
+from tests.support.small_modules import Regression, call_step, descend
 
 SETTINGS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_v", 1)]
 LOSSES, CACHE = [], {}
@@ -383,14 +383,6 @@ def train(kind, schedule="", num_ranks=1, **attributes):
     if pipeline is None:
         return module.state_dict()
     return {n: t for rank in ranks for n, t in rank.ownership.local_tensors().items()}
-
-
-@torch.no_grad()
-def descend(tensors):
-    for tensor in tensors:
-        if tensor.grad is not None:
-            tensor.sub_(tensor.grad, alpha=0.1)
-            tensor.grad = None
 
 
 def assert_equal(found, expected):

@@ -59,7 +59,7 @@ def watch(monkeypatch):
 
 
 def count_alive(executor):
-    return sum(stage.num_alive for stage in executor.stages.values())
+    return sum(len(stage._alive) for stage in executor.stages.values())
 
 
 def actions(text):

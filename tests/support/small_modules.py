@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,3 +224,12 @@ def assert_exact(module: nn.Module, batch: Any, size: int = 2, num_ranks: int = 
     count = len(split_batch(batch, size))
     found = run_pipeline(module, build("zb_h1", num_ranks, count), batch, size)
     assert_same(found, run_plain(module, batch, size))
+
+
+@torch.no_grad()
+def descend(tensors: Iterable[Tensor]) -> None:
+    """Step by 0.1 against the gradients, and drop them."""
+    for tensor in tensors:
+        if tensor.grad is not None:
+            tensor.sub_(tensor.grad, alpha=0.1)
+            tensor.grad = None

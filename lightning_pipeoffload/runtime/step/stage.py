@@ -74,11 +74,6 @@ class StageRunner:
         self._alive: dict[int, _Alive] = {}
         self._last = -1
 
-    @property
-    def num_alive(self) -> int:
-        """Microbatches between the end of their F and the end of their W."""
-        return len(self._alive)
-
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers of the rank."""
         return self._context.ownership.local_tensors().values()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
-from tests.support.small_modules import Regression, call_step
+from tests.support.small_modules import Regression, call_step, descend
 
 
 class Block(nn.Linear):
@@ -89,14 +89,6 @@ def train(module, schedule, num_ranks, **options):
         descend(plain.parameters())
     held = {n: t for r in pipeline.ranks for n, t in r.ownership.local_tensors().items()}
     return {name: held[name] for name in plain.state_dict()}, plain.state_dict()
-
-
-@torch.no_grad()
-def descend(tensors):
-    for tensor in tensors:
-        if tensor.grad is not None:
-            tensor.sub_(tensor.grad, alpha=0.1)
-            tensor.grad = None
 
 
 def assert_equal(found, expected):
