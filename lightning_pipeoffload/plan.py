@@ -218,13 +218,10 @@ def _chosen(
     config: DictConfig, costs: Costs, units: Units
 ) -> tuple[Schedule, Costs, dict[str, Any]]:
     """Return the fastest plan that fits, its costs, and what JSON says of it; print the others."""
-    choice = choose(config, costs)
-    best = choice.best
-    assert best.schedule is not None
+    plan = choose(config, costs)
     if config.format == "text":
-        print_choice(choice, units)
-    costs = costs_of_stage(costs, best.option.num_chunks)
-    return split_fused_backward(best.schedule), costs, describe(choice)
+        print_choice(plan, units)
+    return split_fused_backward(plan.schedule), plan.costs, describe(plan)
 
 
 def _offloaded(

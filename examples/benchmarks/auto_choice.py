@@ -28,7 +28,7 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
 )
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 
 ACTIVATION, RESIDUE = 17, 16
 SLOW_STAGE = 1.5
@@ -67,7 +67,8 @@ class Setting:
     def choose(self) -> Candidate:
         """Return what ``auto`` takes."""
         wanted = options([self.num_microbatches])
-        return evaluate(wanted, self.num_ranks, self.costs_of, Limits(self.memory_limit)).best
+        request = PlanRequest(self.num_ranks, wanted, self.costs_of, self.memory_limit)
+        return make_plan(request).best
 
     def by_hand(self) -> tuple[float, str]:
         """Return the best time of all plans, and the plan's name."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Costs, ScheduleError, accept, build, simulate
 from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 UNEVEN = tuple(1.5 if stage == 3 else 1.0 for stage in range(8))
@@ -57,7 +57,8 @@ SETTINGS = [
 def best_family(setting: Setting, limit: float) -> tuple[str, float]:
     """Return the name of the fastest family within a limit, and its seconds."""
     wanted = options([setting.num_microbatches], num_chunks=1)
-    best = evaluate(wanted, setting.num_ranks, lambda _: setting.costs, Limits(limit)).best
+    request = PlanRequest(setting.num_ranks, wanted, lambda _: setting.costs, limit)
+    best = make_plan(request).best
     assert best.makespan is not None
     return best.option.schedule, best.makespan
 

@@ -13,8 +13,8 @@ from lightning_pipeoffload.cli.plan_report import figures_of
 from lightning_pipeoffload.cli.units import MEASURED, Units
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Choice, Option, options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.recipe import check_limit, check_sizes
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["choose", "costs_by_option", "describe", "print_choice", "wanted_options"]
 
 
-def choose(config: DictConfig, costs: Costs) -> Choice:
-    """Evaluate all families for the costs of a rank's part of the model.
+def choose(config: DictConfig, costs: Costs) -> Plan:
+    """Plan all families for the costs of a rank's part of the model.
 
     Args:
         config: Conf/plan.yaml with the command line's overrides.
@@ -35,13 +35,17 @@ def choose(config: DictConfig, costs: Costs) -> Choice:
     """
     if config.options:
         raise ScheduleError(f"options ({config.options}) are for one schedule; name that one")
-
-    wanted = wanted_options(config)
     check_limit(config.memory_limit)
-    limits = Limits(config.memory_limit, config.strategy.offload)
-    border = BorderOptions.of(config)
-    asked = wanted, config.num_ranks, costs_by_option(costs), limits
-    return evaluate(*asked, has_barrier=lambda option: border.has_barrier)
+    barrier = BorderOptions.of(config).has_barrier
+    request = PlanRequest(
+        config.num_ranks,
+        wanted_options(config),
+        costs_by_option(costs),
+        config.memory_limit,
+        config.strategy.offload,
+        has_barrier=lambda option: barrier,
+    )
+    return make_plan(request)
 
 
 def costs_by_option(costs: Costs) -> Callable[[Option], Costs]:
@@ -70,24 +74,24 @@ def wanted_options(config: DictConfig, recompute: str = "none") -> list[Option]:
     return options([config.num_microbatches], None, config.num_chunks, [recompute])
 
 
-def describe(choice: Choice) -> dict[str, Any]:
-    """Return what JSON says of the choice, and of what the plan that was taken offloads."""
-    report = choice.best.report
-    candidates = [candidate.figures() for candidate in choice.candidates]
+def describe(plan: Plan) -> dict[str, Any]:
+    """Return what JSON says of the candidates, and of what the plan that was taken offloads."""
+    report = plan.report
+    candidates = [candidate.figures() for candidate in plan.candidates]
     return {"candidates": candidates, **(figures_of(report) if report else {})}
 
 
-def print_choice(choice: Choice, units: Units) -> None:
+def print_choice(plan: Plan, units: Units) -> None:
     """Print what was tried.
 
     Args:
-        choice: What was.
+        plan: The plan that was chosen.
         units: The units of its figures.
     """
     console = Console()
     unit = " s" if units == MEASURED else ""
-    written = choice_table(choice, lambda t: units.write_time(t) + unit, units.write_memory)
+    written = choice_table(plan, lambda t: units.write_time(t) + unit, units.write_memory)
     console.print(written)
-    for line in lines_of_refused(choice.candidates):
+    for line in lines_of_refused(plan.candidates):
         console.print(line, highlight=False)
     console.print()

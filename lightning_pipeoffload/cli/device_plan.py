@@ -28,9 +28,9 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     split_fused_backward,
 )
-from lightning_pipeoffload.schedule.candidates import Choice, Option
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 from lightning_pipeoffload.schedule.placement import stages_on
 
@@ -47,14 +47,13 @@ def plan_for_device(config: DictConfig) -> tuple[Schedule, Costs, dict[str, Any]
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
     planner = DevicePlanner(config)
-    choice = planner.choose()
-    best = choice.best
-    assert best.schedule is not None
+    plan = planner.choose()
+    option = plan.best.option
     if config.format == "text":
-        print_choice(choice, MEASURED)
+        print_choice(plan, MEASURED)
         Console().out(f"{planner.words}\n", highlight=False)
-    told = describe(choice) | planner.figures(best.option)
-    return split_fused_backward(best.schedule), planner.costs_of(best.option), told
+    told = describe(plan) | planner.figures(option)
+    return split_fused_backward(plan.schedule), plan.costs, told
 
 
 class DevicePlanner:
@@ -113,7 +112,7 @@ class DevicePlanner:
             f"less weights, gradients and optimizer states of the stages"
         )
 
-    def choose(self) -> Choice:
+    def choose(self) -> Plan:
         """Evaluate all families, or the one that is named.
 
         Raises:
@@ -128,11 +127,18 @@ class DevicePlanner:
         wanted = [option for option in self._asked if name in ("auto", option.schedule)]
         if not wanted:
             raise ScheduleError(f"num_chunks ({config.num_chunks}) is none that {name} takes")
-        limits = Limits(self.memory, config.strategy.offload, taken=self._taken)
         has_barrier = BorderOptions.of(config).has_barrier
-        given = wanted, self._num_ranks, self.costs_of, limits
+        request = PlanRequest(
+            self._num_ranks,
+            wanted,
+            self.costs_of,
+            self.memory,
+            config.strategy.offload,
+            self._taken,
+            lambda option: has_barrier,
+        )
         try:
-            return evaluate(*given, has_barrier=lambda option: has_barrier)
+            return make_plan(request)
         except MemoryLimitError as error:
             _, memory, needed = error.args
             raise ScheduleError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf, log10
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.planning.candidate_table import lines_by_reason
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -162,8 +162,15 @@ class _Search:
 
     def __init__(self, config: DictConfig, costs_of: CostsOf) -> None:
         self._wanted = wanted_options(config)
-        self._asked, self._offload = (config.num_ranks, costs_of), config.strategy.offload
-        self._border = BorderOptions.of(config)
+        barrier = BorderOptions.of(config).has_barrier
+        self._request = PlanRequest(
+            config.num_ranks,
+            self._wanted,
+            costs_of,
+            offload=config.strategy.offload,
+            has_barrier=lambda option: barrier,
+            searches_always=True,
+        )
         names = dict.fromkeys(option.schedule for option in self._wanted)
         self.found: dict[str, list[Candidate]] = {name: [] for name in names}
         self._reasons = dict.fromkeys(names, "")
@@ -176,19 +183,13 @@ class _Search:
 
     def _plan(self, name: str, limit: float | None) -> None:
         own = [option for option in self._wanted if option.schedule == name]
-        limits = Limits(limit, self._offload)
+        request = replace(self._request, options=own, memory_limit=limit)
         try:
-            choice = evaluate(
-                own,
-                *self._asked,
-                limits,
-                has_barrier=lambda option: self._border.has_barrier,
-                always_search=True,
-            )
+            plan = make_plan(request)
         except ScheduleError as error:
             self._reasons[name] = self._reasons[name] or str(error).partition("\n")[0]
         else:
-            self.found[name] += [candidate for candidate in choice.candidates if candidate.fits]
+            self.found[name] += [candidate for candidate in plan.candidates if candidate.fits]
 
     def refuse_if_nothing_is_found(self) -> None:
         """Raise what the first family was refused for."""

@@ -21,7 +21,7 @@ from lightning_pipeoffload.planning.memory_needs import (
     RankNeeds,
     describe_needs,
 )
-from lightning_pipeoffload.planning.memory_plan import plan_before_measuring
+from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import ScheduleError, lower, simulate
 
@@ -117,7 +117,7 @@ class _Estimator:
             ValueError: The plan cannot be, or the model cannot be cut so.
         """
         count = settings.choose_num_microbatches(num_ranks, self._probe.batch_size)
-        schedule, _ = plan_before_measuring(settings, num_ranks, count)
+        schedule, _ = first_plan(settings, num_ranks, count)
         needs: MemoryNeeds = self._probe.needs_of(schedule.placement, count, settings)
         plan = lower(schedule)
         bubble = simulate(plan, needs.costs).bubble

@@ -18,7 +18,7 @@ from lightning_pipeoffload.cli.costs_file import write_costs
 from lightning_pipeoffload.cli.rehearsal_report import Rehearsed, print_rehearsed
 from lightning_pipeoffload.cli.rehearsed_model import RehearsedModel
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
-from lightning_pipeoffload.planning.memory_plan import plan_by_costs
+from lightning_pipeoffload.planning.plan_request import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
@@ -88,8 +88,7 @@ def _run(
     speed = measure_copy_speed(run.pipeline.device)
     own = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, own, speed, schedule.num_stages)
-    planned, _ = plan_by_costs(settings, schedule.num_ranks, count, costs)
-    plan = lower(planned)
+    plan = lower(plan_of(request_by_name(settings, schedule.num_ranks, count, costs)).schedule)
     run.memory.ledger = Ledger()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)

@@ -19,7 +19,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.planning.memory_plan import limits_of_plans
+from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -33,10 +33,9 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
 from lightning_pipeoffload.runtime.users_code.no_trace import hooked
-from lightning_pipeoffload.schedule import Costs, MemoryLimitError, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Choice, Option, options
-from lightning_pipeoffload.schedule.evaluation import evaluate
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule import Costs, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.make_plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -56,26 +55,23 @@ class Chosen:
 
     Attributes:
         settings: The settings, with a schedule by its name.
-        costs: What its stages cost; None where nothing was evaluated.
+        plan: The plan that was chosen; None where nothing was evaluated.
         limits: What the machines have.
         is_measured: Whether the costs are in seconds.
-        candidates: What was tried, for the report.
-        choice: The same with its plans, on the process that reports.
     """
 
     settings: PipelineSettings
-    costs: Costs | None = None
+    plan: Plan | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
     is_measured: bool = False
-    candidates: Sequence[Mapping[str, Any]] = ()
-    choice: Choice | None = None
 
-    def costs_with(self, needs: MemoryNeeds | None) -> Costs | None:
+    def costs_with(self, needs: MemoryNeeds | None) -> Costs:
         """Return the costs with the memory of these stages as shapes tell it, where they do."""
-        if self.costs is None or needs is None:
-            return self.costs
+        assert self.plan is not None
+        if needs is None:
+            return self.plan.costs
         names = ("activation", "weight_input", "weight_residue")
-        return replace(self.costs, **{name: getattr(needs.costs, name) for name in names})
+        return replace(self.plan.costs, **{name: getattr(needs.costs, name) for name in names})
 
 
 class AutoChoice:
@@ -133,8 +129,8 @@ class AutoChoice:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
         chosen = self._decide(*self._know(cut_batch, first, num_microbatches, batch_size))
-        if chosen.choice is not None:
-            cache.store(chosen.choice.best, chosen.settings)
+        if chosen.plan is not None and self._group.reports:
+            cache.store(chosen.plan.best, chosen.settings)
         return chosen
 
     def _know(
@@ -221,29 +217,16 @@ class AutoChoice:
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:
-        """Evaluate on one process, for all."""
         wanted = [
             option
             for way, count in known.blocks
             for option in options([count], None, self._num_chunks, [way])
             if known.takes(option, self._group)
         ]
-        choice: Choice | None = None
-        answer: Any = None
-        if self._group.reports:
-            try:
-                keep = limits_of_plans(self._settings, limits)
-                asked = wanted, self._group.num_ranks, known.costs_of, keep
-                choice = evaluate(*asked, has_barrier=partial(self._has_barrier, known))
-                answer = choice.best.option, [c.figures() for c in choice.candidates]
-            except MemoryLimitError as error:
-                answer = error.told(mebibytes)
-            except ScheduleError as error:
-                answer = str(error)
-        answer = self._group.world.broadcast(answer, 0)
-        if isinstance(answer, str):
-            raise ScheduleError(answer)
-        option, figures = answer
+        has_barrier = partial(self._has_barrier, known)
+        given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
+        plan = plan_for_all(self._group, request_for(*given, has_barrier))
+        option = plan.best.option
         settings = replace(
             self._settings,
             schedule=option.schedule,
@@ -252,8 +235,7 @@ class AutoChoice:
             recompute=option.recompute,
             split=known.split(option),
         )
-        costs = known.costs_of(option)
-        return Chosen(settings, costs, limits, known.is_measured, figures, choice)
+        return Chosen(settings, plan, limits, known.is_measured)
 
     def _has_barrier(self, known: _KnownCosts, option: Option) -> bool:
         """Whether its ranks wait for each other, be it because several own weights that are tied.

@@ -65,7 +65,7 @@ class PipelineRun:
         num_local_ranks: int = 1,
         parts: PartedModule | None = None,
     ) -> None:
-        if settings.schedule == "auto":  # a run before this one may have chosen other places
+        if settings.is_chosen:  # a run before this one may have chosen other places
             group.place(settings.provisional_schedule(group.num_ranks))
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)

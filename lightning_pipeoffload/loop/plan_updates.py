@@ -11,15 +11,17 @@ from collections.abc import Callable
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_plan import keeps_limits
+from lightning_pipeoffload.planning.plan_request import keeps_limits
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.planning.report_text import print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import World
-from lightning_pipeoffload.schedule import Costs, Schedule
+from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
 
 class PlanUpdates:
@@ -49,29 +51,47 @@ class PlanUpdates:
         self._to_beat = 0.0
 
     def start(self, costs: Costs, limits: MachineLimits) -> None:
-        """Let a solver look for better plans from now on; all ranks call it.
+        """Run by the best plan of the families, and let a solver look for better ones.
+
+        All ranks call it. What a solver starts from has W apart from B everywhere.
 
         Args:
             costs: What the stages of all ranks cost.
             limits: The limits of the machines.
         """
-        if not self._settings.solver_seconds:
-            return
+        used = self._training.schedule
         self._limits = limits
-        schedule = self._training.schedule
-        self._problem = PlanProblem(
-            schedule.num_microbatches,
-            schedule.placement,
+        self._problem = problem = PlanProblem(
+            used.num_microbatches,
+            used.placement,
             costs,
             self._settings.limit_on(limits.device),
             self._training.has_barrier(),
         )
-        self._to_beat = self._problem.seconds(schedule)
+        start = self._start(problem)
+        self._training.adopt(start, costs)
+        self._measurements.start_anew(costs.copy_lanes)
+        if not self._settings.solver_seconds:
+            return
+        self._to_beat = problem.seconds(start)
         self._world = World(self._group)
         if self._group.reports:
             self._solver = PlanSolver(
-                self._problem, schedule, self._settings.solver_seconds, self._settings.cache_folder
+                problem, start, self._settings.solver_seconds, self._settings.cache_folder
             )
+
+    def _start(self, problem: PlanProblem) -> Schedule:
+        """Return what the families have for a problem, found on one process for all."""
+        start, error = None, ""
+        if self._group.reports:
+            try:
+                start = best_of_families(problem)
+            except MemoryLimitError as refused:
+                error = refused.told(mebibytes)
+        start, error = self._group.world.broadcast((start, error), 0)
+        if start is None:
+            raise ScheduleError(error)
+        return start
 
     @property
     def is_solving(self) -> bool:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.microbatches import least_samples
-from lightning_pipeoffload.loop.plan_anew import Anew, PlanAnew
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_plan import keeps_limits
+from lightning_pipeoffload.planning.plan_request import (
+    keeps_limits,
+    plan_for_all,
+    request_by_name,
+    request_for,
+)
 from lightning_pipeoffload.planning.report_text import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan
+from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs
+from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, sums_alike
+from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import Plan
+
+log = logging.getLogger(__name__)
+
+_NONE_FITS = (
+    "measured anew, the plan in use keeps no memory limit, and none would: %s; training goes on "
+    "with the plan in use"
+)
 
 
 class RunPlans:
@@ -69,6 +84,8 @@ class RunPlans:
         self._kept: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
+        self._is_solved = settings.is_solved
+        self._limits = MachineLimits()
 
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for weights that are tied.
@@ -87,7 +104,7 @@ class RunPlans:
         Returns:
             The number of microbatches that the batch is cut into.
         """
-        if self.settings.schedule == "auto":
+        if self.settings.is_chosen:
             self._choose_automatically(inputs, total)
         count = self._choose_count(total)
         self.training.make(count)
@@ -98,7 +115,7 @@ class RunPlans:
         return self.settings.choose_num_microbatches(self._group.num_ranks, total, least)
 
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
-        """Put what is chosen for this run in the place of ``schedule="auto"``."""
+        """Put the schedule that is chosen for this run in the place of "auto" or "optpipe"."""
         count = self._choose_count(total)
         known = self.settings, self._pipeline, self._group, self._measurements
         choice = AutoChoice(*known, self.has_step_barrier())
@@ -111,13 +128,24 @@ class RunPlans:
             self._executor.join(self._group.rank, self._group.transport)
 
     def begin(self) -> None:
-        """Make the plan of the first step with the costs that it was chosen by."""
-        if self._chosen is None:
+        """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
+
+        The memory that shapes tell of this cut takes the place of that which blocks tell.
+        """
+        if self._chosen is None or self._chosen.plan is None or not self._chosen.is_measured:
             return
-        costs = self._chosen.costs_with(self.report.needs)
-        if costs is not None and self._chosen.is_measured:
-            self.training.make_by(costs, self._chosen.limits)
-            self._measurements.start_anew(costs.copy_lanes)
+        self._limits = self._chosen.limits
+        self._adopt(self._plan_by_name(self._chosen.costs_with(self.report.needs)))
+
+    def _plan_by_name(self, costs: Costs) -> Plan:
+        count, barrier = self.training.schedule.num_microbatches, self.training.has_barrier()
+        given = self.settings, self._group.num_ranks, count, costs, self._limits
+        return plan_for_all(self._group, request_by_name(*given, barrier))
+
+    def _adopt(self, plan: Plan) -> None:
+        """Run by a plan from now on, and measure it anew."""
+        self.training.adopt(plan.schedule, plan.costs, plan.report)
+        self._measurements.start_anew(plan.costs.copy_lanes)
 
     def before_plan(self, is_first: bool) -> None:
         """Have the plan for what comes next; called where no plan is under way.
@@ -161,7 +189,7 @@ class RunPlans:
             "weight_input": {i: stage.memory.weight_input_bytes for i, stage in stages.items()},
             "weight_residue": {i: stage.memory.residue_bytes for i, stage in stages.items()},
         }
-        schedule, costs, limits = self.training.schedule, self.training.costs, self.training.limits
+        schedule, costs, limits = self.training.schedule, self.training.costs, self._limits
         if kept == self._kept or costs is None:
             return False
         self._kept = kept
@@ -177,22 +205,64 @@ class RunPlans:
     def _plan_anew(self) -> None:
         self._updates.close()
         costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
-        limits = self._limits()
-        anew = self._make_anew(costs, limits)
+        self._limits = self._gather_limits()
+        after = self._take_better(costs)
         if self._group.reports:
-            print_anew(self.training.schedule.name, anew.after)
-        if self.settings.is_solved:
-            self._updates.start(costs, limits)
+            print_anew(self.training.schedule.name, after)
+        if self._is_solved:
+            self._updates.start(costs, self._limits)
 
-    def _make_anew(self, costs: Costs, limits: MachineLimits) -> Anew:
-        """Run by a better plan from now on, if there is one for what steps have cost."""
-        may_rename = self._chosen is not None
-        plans = PlanAnew(self._pipeline, self._group, self.training, may_rename)
-        anew = plans.make(self.settings, costs, limits)
-        if anew.settings is not None:
-            self.settings = anew.settings
-            self._measurements.start_anew(costs.copy_lanes)
-        return anew
+    def _take_better(self, costs: Costs) -> float | None:
+        """Adopt the best plan for these costs if it is faster, or if the one in use breaks a limit.
+
+        ``schedule="auto"`` may take any family of the same placement but those that search for
+        seconds, for training waits. A schedule that was named keeps its name. The numbers that a
+        step adds up stay in their order, so that losses are those of a run whose plan stays.
+
+        Returns:
+            Seconds of a step by the new plan; None where the plan in use stays.
+        """
+        used, limits = self.training.schedule, self._limits
+        limit = self.settings.limit_on(limits.device)
+        keeps_limit = keeps_limits(used, costs, limit, limits)
+        before = self.training.period(used, costs)
+        self.training.costs = costs
+        given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
+        request = request_for(*given, lambda option: self.training.has_barrier())
+        try:
+            plan = plan_for_all(self._group, request)
+        except ScheduleError as error:
+            if self._group.reports and not keeps_limit:
+                log.warning(_NONE_FITS, str(error).partition("\n")[0])
+            return None
+        if plan.schedule == used or not self._adds_up_alike(plan.schedule):
+            return None
+        after = self.training.period(plan.schedule, costs)
+        if keeps_limit and not is_worth_changing(before, after):
+            return None
+        self.settings = replace(self.settings, schedule=plan.best.option.schedule)
+        self._adopt(plan)
+        return after
+
+    def _options(self) -> list[Option]:
+        """Return what a plan in use may be changed to."""
+        used = self.training.schedule
+        if self._chosen is None:
+            return [self.settings.option(used.num_microbatches)]
+        sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute]
+        return [
+            option
+            for option in options(*sizes)
+            if option.placement(used.num_ranks) == used.placement
+            and not FAMILIES[option.schedule].takes_seconds
+        ]
+
+    def _adds_up_alike(self, found: Schedule) -> bool:
+        by_weight: dict[int, frozenset[int]] = {}
+        for name, stages in self._pipeline.ownership.owners.items():
+            key = self._pipeline.tensors.identity[name]
+            by_weight[key] = by_weight.get(key, frozenset()) | stages
+        return sums_alike(self.training.schedule, found, by_weight.values())
 
     def _plan_by_measurement(self) -> None:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
@@ -201,20 +271,19 @@ class RunPlans:
         nothing is better, for by other costs its family may not fit.
         """
         self._has_measured_steps = True
-        if not (self.training.may_copy or self.settings.is_solved):
+        if not (self.training.may_copy or self._is_solved):
             return
         costs = self._measurements.gather_costs(self.training.schedule)
-        limits = self._limits()
-        if self._chosen is not None and self._chosen.is_measured:
-            self._make_anew(costs, limits)
+        self._limits = self._gather_limits()
+        if self._is_solved:
+            self._updates.start(costs, self._limits)
+        elif self._chosen is not None and self._chosen.is_measured:
+            self._take_better(costs)
         else:
-            self.training.make_by(costs, limits)
-            self._measurements.start_anew(costs.copy_lanes)
-        if self.settings.is_solved:
-            self._updates.start(costs, limits)
-        self.report.print_plan(limits)
+            self._adopt(self._plan_by_name(costs))
+        self.report.print_plan(self._limits)
 
-    def _limits(self) -> MachineLimits:
+    def _gather_limits(self) -> MachineLimits:
         heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
         return self._measurements.gather_limits(heeds_devices)
 

@@ -93,7 +93,8 @@ class RunReport:
         report["memory"] = self._memory(plan)
         report["steps_taken_back"] = self.boundary.num_taken_back if self.boundary else 0
         if self.chosen is not None:
-            report["candidates"] = [dict(candidate) for candidate in self.chosen.candidates]
+            tried = self.chosen.plan.candidates if self.chosen.plan is not None else ()
+            report["candidates"] = [candidate.figures() for candidate in tried]
         if self._training.offloaded is not None:
             report["offload"] = asdict(self._training.offloaded)
         measured = self._measurements.report()
@@ -121,8 +122,8 @@ class RunReport:
             num_accumulated: Batches whose gradients add up to one optimizer step.
         """
         if self._group.reports:
-            if self.chosen is not None and self.chosen.choice is not None:
-                print_choice(self.chosen.choice, self.chosen.is_measured)
+            if self.chosen is not None and self.chosen.plan is not None:
+                print_choice(self.chosen.plan, self.chosen.is_measured)
             print_prediction(self.make())
             if num_accumulated > 1:
                 print_accumulation(num_accumulated, self._training.schedule.num_microbatches)

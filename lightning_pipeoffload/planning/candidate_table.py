@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from lightning_pipeoffload.schedule.candidates import Candidate, Choice
+from lightning_pipeoffload.schedule.candidates import Candidate
+from lightning_pipeoffload.schedule.make_plan import Plan
 
 __all__ = ["choice_table", "lines_by_reason", "lines_of_refused"]
 
 Write = Callable[[float], str]
 
 
-def choice_table(choice: Choice, seconds: Write, memory: Write, most: int | None = None) -> Table:
+def choice_table(plan: Plan, seconds: Write, memory: Write, most: int | None = None) -> Table:
     """Return a table of the plans that fit, the fastest first.
 
     Args:
-        choice: What was tried.
+        plan: The plan that was chosen.
         seconds: Writes a time.
         memory: Writes an amount of memory.
         most: The most plans to show; None: all.
     """
-    candidates = choice.candidates
+    candidates = plan.candidates
     has_counts = len({c.option.num_microbatches for c in candidates}) > 1
     recomputes = len({c.option.recompute for c in candidates}) > 1
     varied = {"microbatches": has_counts, "recompute": recomputes}
@@ -38,7 +39,7 @@ def choice_table(choice: Choice, seconds: Write, memory: Write, most: int | None
         padding=(0, 1, 0, 0),
     )
     fitting = [c for c in candidates if c.fits]
-    for candidate in sorted(fitting, key=lambda c: (c is not choice.best, c.score))[:most]:
+    for candidate in sorted(fitting, key=lambda c: (c is not plan.best, c.score))[:most]:
         option = candidate.option
         cells = [option.schedule, str(option.num_chunks)]
         cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes

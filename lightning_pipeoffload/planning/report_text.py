@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
-from lightning_pipeoffload.schedule.candidates import Choice
+from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.mebibytes import mebibytes
 
 _NUM_COLUMNS = 80  # of what other handlers get
@@ -56,19 +56,19 @@ def print_line(line: str) -> None:
     _tell(line)
 
 
-def print_choice(choice: Choice, is_measured: bool) -> None:
+def print_choice(plan: Plan, is_measured: bool) -> None:
     """Print what ``schedule="auto"`` has tried.
 
     Args:
-        choice: What was tried.
+        plan: The plan that was chosen.
         is_measured: Whether times are in seconds, not in an average block's.
     """
 
     def seconds(value: float) -> str:
         return f"{1e3 * value:.1f} ms" if is_measured else f"{value:.1f}"
 
-    refused = lines_of_refused(choice.candidates)
-    _tell("", choice_table(choice, seconds, mebibytes), *refused)
+    refused = lines_of_refused(plan.candidates)
+    _tell("", choice_table(plan, seconds, mebibytes), *refused)
 
 
 def print_gain(before: float, after: float) -> None:

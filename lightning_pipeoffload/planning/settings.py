@@ -34,19 +34,17 @@ from lightning_pipeoffload.runtime.memory.recompute import check_recompute
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
     TRANSFERS,
-    Costs,
     Kind,
     Schedule,
     ScheduleError,
     accept,
-    build,
-    split_fused_backward,
 )
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
+from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.recipe import Recipe, build_by
 from lightning_pipeoffload.schedule.solver.cp_sat import check_solver
-from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds, optpipe_placement
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
+from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
@@ -105,6 +103,11 @@ class PipelineSettings:
             check_decides_offload(self.offload)
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether the first batch decides which schedule is taken."""
+        return self.schedule in ("auto", "optpipe")
+
+    @property
     def is_solved(self) -> bool:
         """Whether a solver improves the plan while it is in use."""
         return self.schedule == "optpipe"
@@ -156,7 +159,7 @@ class PipelineSettings:
 
     @property
     def default_schedule(self) -> str:
-        """What ``schedule="auto"`` stands for until one is chosen, and where nothing may decide."""
+        """What "auto" and "optpipe" stand for until a schedule is chosen, and if none may be."""
         return DEFAULT_SCHEDULE if self.num_chunks in ("auto", 1) else "uniform"
 
     def cut_settings(self, group: PipelineGroup) -> CutSettings:
@@ -210,38 +213,27 @@ class PipelineSettings:
         """Whether what is kept on the device is to be planned."""
         return self.is_limited(on_accelerator) or self.offload not in ("auto", "none")
 
-    def make_schedule(
-        self,
-        num_ranks: int,
-        num_microbatches: int,
-        costs: Costs | None = None,
-        memory_limit: float | None = None,
-        has_barrier: bool = True,
-    ) -> Schedule:
-        """Build the schedule for that many microbatches.
+    def option(self, num_microbatches: int) -> Option:
+        """Return the schedule that was named, or stands for "auto" until one is chosen."""
+        name, recipe = self._recipe
+        is_asked = is_name(self.schedule) and isinstance(self.num_chunks, int)
+        num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
+        return Option(name, num_chunks, num_microbatches, self.recompute)
 
-        Args:
-            num_ranks: The number of ranks of the pipeline.
-            num_microbatches: The number of microbatches of a batch.
-            costs: The costs of the stages; None: the schedule's own idea of them.
-            memory_limit: The most memory of a rank, in the unit of the costs; None: any.
-            has_barrier: Whether no rank begins a step before all have ended the one before; asked
-                where there is a choice among families.
+    @property
+    def own_recipe(self) -> dict[str, Recipe]:
+        """How a schedule is built that was given in place of a name; empty: none was."""
+        return {} if is_name(self.schedule) else dict([self._recipe])
+
+    def make_schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Build the schedule for that many microbatches, without regard to costs and limits.
 
         Raises:
-            ScheduleError: There is no schedule, a given one is of another size, or it needs more
-                memory than it may.
+            ScheduleError: There is no schedule, or a given one is of another size.
         """
-        schedule = self._make(num_ranks, num_microbatches, costs, memory_limit, has_barrier)
-        if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
-            raise ScheduleError(
-                f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
-                f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
-                f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
-            )
-        if memory_limit is not None:  # as it runs: after B more may be there than after F
-            accept(split_fused_backward(schedule), costs, memory_limit)
-        return schedule
+        option = self.option(num_microbatches)
+        sizes = num_ranks, num_microbatches, option.num_chunks
+        return build_by(self._recipe[1], option.schedule, sizes)
 
     def provisional_schedule(self, num_ranks: int) -> Schedule:
         """Build a schedule before the batch is known: it tells which rank holds which stage."""
@@ -316,36 +308,54 @@ class PipelineSettings:
             return None
         return Schedule.from_csv(self.schedule)
 
-    def _make(
-        self,
-        num_ranks: int,
-        num_microbatches: int,
-        costs: Costs | None,
-        memory_limit: float | None,
-        has_barrier: bool,
-    ) -> Schedule:
+    @property
+    def _recipe(self) -> tuple[str, Recipe]:
+        """The schedule's name, and how it is built."""
         if is_name(self.schedule):
-            name = self.default_schedule if self.schedule == "auto" else str(self.schedule)
-            num_chunks = self.num_chunks if isinstance(self.num_chunks, int) else None
-            if self.is_solved:  # while it trains; this is what it starts with
-                placement = optpipe_placement(num_ranks, num_chunks or 1)
-                costs = costs or Costs.unit()
-                return best_of_families(
-                    PlanProblem(num_microbatches, placement, costs, memory_limit, has_barrier)
-                )
-            return build(name, num_ranks, num_microbatches, num_chunks, costs, memory_limit)
+            name = self.default_schedule if self.is_chosen else str(self.schedule)
+            return name, FAMILIES[name]
         given = self._fixed_schedule()
-        if given is None:
-            assert callable(self.schedule)
-            given = self.schedule(num_ranks, num_microbatches)
-            if not isinstance(given, Schedule):
-                raise ScheduleError(
-                    f"schedule={self.schedule!r} returned {given!r} for {num_ranks} ranks and "
-                    f"{num_microbatches} microbatches; it must return a Schedule"
-                )
-        accept(given, costs, memory_limit)
-        _refuse_no_schedule(given)
-        return given
+        if given is not None:
+            return given.name, _recipe_of(given)
+        assert callable(self.schedule)
+        name = getattr(self.schedule, "__name__", "")
+        return name if name.isidentifier() else "given", _recipe_calling(self.schedule)
+
+
+def _recipe_of(given: Schedule) -> Recipe:
+    """Return how to build a schedule that is there."""
+
+    def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+        return _checked(given, num_ranks, num_microbatches)
+
+    return Recipe(build, given.num_chunks, None, lambda num_ranks, num_chunks: given.placement)
+
+
+def _recipe_calling(function: Callable[[int, int], Schedule]) -> Recipe:
+    """Return how to build what a user's function returns."""
+
+    def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+        given = function(num_ranks, num_microbatches)
+        if not isinstance(given, Schedule):
+            raise ScheduleError(
+                f"schedule={function!r} returned {given!r} for {num_ranks} ranks and "
+                f"{num_microbatches} microbatches; it must return a Schedule"
+            )
+        return _checked(given, num_ranks, num_microbatches)
+
+    return Recipe(build, 1, None)
+
+
+def _checked(given: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    if (given.num_ranks, given.num_microbatches) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"schedule {given.name} is for {given.num_ranks} ranks and {given.num_microbatches} "
+            f"microbatches; this run has {num_ranks} and {num_microbatches}: set devices and "
+            f"num_microbatches to fit, or make it anew"
+        )
+    accept(given)
+    _refuse_no_schedule(given)
+    return given
 
 
 def _refuse_no_schedule(given: Schedule) -> None:

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
-from lightning_pipeoffload.planning.memory_plan import (
-    MemoryPlan,
-    plan_before_measuring,
-    plan_by_costs,
-)
+from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
@@ -58,7 +53,6 @@ class TrainingPlan:
             number of microbatches.
         offloaded: What the schedule offloads and why, where that was planned.
         costs: The measured costs by which it was planned; None before there are any.
-        limits: The limits of the machines by which it was planned.
         has_barrier: What was given.
         is_cold: Whether the shapes of the batch at hand are new on an accelerator. It runs one
             microbatch at a time then: compiling, loading and allocating wait for all that the
@@ -84,7 +78,6 @@ class TrainingPlan:
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
-        self.limits = MachineLimits()
         self._lowered = cache(_lower)
 
     @property
@@ -141,18 +134,9 @@ class TrainingPlan:
         self.schedule = settings.provisional_schedule(self._num_ranks)
 
     def make(self, num_microbatches: int) -> None:
-        """Make the schedule of so many microbatches, by what is known of the costs."""
-        self.schedule, self.offloaded = self._make(num_microbatches)
-
-    def make_by(self, costs: Costs, limits: MachineLimits) -> None:
-        """Make the schedule anew.
-
-        Args:
-            costs: Costs in seconds and bytes.
-            limits: The limits of the machines.
-        """
-        self.costs, self.limits = costs, limits
-        self.make(self.schedule.num_microbatches)
+        """Make the schedule of so many microbatches, before anything is known of the costs."""
+        sizes = self._num_ranks, num_microbatches
+        self.schedule, self.offloaded = first_plan(self._settings, *sizes, self._on_accelerator)
 
     def adopt(
         self, schedule: Schedule, costs: Costs, offloaded: OffloadReport | None = None
@@ -165,38 +149,6 @@ class TrainingPlan:
             offloaded: What it offloads and why, where that was planned.
         """
         self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
-
-    def plan_by(
-        self, settings: PipelineSettings, costs: Costs, limits: MachineLimits
-    ) -> MemoryPlan:
-        """Make a schedule of as many microbatches, and leave the one in use as it is.
-
-        Args:
-            settings: The settings to make it by.
-            costs: Costs in seconds and bytes.
-            limits: The limits of the machines.
-
-        Raises:
-            ScheduleError: None keeps the limits.
-        """
-        sizes = self._num_ranks, self.schedule.num_microbatches
-        return plan_by_costs(settings, *sizes, costs, limits, self.has_barrier())
-
-    def count_by(self, settings: PipelineSettings, costs: Costs, limits: MachineLimits) -> None:
-        """Let other settings, costs and limits be those of the plan in use.
-
-        Args:
-            settings: The settings.
-            costs: Costs in seconds and bytes.
-            limits: The limits of the machines.
-        """
-        self._settings, self.costs, self.limits = settings, costs, limits
-
-    def _make(self, num_microbatches: int) -> MemoryPlan:
-        sizes = self._num_ranks, num_microbatches
-        if self.costs is None:
-            return plan_before_measuring(self._settings, *sizes, self._on_accelerator)
-        return plan_by_costs(self._settings, *sizes, self.costs, self.limits, self.has_barrier())
 
     def run(
         self, microbatches: list[Microbatch], before_backward: BeforeBackward, steps: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -11,7 +11,7 @@ from .families import FAMILIES
 from .passes.offload import OffloadReport
 from .schedule import Schedule
 
-__all__ = ["Candidate", "Choice", "Option", "best_of", "options", "period_to_compare"]
+__all__ = ["Candidate", "Option", "best_of", "options", "period_to_compare"]
 
 # Of plans that differ by less, as a share of their time, the one that needs less memory counts.
 _ABOUT_EQUAL = 0.001
@@ -83,7 +83,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether there is a plan, which keeps the limits."""
-        return self.schedule is not None
+        return self.period is not None
 
     @property
     def score(self) -> float:
@@ -107,19 +107,6 @@ class Candidate:
         if self.score > best.score * (1 + _ABOUT_EQUAL):
             return replace(self, reason=f"{max(0.0, -longer):.1%} faster, but copies")
         return replace(self, reason="no less memory")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was tried, and what came of it.
-
-    Attributes:
-        best: The fastest that fits.
-        candidates: All, in the order in which they were asked for.
-    """
-
-    best: Candidate
-    candidates: Sequence[Candidate]
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -41,8 +41,8 @@ def test_a_plan_that_keeps_its_limit_stays(ranks, options):
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, {"schedule": "auto", "num_chunks": 1}),
-        (3, {"num_microbatches": 8}),
+        (2, {"schedule": "auto", "num_chunks": 1, "memory_limit": LIMIT // 2}),
+        (3, {"num_microbatches": 8, "memory_limit": LIMIT // 2}),
         (2, {"schedule": "zb_v"}),
     ],
     ids=["auto", "three ranks", "a V"],

@@ -24,10 +24,9 @@ PROBLEM = PlanProblem(6, (0, 1, 2), COSTS, 34.0)
     [
         (2, {"accumulate": 2}),
         pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"num_chunks": 2}, marks=pytest.mark.slow),
         pytest.param(1, {}, marks=pytest.mark.slow),
     ],
-    ids=["accumulated", "three ranks", "a V", "one rank"],
+    ids=["accumulated", "three ranks", "one rank"],
 )
 def test_losses_are_the_same_to_the_bit_when_the_plan_changes_twice(ranks, size, options):
     changed, same = ranks(size).run(twice_and_never, size, 14 if size == 3 else 12, options)[0]

@@ -8,6 +8,7 @@ import torch
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.plan_request import request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -16,6 +17,7 @@ from lightning_pipeoffload.schedule import (
     peak_memory,
     split_fused_backward,
 )
+from lightning_pipeoffload.schedule.make_plan import make_plan
 
 NO_LIMITS = MachineLimits()
 
@@ -27,7 +29,9 @@ def costs(copies):
 def plans_of(monkeypatch, name, before, after):
     """Return the plans of a run that chose a family by some costs, and has measured others."""
     options = {"memory_limit": 3, "num_chunks": 2, "num_microbatches": 8}
-    chosen = Chosen(PipelineSettings(schedule=name, **options), before, NO_LIMITS, is_measured=True)
+    settings = PipelineSettings(schedule=name, **options)
+    plan = make_plan(request_by_name(settings, 4, 8, before, NO_LIMITS))
+    chosen = Chosen(settings, plan, NO_LIMITS, is_measured=True)
     monkeypatch.setattr(AutoChoice, "choose", lambda *_: chosen)
     pipeline, group, measurements = MagicMock(), MagicMock(num_ranks=4, num_replicas=1), MagicMock()
     pipeline.device, pipeline.is_split = torch.device("cpu"), True

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 from lightning_pipeoffload.loop import auto_choice
 from lightning_pipeoffload.loop.between_steps import has_step_barrier
 from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks
-from lightning_pipeoffload.schedule.evaluation import evaluate
+from lightning_pipeoffload.planning.plan_request import plan_for_all
 from tests.support import fits
 
 
@@ -63,9 +63,9 @@ def test_a_loss_scale():
 def fit(size, options):
     asked = {}
 
-    def note(wanted, *arguments, has_barrier):
-        asked.update({option: has_barrier(option) for option in wanted})
-        return evaluate(wanted, *arguments, has_barrier=has_barrier)
+    def note(group, request):
+        asked.update({option: request.has_barrier(option) for option in request.options})
+        return plan_for_all(group, request)
 
     tie = options.pop("tie", False)
     trainer = L.Trainer(
@@ -76,7 +76,7 @@ def fit(size, options):
         enable_checkpointing=False,
         **options,
     )
-    with mock.patch.object(auto_choice, "evaluate", note):
+    with mock.patch.object(auto_choice, "plan_for_all", note):
         trainer.fit(fits.Net(tie=tie), fits.loader())
     return trainer.strategy.report(), {(o.schedule, o.num_chunks): asked[o] for o in asked}
 

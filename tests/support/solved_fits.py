@@ -13,6 +13,7 @@ import lightning as L
 from lightning_pipeoffload.loop import plan_updates
 from lightning_pipeoffload.planning import plan_solver
 from lightning_pipeoffload.schedule import Costs, Schedule, build, offload_activations
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from tests.support import auto_fits, fits
 
 _STARTED: list[Watched] = []
@@ -21,11 +22,13 @@ _STARTED: list[Watched] = []
 class Scripted:
     """In the place of the solver: has another plan after each look, then it is over."""
 
-    plans: list[Schedule] = []
-
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, problem: PlanProblem, *arguments: Any) -> None:
         self.best: Schedule | None = None
         self.is_over = False
+        costs = Costs(1.0, 1.0, 1.0, offload=0.1, reload=0.1)
+        sizes = problem.num_ranks, problem.num_microbatches
+        first, second = (build(name, *sizes) for name in ("gpipe", "1f1b"))
+        self.plans = [offload_activations(first, costs, "full")[0], second]
 
     def look(self) -> None:
         self.is_over = not self.plans
@@ -86,10 +89,6 @@ def fit(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, 
 
 def by_script(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Change the plan twice: to one that copies, and to another order."""
-    costs = Costs(1.0, 1.0, 1.0, offload=0.1, reload=0.1)
-    names = ("1f1b_v", "zb_v") if options.get("num_chunks") == 2 else ("gpipe", "1f1b")
-    first, second = (build(name, num_devices, 4) for name in names)
-    Scripted.plans = [offload_activations(first, costs, "full")[0], second]
     with (
         mock.patch.object(plan_updates, "PlanSolver", Scripted),
         mock.patch.object(plan_updates, "is_worth_changing", return_value=True),
@@ -101,6 +100,7 @@ def twice_and_never(
     num_devices: int, max_steps: int, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fit with changes of the plan, and without."""
+    options = {"num_chunks": 1, **options}
     changed = by_script(num_devices, max_steps, options)
     return changed, fit(num_devices, max_steps, {**options, "solver_seconds": 0})
 

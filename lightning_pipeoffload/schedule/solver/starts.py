@@ -8,7 +8,7 @@ from itertools import product
 from ..actions import MemoryLimitError, ScheduleError
 from ..builders.zero_bubble import late_weight_gradients
 from ..candidates import options
-from ..evaluation import Limits, evaluate
+from ..make_plan import PlanRequest, make_plan
 from ..passes.offload import offload_activations
 from ..passes.transfer import split_every_backward
 from ..schedule import Schedule
@@ -34,9 +34,15 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     """
     asked = options([problem.num_microbatches], num_chunks=problem.num_chunks)
     wanted = [o for o in asked if o.placement(problem.num_ranks) == problem.placement]
-    given = problem.num_ranks, lambda option: problem.costs, Limits(problem.memory_limit)
-    choice = evaluate(wanted, *given, has_barrier=lambda option: problem.has_barrier)
-    found = [c.schedule for c in choice.candidates if c.schedule is not None]
+    request = PlanRequest(
+        problem.num_ranks,
+        wanted,
+        lambda option: problem.costs,
+        problem.memory_limit,
+        has_barrier=lambda option: problem.has_barrier,
+    )
+    candidates = make_plan(request).candidates
+    found = [c.schedule for c in candidates if c.schedule is not None]
     plans = [replace(split_every_backward(plan), name="optpipe") for plan in found]
     fitting = {plan: problem.seconds(plan) for plan in plans if problem.keeps(plan)}
     if not fitting:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
-from lightning_pipeoffload.planning.memory_plan import plan_before_measuring, plan_by_costs
+from lightning_pipeoffload.planning.plan_request import first_plan, plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.schedule import (
@@ -14,18 +14,20 @@ from lightning_pipeoffload.schedule import (
     lower,
     peak_host_memory,
     peak_memory,
-    steady_period,
     validate,
 )
-from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
 
 MIB = 1 << 20
 COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
 
 
 def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # noqa: B008
-    return plan_by_costs(PipelineSettings(**options), num_ranks, 8, costs, limits)
+    return by_costs(PipelineSettings(**options), num_ranks, 8, costs, limits)
+
+
+def by_costs(*given, **more):
+    plan = plan_of(request_by_name(*given, **more))
+    return plan.schedule, plan.report
 
 
 def hosts(num_bytes, num_ranks=4):
@@ -33,7 +35,7 @@ def hosts(num_bytes, num_ranks=4):
 
 
 def test_without_a_wish_nothing_is_offloaded():
-    schedule, report = plan_before_measuring(PipelineSettings(), 4, 8)
+    schedule, report = first_plan(PipelineSettings(), 4, 8)
     assert not schedule.has_copies
     assert report is None
 
@@ -41,7 +43,7 @@ def test_without_a_wish_nothing_is_offloaded():
 @pytest.mark.parametrize("offload", ["half", "full", 1.0, 0.5])
 def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
     settings = PipelineSettings(schedule="gis", offload=offload)
-    schedule, report = plan_before_measuring(settings, 4, 8)
+    schedule, report = first_plan(settings, 4, 8)
     assert schedule.has_copies
     assert sum(report.offloaded) > 0
 
@@ -51,7 +53,7 @@ def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
 )
 def test_under_a_limit_the_first_steps_need_as_little_as_there_can_be(options, on_accelerator):
     settings = PipelineSettings(schedule="zb_2p", **options)
-    schedule, _ = plan_before_measuring(settings, 4, 8, on_accelerator)
+    schedule, _ = first_plan(settings, 4, 8, on_accelerator)
     validate(schedule)
     assert max(peak_memory(schedule, COSTS)) == MIB
 
@@ -100,7 +102,7 @@ def test_a_limit_that_is_not_kept_for_what_b_leaves_is_refused(offload):
 @pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
 def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
     settings = PipelineSettings(schedule="1f1b")
-    schedule, report = plan_by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
+    schedule, report = by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
     assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
     assert (report is None) == (limit is None)
 
@@ -155,14 +157,4 @@ def test_where_nothing_fits_the_device_as_much_leaves_as_the_hosts_take():
 def test_a_schedule_with_copies_is_not_asked_for_others():
     settings = PipelineSettings(schedule="po_h", offload="full")
     with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
-        plan_before_measuring(settings, 4, 8)
-
-
-@pytest.mark.parametrize("has_barrier", [True, False])
-def test_what_a_solver_starts_from_is_the_best_family_as_steps_follow_each_other(has_barrier):
-    costs, limit = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 2.0, 2.0), 34
-    settings = PipelineSettings(schedule="optpipe", memory_limit=limit)
-    plan, _ = plan_by_costs(settings, 4, 8, costs, has_barrier=has_barrier)
-    asked = options([8], num_chunks=1)
-    best = evaluate(asked, 4, lambda _: costs, Limits(limit), has_barrier=lambda _: has_barrier)
-    assert steady_period(plan, costs, has_barrier) <= best.best.period
+        first_plan(settings, 4, 8)

@@ -15,12 +15,16 @@ from lightning_pipeoffload.schedule import (
     validate,
 )
 from lightning_pipeoffload.schedule.candidates import Option, best_of, options
-from lightning_pipeoffload.schedule.evaluation import Limits, evaluate
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.starts import best_of_families
 from tests.support.pairs import first
 
 SIZES = (2, 6)
+
+
+def planned(*arguments, **more):
+    return make_plan(PlanRequest(*arguments, **more))
 
 
 def costs_by_chunk(**more):
@@ -58,15 +62,15 @@ def by_hand(costs_of, limit):
 )
 def test_no_hand_finds_a_plan_that_is_a_percent_faster(share, links):
     limit, costs_of = share * SIZES[0] * 17, costs_by_chunk(**links)
-    asked = options([SIZES[1]]), SIZES[0], costs_of, Limits(limit)
-    best = evaluate(*asked, has_barrier=lambda option: True).best
+    asked = SIZES[0], options([SIZES[1]]), costs_of, limit
+    best = planned(*asked, has_barrier=lambda option: True).best
     assert best.makespan <= 1.01 * min(by_hand(costs_of, limit))
     validate(best.schedule)
     assert max(peak_memory(best.schedule, costs_of(best.option))) <= limit * (1 + 1e-9)
 
 
 def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
-    choice = evaluate(options([SIZES[1]]), SIZES[0], costs_by_chunk(), Limits(17))
+    choice = planned(SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17)
     families = {*SCHEDULES} - {"optpipe"}
     assert {c.option.schedule for c in choice.candidates} == families
     assert [c for c in choice.candidates if not c.reason] == [choice.best]
@@ -79,7 +83,7 @@ def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
     costs = costs_by_chunk()(Option("1f1b", 1, m))
     wanted = options([m], num_chunks=1)
     barrier = {"has_barrier": lambda option: True}
-    choice = evaluate(wanted, p, lambda option: costs, Limits(17), **barrier)
+    choice = planned(p, wanted, lambda option: costs, 17, **barrier)
     assert choice.best.offload == "paged"
     assert choice.best.makespan <= most
     assert max(peak_memory(choice.best.schedule, costs)) <= 17
@@ -90,7 +94,7 @@ def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
 def test_what_b_adds_counts_against_the_limit_of_every_plan():
     costs = Costs(30, 29, 20, 1, 17, 25, 20, 20, copy_lanes=2)
     wanted = options([8], num_chunks=1)
-    choice = evaluate(wanted, 4, lambda option: costs, Limits(34))
+    choice = planned(4, wanted, lambda option: costs, 34)
     for candidate in choice.candidates:
         if candidate.fits:
             plan = split_fused_backward(candidate.schedule)
@@ -98,7 +102,7 @@ def test_what_b_adds_counts_against_the_limit_of_every_plan():
 
 
 def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken():
-    candidates = evaluate(options([8]), 2, lambda option: Costs.unit()).candidates
+    candidates = planned(2, options([8]), lambda option: Costs.unit()).candidates
     assert best_of(candidates).offload == "none"
     fastest = min(c.period for c in candidates if c.fits)
     least = min(c.peak_memory for c in candidates if c.fits and c.period == fastest)
@@ -108,7 +112,7 @@ def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken(
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least():
     wanted = options([4], num_chunks=1)
     with pytest.raises(MemoryLimitError, match=r"any of \d+ plans needs; use at least 1"):
-        evaluate(wanted, 2, lambda option: Costs.unit(), Limits(0.1))
+        planned(2, wanted, lambda option: Costs.unit(), 0.1)
 
 
 def test_what_cannot_be_cut_is_left_out():
@@ -117,7 +121,7 @@ def test_what_cannot_be_cut_is_left_out():
             raise ScheduleError("there are too few blocks")
         return Costs.unit()
 
-    choice = evaluate(options([4], 2), 2, costs_of)
+    choice = planned(2, options([4], 2), costs_of)
     assert choice.best.option.num_chunks == 1
     refused = [c.reason for c in choice.candidates if c.option.num_chunks == 2]
     assert {*refused} == {
@@ -127,15 +131,15 @@ def test_what_cannot_be_cut_is_left_out():
 
 
 def test_hosts_without_room_leave_the_order_alone():
-    limits = Limits(17, has_room=lambda schedule, costs: False)
-    choice = evaluate(options([SIZES[1]]), SIZES[0], costs_by_chunk(), limits)
+    asked = SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17
+    choice = planned(*asked, host_shortage=lambda schedule, costs: "no room")
     assert not choice.best.schedule.has_copies
 
 
 def test_a_share_is_offloaded_by_every_candidate():
     wanted = [Option("1f1b", 1, 4), Option("po_h", 2, 4)]
     costs_of = costs_by_chunk(offload=1, reload=1)
-    choice = evaluate(wanted, 2, costs_of, Limits(offload="half"))
+    choice = planned(2, wanted, costs_of, offload="half")
     assert choice.best.schedule.has_copies
     assert "says itself what it offloads" in choice.candidates[1].reason
 
@@ -147,7 +151,7 @@ def test_what_is_faster_from_step_to_step_wins_where_no_rank_waits_between_steps
     def costs_of(option):
         return Costs.unit()
 
-    choice = evaluate(wanted, 4, costs_of, has_barrier=lambda option: has_barrier)
+    choice = planned(4, wanted, costs_of, has_barrier=lambda option: has_barrier)
     assert choice.best.option.schedule == name
     assert [c.makespan for c in choice.candidates] == [27, 27]
     assert [c.period for c in choice.candidates] == [27, 27 if has_barrier else 24]
@@ -162,6 +166,15 @@ def test_a_plan_that_takes_longer_alone_wins_by_its_period(has_barrier, name, ti
     def costs_of(option):
         return Costs(*[1 / option.num_chunks] * 3)
 
-    best = evaluate(wanted, 3, costs_of, has_barrier=lambda option: has_barrier).best
+    best = planned(3, wanted, costs_of, has_barrier=lambda option: has_barrier).best
     assert best.option.schedule == name
     assert (best.period, best.makespan) == pytest.approx(times)
+
+
+@pytest.mark.parametrize("has_barrier", [True, False])
+def test_a_solver_starts_from_the_best_family_as_steps_follow_each_other(has_barrier):
+    costs, limit = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 2.0, 2.0), 34
+    problem = PlanProblem(8, tuple(range(4)), costs, limit, has_barrier)
+    wanted, barrier = options([8], num_chunks=1), {"has_barrier": lambda option: has_barrier}
+    best = planned(4, wanted, lambda option: costs, limit, **barrier).best
+    assert problem.seconds(best_of_families(problem)) <= best.period

@@ -1,0 +1,163 @@
+"""What a run asks the planner, and the plan that all ranks get.
+
+Before anything has run, a plan that was asked to offload does so as if a copy there and back took
+as long as its stage's computing, and one that has a limit to keep needs as little memory as there
+can be. After the first steps it is made anew, with the costs that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.schedule import (
+    UNMEASURED,
+    Costs,
+    MemoryLimitError,
+    OffloadReport,
+    Schedule,
+    ScheduleError,
+    accept,
+    offload_activations,
+    one_at_a_time,
+    split_fused_backward,
+)
+from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import HostMemoryError, Plan, PlanRequest, make_plan
+from lightning_pipeoffload.schedule.mebibytes import mebibytes
+
+_NO_LIMITS = MachineLimits()
+
+
+def first_plan(
+    settings: PipelineSettings, num_ranks: int, num_microbatches: int, on_accelerator: bool = False
+) -> tuple[Schedule, OffloadReport | None]:
+    """Build the schedule of the first steps; under a limit they run one microbatch at a time.
+
+    Args:
+        settings: The strategy's settings.
+        num_ranks: The number of ranks of the pipeline.
+        num_microbatches: The number of microbatches of a batch.
+        on_accelerator: Whether the ranks' devices have a memory of their own.
+
+    Raises:
+        ScheduleError: There is no schedule for these numbers, or it offloads of its own accord.
+    """
+    schedule = settings.make_schedule(num_ranks, num_microbatches)
+    if settings.offload not in ("auto", "none") and schedule.has_copies:
+        raise ScheduleError(
+            f"schedule {schedule.name} says itself what it offloads, and offload="
+            f"{settings.offload!r} was asked for; leave that at auto, or use a schedule without "
+            f"copies, such as uniform"
+        )
+    if settings.offload not in ("auto", "none"):
+        return offload_activations(schedule, UNMEASURED, settings.offload)
+    if settings.is_limited(on_accelerator) and not schedule.has_copies:
+        return one_at_a_time(schedule), None
+    return schedule, None
+
+
+def request_for(
+    settings: PipelineSettings,
+    num_ranks: int,
+    options: Sequence[Option],
+    costs_of: Callable[[Option], Costs],
+    limits: MachineLimits = _NO_LIMITS,
+    has_barrier: Callable[[Option], bool] = lambda option: False,
+) -> PlanRequest:
+    """Return what a run asks the planner.
+
+    Args:
+        settings: The strategy's settings.
+        num_ranks: The number of ranks of the pipeline.
+        options: What to choose among.
+        costs_of: Returns what the stages of an option cost, in seconds and bytes.
+        limits: The limits of the machines. Where a single option is planned and the limit is the
+            device's own, the plan that offloads the most is returned if none keeps it.
+        has_barrier: Returns whether no rank begins a step before all have ended the one before.
+    """
+    keeps_device = settings.offload == "auto"
+    return PlanRequest(
+        num_ranks,
+        options,
+        costs_of,
+        settings.limit_on(limits.device) if keeps_device else settings.limit_bytes,
+        settings.offload,
+        has_barrier=has_barrier,
+        host_shortage=limits.shortage,
+        must_fit=settings.limit_bytes is not None,
+        recipes={**FAMILIES, **settings.own_recipe},
+    )
+
+
+def request_by_name(
+    settings: PipelineSettings,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    limits: MachineLimits = _NO_LIMITS,
+    has_barrier: bool = False,
+) -> PlanRequest:
+    """Return the request for the schedule that the settings name; arguments as above."""
+    options = [settings.option(num_microbatches)]
+    given = settings, num_ranks, options, lambda option: costs, limits
+    return request_for(*given, lambda option: has_barrier)
+
+
+def plan_of(request: PlanRequest) -> Plan:
+    """Make a plan; errors have bytes with their unit, and say what to set.
+
+    Raises:
+        ScheduleError: No plan keeps the limits; the message has the smallest limit that one does,
+            or the rank that would take more of its host than it may.
+    """
+    try:
+        return make_plan(request)
+    except MemoryLimitError as error:
+        raise ScheduleError(error.told(mebibytes)) from None
+    except HostMemoryError as error:
+        raise ScheduleError(
+            f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "
+            f'with offload=auto, raise memory_limit, or use recompute="cheap"'
+        ) from None
+
+
+def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
+    """Make a plan on the process that reports, and send it to all; all ranks call it.
+
+    On other processes the candidates have no schedules.
+
+    Raises:
+        ScheduleError: As by :func:`plan_of`, on every rank.
+    """
+    plan, error = None, ""
+    if group.reports:
+        try:
+            plan = plan_of(request)
+        except ScheduleError as refused:
+            error = str(refused)
+    sent, error = group.world.broadcast((plan and plan.lean, error), 0)
+    if sent is None:
+        raise ScheduleError(error)
+    return plan or sent
+
+
+def keeps_limits(
+    schedule: Schedule, costs: Costs, memory_limit: float | None, limits: MachineLimits
+) -> bool:
+    """Whether a plan needs no more than there is, by these costs.
+
+    Args:
+        schedule: The plan.
+        costs: Costs in seconds and bytes.
+        memory_limit: Bytes that each rank may use for activations; None: any.
+        limits: The limits of the machines.
+    """
+    try:
+        accept(split_fused_backward(schedule), costs, memory_limit)
+    except ScheduleError:
+        return False
+    return not limits.shortage(schedule, costs)

@@ -1,0 +1,327 @@
+"""The one planner: the fastest plan of all that fit, by the time from one step to the next.
+
+Plans that cannot become the fastest are not worked out. Copies make no order faster, so an order
+gets copies only where it would win without them; a builder that searches for seconds is asked last,
+and only where a lower bound leaves something to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from .actions import MemoryLimitError, ScheduleError
+from .candidates import Candidate, Option, best_of
+from .costs import Costs
+from .families import FAMILIES
+from .lower_bound import earliest_end, most_work
+from .passes.offload import OffloadReport, offload_activations
+from .passes.reduce import add_reductions
+from .passes.transfer import split_every_backward, split_fused_backward
+from .recipe import Recipe, build_by
+from .schedule import Schedule
+from .search.problem import ROUNDING
+from .simulation.simulate import simulate
+from .simulation.steady_step import period_bubble, steady_period
+
+__all__ = ["HostMemoryError", "Plan", "PlanRequest", "make_plan"]
+
+# A builder that searches for seconds must promise to gain this share of the best plan's period.
+_WORTH_SEARCHING = 0.02
+
+
+class HostMemoryError(ScheduleError):
+    """A plan offloads more than a rank's host has room for."""
+
+
+def _never(option: Option) -> bool:
+    return False
+
+
+def _nothing(option: Option) -> float:
+    return 0.0
+
+
+def _no_shortage(schedule: Schedule, costs: Costs) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan, and the limits to keep.
+
+    Attributes:
+        num_ranks: Ranks of the pipeline.
+        options: What to choose among; a single one is planned or refused with its own error.
+        costs_of: Returns what the stages of an option cost; it may raise ScheduleError.
+        memory_limit: The most memory of a rank, in the unit of the costs; None: any.
+        offload: "auto": as little as the memory limit asks for; "none"; or a share of the
+            activations, as in :func:`offload_activations`.
+        taken: Returns the part of the memory limit that an option's weights take.
+        has_barrier: Returns whether no rank begins a step of an option before all have ended the
+            one before.
+        host_shortage: Returns why a schedule offloads more than the hosts have room for; else "".
+        must_fit: Whether an option that does not fit is refused. If not, a single option gets the
+            plan that offloads the most.
+        searches_always: Whether builders that search for seconds are asked even where their lower
+            bound promises nothing.
+        recipes: How an option's schedule is built, by its name.
+        builder_options: What the builders take besides.
+    """
+
+    num_ranks: int
+    options: Sequence[Option]
+    costs_of: Callable[[Option], Costs]
+    memory_limit: float | None = None
+    offload: str | float = "auto"
+    taken: Callable[[Option], float] = _nothing
+    has_barrier: Callable[[Option], bool] = _never
+    host_shortage: Callable[[Schedule, Costs], str] = _no_shortage
+    must_fit: bool = True
+    searches_always: bool = False
+    recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
+    builder_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def limit_of(self, option: Option) -> float | None:
+        """Return the most memory that an option's activations may take of a rank."""
+        if self.memory_limit is None:
+            return None
+        return max(0.0, self.memory_limit - self.taken(option))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest plan that keeps the limits.
+
+    Attributes:
+        best: The plan with its figures.
+        schedule: Its schedule.
+        costs: The costs that it was made for.
+        candidates: All that were tried, in the order of the request; each but the best says why it
+            was not taken.
+    """
+
+    best: Candidate
+    schedule: Schedule
+    costs: Costs
+    candidates: Sequence[Candidate]
+
+    @property
+    def report(self) -> OffloadReport | None:
+        """What the plan offloads and why, where that was planned."""
+        return self.best.report
+
+    @property
+    def lean(self) -> Plan:
+        """The plan without the schedules of the other candidates, for sending to other ranks."""
+        others = [replace(c, schedule=None, report=None) for c in self.candidates]
+        return replace(self, candidates=others)
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Plan every option of a request, and choose the fastest that keeps its limits.
+
+    Raises:
+        MemoryLimitError: None keeps the memory limit; the message has the least that would do.
+        ScheduleError: No plan can be made at all.
+    """
+    trials = _Trials(request)
+    slow = [o for o in request.options if request.recipes[o.schedule].takes_seconds]
+    is_searched = request.searches_always or len(request.options) == 1
+    quick = [option for option in request.options if option not in slow or is_searched]
+    for option in quick:
+        trials.try_order(option)
+    trials.try_copies(quick)
+    for option in slow:
+        if option not in quick and trials.may_gain(option):
+            trials.try_order(option)
+    best = best_of(trials.found) or trials.best_effort()
+    if best is None or best.schedule is None:
+        raise trials.no_plan()
+    place = {option: index for index, option in enumerate(request.options)}
+    found = sorted(trials.found, key=lambda candidate: place[candidate.option])
+    judged = [candidate.judged(best) for candidate in found]
+    return Plan(best, best.schedule, trials.costs(best.option), judged)
+
+
+class _Trials:
+    """The candidates of a request, as they are planned."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._known: dict[Any, Costs] = {}
+        self._least = inf
+        self._error: ScheduleError | None = None
+        self.found: list[Candidate] = []
+
+    def costs(self, option: Option) -> Costs:
+        key = self._placement(option), option.num_microbatches, option.recompute
+        if key not in self._known:
+            self._known[key] = self._request.costs_of(option)
+        return self._known[key]
+
+    def _placement(self, option: Option) -> tuple[int, ...]:
+        recipe = self._request.recipes[option.schedule]
+        return recipe.placement(self._request.num_ranks, option.num_chunks)
+
+    def _build(self, option: Option, limit: float | None) -> Schedule:
+        request, name = self._request, option.schedule
+        sizes = request.num_ranks, option.num_microbatches, option.num_chunks
+        costs, recipe = self.costs(option), request.recipes[name]
+        return build_by(recipe, name, sizes, costs, limit, **request.builder_options)
+
+    def try_order(self, option: Option) -> None:
+        """Plan an option by its order alone, or with the share of offload that is asked for."""
+        share = self._request.offload
+        try:
+            if share in ("auto", "none"):
+                self._add_order(option)
+            else:
+                self._add_share(option, share)
+        except ScheduleError as error:
+            self._refuse(option, "none" if share == "auto" else str(share), error)
+
+    def _add_order(self, option: Option) -> None:
+        schedule = self._build(option, self._request.limit_of(option))
+        is_alone = len(self._request.options) == 1  # asked for by its name, its copies with it
+        if schedule.has_copies and self._request.offload == "none" and not is_alone:
+            raise ScheduleError("it copies, and offload is none")
+        self._add(option, "its own" if schedule.has_copies else "none", schedule)
+
+    def _add_share(self, option: Option, share: str | float) -> None:
+        free, limit = self._build(option, None), self._request.limit_of(option)
+        planned = offload_activations(free, self.costs(option), share, limit)
+        self._add(option, str(share), *planned)
+
+    def try_copies(self, tried: Sequence[Option]) -> None:
+        """Plan copies for options that may so become the fastest, the most hopeful first."""
+        if self._request.memory_limit is None or self._request.offload != "auto":
+            return
+        free = filter(None, map(self._free, tried))
+        for seconds, option, schedule in sorted(free, key=lambda found: found[0]):
+            self._try_to_copy(option, schedule, seconds)
+
+    def _free(self, option: Option) -> tuple[float, Option, Schedule] | None:
+        """Return an option's plan without a limit; None where copies make no sense."""
+        try:
+            schedule = self._build(option, None)
+        except ScheduleError:
+            return None  # its order has been refused for that already
+        is_there = any(c.option == option and c.schedule == schedule for c in self.found)
+        if is_there or schedule.has_copies:
+            return None
+        return self._figures(option, schedule)[0], option, schedule
+
+    def _try_to_copy(self, option: Option, schedule: Schedule, seconds: float) -> None:
+        best = best_of(self.found)
+        try:
+            if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
+                raise ScheduleError("even without its copies no faster than the best")
+            planned = self._offload(option, schedule, "auto", self._request.limit_of(option))
+            self._add(option, "paged" if planned[1].is_paged else "auto", *planned)
+        except ScheduleError as error:
+            self._refuse(option, "auto", error)
+
+    def _offload(
+        self, option: Option, schedule: Schedule, amount: str, limit: float | None
+    ) -> tuple[Schedule, OffloadReport]:
+        costs = self.costs(option)
+
+        def has_room(offloaded: Schedule) -> bool:
+            return not self._request.host_shortage(offloaded, costs)
+
+        apart = split_every_backward(schedule)
+        return offload_activations(apart, costs, amount, limit, has_room)
+
+    def best_effort(self) -> Candidate | None:
+        """Return the plan that offloads the most, where it need not fit; None: it has to."""
+        request = self._request
+        if request.must_fit or len(request.options) > 1 or self._least == inf:
+            return None
+        option = request.options[0]
+        planned = self._offload(option, self._build(option, None), "full", None)
+        return Candidate(option, "full", "", *self._figures(option, planned[0]), *planned)
+
+    def _add(
+        self, option: Option, offload: str, schedule: Schedule, report: OffloadReport | None = None
+    ) -> None:
+        shortage = schedule.has_copies and self._request.host_shortage(schedule, self.costs(option))
+        if shortage:
+            raise HostMemoryError(shortage)
+        figures = self._figures(option, schedule)
+        self._check_memory(option, figures[2])
+        self.found.append(Candidate(option, offload, "", *figures, schedule, report))
+
+    def _check_memory(self, option: Option, needed: float) -> None:
+        """Refuse what fits as it is built, but not as it runs: B may leave more than F did."""
+        limit = self._request.limit_of(option)
+        if limit is not None and needed > limit * (1 + ROUNDING):
+            sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
+            raise MemoryLimitError(sentence, limit, needed)
+
+    def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
+        """Return period, bubble, memory and makespan of a schedule, as it runs."""
+        costs, plan = self.costs(option), split_fused_backward(schedule)
+        if any(costs.per_stage("reduce", plan.num_stages)) and not plan.has_reductions:
+            plan = add_reductions(plan)
+        timeline = simulate(plan, costs)
+        period = steady_period(plan, costs, self._request.has_barrier(option))
+        bubble = period_bubble(timeline, period)
+        return period, bubble, max(timeline.peak_memory), timeline.makespan
+
+    def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
+        self._error = error
+        if isinstance(error, MemoryLimitError):
+            _, _, needed = error.args
+            self._least = min(self._least, needed + self._request.taken(option))
+            refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
+        elif isinstance(error, HostMemoryError):
+            refused = Candidate(option, offload, "the hosts have no room for what it offloads")
+        else:
+            refused = Candidate(option, offload, str(error).partition("\n")[0])
+        self.found.append(refused)
+
+    def may_gain(self, option: Option) -> bool:
+        """Whether a search may gain enough; notes why not."""
+        why = self._no_gain(option)
+        if why:
+            self._refuse(option, "none", ScheduleError(f"not searched for: {why}"))
+        return not why
+
+    def _no_gain(self, option: Option) -> str:
+        if self._request.memory_limit is None:
+            return "it is for tight limits, and there is none"
+        if not self._request.recipes[option.schedule].heeds_limit:
+            return "v is the same search, in all of the memory that there is"
+        best = best_of(self.found)
+        promised = inf if best is None else best.score / (self._bound(option) or inf) - 1
+        if promised > _WORTH_SEARCHING:
+            return ""
+        return f"nothing can be more than {max(0.0, promised):.1%} faster than what there is"
+
+    def _bound(self, option: Option) -> float:
+        """Return seconds that no order of an option's stages gets below; 0 without stages."""
+        try:
+            costs = self.costs(option)
+        except ScheduleError:
+            return 0.0
+        placement = self._placement(option)
+        seconds, hops = costs.compute(len(placement)), costs.hops(placement)
+        if self._request.has_barrier(option):
+            return earliest_end(seconds, hops, placement, option.num_microbatches)
+        return most_work(seconds, placement, option.num_microbatches)
+
+    def no_plan(self) -> ScheduleError:
+        """Return the error that says why there is no plan."""
+        if self._error is None:
+            return ScheduleError("no plan can be made: there are no blocks for any")
+        if len(self._request.options) == 1:
+            return self._error
+        limit = self._request.memory_limit
+        if limit is None or self._least == inf:
+            return ScheduleError(f"no plan can be made: {self.found[0].reason}")
+        count = len(self.found)
+        sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
+        return MemoryLimitError(sentence, limit, self._least)
