@@ -232,7 +232,7 @@ def make_table(found: dict[str, Row | str]) -> Table:
             table.add_row(name, "failed", str(row) if isinstance(row, str) else "", "", "")
             continue
         apart = max(abs(a - b) for a, b in zip(row.losses, expected.losses, strict=True))
-        memory = ", ".join(f"{mebibytes:.0f}" for mebibytes in row.memory)
+        memory = ", ".join(f"{bytes_text:.0f}" for bytes_text in row.memory)
         table.add_row(name, f"{row.seconds:.3f}", memory, f"{row.losses[-1]:.4f}", f"{apart:.0e}")
     return table
 

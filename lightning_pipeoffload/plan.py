@@ -113,7 +113,7 @@ def _report(
     file: PictureFile | None,
 ) -> None:
     if file:
-        file.write([planned.drawn(units.time)])
+        file.write([planned.drawn(units)])
     ratio = _copy_ratio(planned.schedule, planned.costs)
     REPORTS[config.format](planned, {**ratio, **told}, units)
 
@@ -138,7 +138,7 @@ def _plan_for_device(config: DictConfig) -> None:
     units = MEASURED
     file = _picture_file(config, units)
     _load_package()
-    from lightning_pipeoffload.cli.device_plan import plan_for_device  # noqa: PLC0415 - as above
+    from lightning_pipeoffload.cli.model_plan import plan_for_device  # noqa: PLC0415 - as above
 
     schedule, costs, told = plan_for_device(config)
     planned = PlannedSteps(schedule, costs, BorderOptions.of(config))
@@ -155,7 +155,7 @@ def _estimate_model(config: DictConfig) -> None:
             "costs_file=FILE has measured of it"
         )
     _load_package()
-    from lightning_pipeoffload.cli.model_estimate import estimate_model  # noqa: PLC0415 - as above
+    from lightning_pipeoffload.cli.model_plan import estimate_model  # noqa: PLC0415 - as above
 
     estimate_model(config)
 

@@ -6,7 +6,7 @@ as it is planned, and with all of it when the last W has run. What a step takes 
 without is exposed; beside it is what the sum of one block's gradient takes, which is one bucket.
 
     python -m examples.benchmarks.replicas
-    python -m examples.benchmarks.replicas --p 4 --replicas 2 --mebibytes 2 --schedules zb_h1
+    python -m examples.benchmarks.replicas --p 4 --replicas 2 --bytes_text 2 --schedules zb_h1
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class _Sleep(torch.autograd.Function):
 class Block(nn.Module):
     """A block whose F, B and W take as long, with a weight of a given size."""
 
-    def __init__(self, seconds: float, mebibytes: float) -> None:
+    def __init__(self, seconds: float, bytes_text: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(int(mebibytes * 2**18)))
+        self.weight = nn.Parameter(torch.zeros(int(bytes_text * 2**18)))
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +78,10 @@ class Block(nn.Module):
 class Model(LightningModule):
     """A chain of blocks; no optimizer state, no work in the step."""
 
-    def __init__(self, num_blocks: int, seconds: float, mebibytes: float) -> None:
+    def __init__(self, num_blocks: int, seconds: float, bytes_text: float) -> None:
         super().__init__()
         self.start = nn.Parameter(torch.ones(()))
-        self.blocks = nn.ModuleList(Block(seconds, mebibytes) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(seconds, bytes_text) for _ in range(num_blocks))
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         """Return the mean of the last block's output."""
@@ -164,7 +164,7 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, float]:
     )
     num_steps = len(KINDS) * (args.turns + NUM_WARM_UP_TURNS)
     samples: Any = torch.zeros(num_steps * 2 * args.p * args.replicas, FEATURES)
-    module = Model(num_blocks, args.milliseconds / 1e3 / BLOCKS_PER_RANK, args.mebibytes)
+    module = Model(num_blocks, args.milliseconds / 1e3 / BLOCKS_PER_RANK, args.bytes_text)
     trainer.fit(module, DataLoader(samples, batch_size=2 * args.p))
     mine = {**turns.seconds, "one bucket": turns.bucket[len(KINDS) * NUM_WARM_UP_TURNS :]}
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -198,7 +198,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 def print_table(measured: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     """Print what is exposed of the reduction, by schedule."""
-    size = BLOCKS_PER_RANK * args.mebibytes
+    size = BLOCKS_PER_RANK * args.bytes_text
     table = Table(
         "schedule",
         title=f"{args.replicas} replicas of {args.p} ranks, {size:g} MiB of gradients each",
@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--p", type=int, default=4, help="ranks of a pipeline")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--mebibytes", type=float, default=2, help="of one block's gradient")
+    parser.add_argument("--bytes_text", type=float, default=2, help="of one block's gradient")
     parser.add_argument("--milliseconds", type=float, default=40, help="of a rank's F, B or W")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1", "zb_v"])
     parser.add_argument("--turns", type=int, default=8)

@@ -4,7 +4,7 @@ Two replicas of one rank train a few layers of about 400 MiB with AdamW, once wi
 ``sharding="none"`` and once with ``sharding="optimizer"``, in the same run.
 
     python -m examples.benchmarks.replicas_memory
-    python -m examples.benchmarks.replicas_memory --replicas 4 --mebibytes 200
+    python -m examples.benchmarks.replicas_memory --replicas 4 --bytes_text 200
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MEBIBYTE = 2**20
 class Model(LightningModule):
     """Square layers, whose width follows from the size of all of them."""
 
-    def __init__(self, mebibytes: float) -> None:
+    def __init__(self, bytes_text: float) -> None:
         super().__init__()
-        width = int((mebibytes * MEBIBYTE / 4 / NUM_BLOCKS) ** 0.5)
+        width = int((bytes_text * MEBIBYTE / 4 / NUM_BLOCKS) ** 0.5)
         self.width = width
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(NUM_BLOCKS))
 
@@ -68,7 +68,7 @@ def rank_main(args: argparse.Namespace) -> None:
         strategy=strategy,
         max_epochs=1,
     )
-    module = Model(args.mebibytes)
+    module = Model(args.bytes_text)
     samples: Any = torch.randn(NUM_STEPS * BATCH_SIZE * args.replicas, module.width)
     trainer.fit(module, DataLoader(samples, batch_size=BATCH_SIZE))
     kept = sum(t.nbytes for t in tensors_in([*trainer.optimizers[0].state.values()]))
@@ -94,7 +94,7 @@ def run_ranks(sharding: str) -> dict[str, Any]:
 def print_table(args: argparse.Namespace) -> None:
     """Print what each replica keeps."""
     table = Table(
-        "sharding", title=f"{args.replicas} replicas, {args.mebibytes:g} MiB of parameters; MiB"
+        "sharding", title=f"{args.replicas} replicas, {args.bytes_text:g} MiB of parameters; MiB"
     )
     for name in ("optimizer state", "estimated", "of unsharded", "peak of the process"):
         table.add_column(name, justify="right")
@@ -113,7 +113,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--mebibytes", type=float, default=400, help="of parameters")
+    parser.add_argument("--bytes_text", type=float, default=400, help="of parameters")
     parser.add_argument("--sharding", default="none", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()

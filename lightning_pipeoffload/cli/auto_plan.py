@@ -10,7 +10,7 @@ from rich.console import Console
 from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.comparison import costs_of_stage
 from lightning_pipeoffload.cli.plan_report import figures_of
-from lightning_pipeoffload.cli.units import MEASURED, Units
+from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option, options
@@ -89,9 +89,7 @@ def print_choice(plan: Plan, units: Units) -> None:
         units: The units of its figures.
     """
     console = Console()
-    unit = " s" if units == MEASURED else ""
-    written = choice_table(plan, lambda t: units.write_time(t) + unit, units.write_memory)
-    console.print(written)
+    console.print(choice_table(plan, units.write_time, units.write_memory))
     for line in lines_of_refused(plan.candidates):
         console.print(line, highlight=False)
     console.print()

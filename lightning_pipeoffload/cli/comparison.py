@@ -22,6 +22,7 @@ from lightning_pipeoffload.schedule import (
     build,
     offload_activations,
 )
+from lightning_pipeoffload.schedule.quantities import share_text
 
 __all__ = [
     "NARROW",
@@ -57,8 +58,8 @@ _NO_BARRIER = BorderOptions()
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 
 HEADINGS = (
-    *("stages", "makespan", "bubble", "no barrier"),
-    *("period", "memory", "host", "messages"),
+    *("stages", "step", "bubble", "alone", "its bubble"),
+    *("memory", "host", "messages"),
 )
 
 
@@ -94,7 +95,7 @@ def compare(
             refused = {"schedule": name, "refused": str(error).partition("\n")[0]}
             plans.append(Compared(refused))
         else:
-            plans.append(Compared(planned.figures(), planned.drawn(units.time)))
+            plans.append(Compared(planned.figures(), planned.drawn(units)))
     if not any(plan.drawn for plan in plans):
         nothing = "compare is empty; name schedules"
         raise ScheduleError(plans[0].figures["refused"] if plans else nothing)
@@ -168,11 +169,10 @@ def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
 def comparison_table(rows: Iterable[Row], title: str, units: Units = UNITS) -> Table:
     """Return a table with one row per schedule; one that cannot be has a dash for each figure.
 
-    The bubble is with a barrier at the optimizer and without one, the period from one step to the
-    next as ``optimizer_sync`` has it, memory and host the largest peaks of a rank, in the unit of
-    ``costs.activation``, and messages are those of all ranks in a step.
+    A step is from one to the next, as ``optimizer_sync`` has it; "alone" is one step from its start
+    to its end. Memory and host are the largest peaks of a rank, messages those of all ranks.
     """
-    title = f"{title}; time in {units.time}, memory in {units.memory}"
+    title = f"{title}{units.words}"
     columns = (Column("schedule", no_wrap=True), *HEADINGS)
     table = bare_table(*columns, title=title, padding=NARROW)
     for row in rows:
@@ -197,10 +197,10 @@ def bare_table(*columns: Column | str, title: str, padding: tuple[int, int] = (0
 def _cells(row: Row, units: Units) -> list[str]:
     return [
         str(row["num_chunks"]),
-        units.write_time(row["makespan"]),
-        f"{row['bubble']:.4f}",
-        f"{row['bubble_unsynchronized']:.4f}",
         units.write_time(row["period"]),
+        share_text(row["period_bubble"]),
+        units.write_time(row["makespan"]),
+        share_text(row["bubble"]),
         units.write_memory(max(row["peak_memory"])),
         units.write_memory(max(row["peak_host_memory"])),
         str(sum(row["messages"])),

@@ -21,6 +21,7 @@ from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule.quantities import share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -107,8 +108,8 @@ class MemorySweep:
 
     def table(self) -> Table:
         """Return a row per family and a column per limit, the last row the fastest of all."""
-        title = f"{self.title}; step time in {self.units.time}, limits in {self.units.memory}"
-        heads = map(self.units.write_limit, self.limits)
+        title = f"{self.title}; step time over the memory limit{self.units.words}"
+        heads = map(self.units.write_memory, self.limits)
         table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=NARROW)
         best = [self.fastest(limit) for limit in self.limits]
         for family in self.families:
@@ -116,7 +117,7 @@ class MemorySweep:
             table.add_row(family.name, *map(_cell, plans, best))
         table.add_section()
         table.add_row("fastest", *(_cell(plan, None) for plan in best))
-        table.add_row("bubble", *("-" if p is None else f"{p.bubble:.3f}" for p in best))
+        table.add_row("bubble", *("-" if p is None else share_text(p.bubble or 0.0) for p in best))
         return table
 
     def lines_of_refused(self) -> list[str]:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
 from lightning_pipeoffload.runtime.making.module_of_shapes import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size
@@ -61,6 +63,7 @@ class ModelProbe:
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
         self._needs: dict[Any, MemoryNeeds] = {}
+        self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
 
     def _make_module(self) -> None:
         with making_shapes(), self._precision.module_init_context():
@@ -108,16 +111,52 @@ class ModelProbe:
             self._needs[key] = self._look(placement, num_microbatches, settings)
         return self._needs[key]
 
+    def joined_needs(
+        self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
+    ) -> MemoryNeeds:
+        """Return what :meth:`needs_of` does, joined from the needs of every block as a stage.
+
+        The model is looked at once for all placements. Of a tensor that several blocks save each
+        block counts its own, so that a stage may come out a little larger than it is.
+
+        Args:
+            placement: The rank of every stage.
+            num_microbatches: Microbatches of one step.
+            settings: How to cut.
+
+        Raises:
+            ValueError: The model cannot be cut so.
+        """
+        split = self._make_layers(placement, settings)
+        chain = find_chain(self._module, settings.blocks)
+        key = num_microbatches, settings.recompute
+        if key not in self._blocks:
+            each = replace(settings, split=[1] * len(chain))
+            try:
+                needs = self._look((*range(len(chain)),), num_microbatches, each)
+                self._blocks[key] = needs, self._num_parameters
+            except ValueError:
+                self._blocks[key] = None
+        found = self._blocks[key]
+        if found is None:  # the step cannot be cut between all of its blocks
+            return self.needs_of(placement, num_microbatches, settings)
+        needs, sizes = found
+        work = needs.costs.compute(len(chain)).values()
+        forward, for_input, for_weight = ((*each, 0.0) for each in work)
+        costs = SegmentCosts(forward, for_input, for_weight, (*sizes, 0))
+        return needs.joined(cut(chain, costs, placement, split))
+
     def _look(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
         split = self._make_layers(placement, settings)
         self._module = self._precision.convert_module(self._module)
-        cut = CutSettings(placement, settings.blocks, split, settings.recompute)
-        pipeline = Pipeline(self._module, 0, cut, _CPU)
+        cut_settings = CutSettings(placement, settings.blocks, split, settings.recompute)
+        pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
         try:
             with self._precision.train_step_context():
                 first = self._cut_batch(pipeline, self.batch_size // num_microbatches)
+                self._num_parameters = pipeline.num_parameters
                 return MemoryNeeds.of(pipeline, first, self._states)
         except ValueError:
             raise

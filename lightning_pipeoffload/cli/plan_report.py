@@ -12,6 +12,7 @@ from rich.table import Table
 from lightning_pipeoffload.cli.planned_steps import PlannedSteps
 from lightning_pipeoffload.cli.units import UNITS, Units
 from lightning_pipeoffload.schedule import OffloadReport, draw
+from lightning_pipeoffload.schedule.quantities import share_text
 
 __all__ = ["REPORTS", "figures_of", "print_json", "print_text"]
 
@@ -24,13 +25,11 @@ def print_json(planned: PlannedSteps, offload: dict[str, Any], units: Units = UN
 def print_text(planned: PlannedSteps, offload: dict[str, Any], units: Units = UNITS) -> None:
     """Print a table of the ranks, the figures of all together and a drawing."""
     console, timeline = Console(), planned.timeline
-    makespan, period = map(units.write_time, (timeline.makespan, planned.period))
     console.print(rank_table(planned, units))
     console.out(
-        f"makespan {makespan} {units.time}   bubble {timeline.bubble:.4f}   "
-        f"without a barrier at the optimizer {timeline.bubble_unsynchronized:.4f}\n"
-        f"period {period} {units.time} {planned.border.words}   "
-        f"bubble {planned.period_bubble:.4f}\n",
+        f"a step every {units.sentence(planned.period)} {planned.border.words}, bubble "
+        f"{share_text(planned.period_bubble)}; alone {units.sentence(timeline.makespan)}, bubble "
+        f"{share_text(timeline.bubble)}\n",
         highlight=False,
     )
     if offload["copy_ratio"] != 0 or "offloaded" in offload:

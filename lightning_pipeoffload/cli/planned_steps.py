@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_pipeoffload.cli.border_options import BorderOptions
+from lightning_pipeoffload.cli.units import Units
 from lightning_pipeoffload.pictures.picture_file import Drawn
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -18,6 +19,7 @@ from lightning_pipeoffload.schedule import (
     steady_period,
 )
 from lightning_pipeoffload.schedule.messages import send_after
+from lightning_pipeoffload.schedule.quantities import share_text
 
 __all__ = ["PlannedSteps", "messages_sent"]
 
@@ -79,15 +81,15 @@ class PlannedSteps:
             "messages": messages_sent(self.schedule),
         }
 
-    def drawn(self, unit: str) -> Drawn:
+    def drawn(self, units: Units) -> Drawn:
         """Return what a picture shows, with a line above it.
 
         Args:
-            unit: What time is counted in.
+            units: What time is counted in.
         """
         title = (
-            f"{self.sizes}, bubble {self.timeline.bubble:.4f}; period {self.period:g} {unit} "
-            f"{self.border.words}, bubble {self.period_bubble:.4f}"
+            f"{self.sizes}; a step every {units.sentence(self.period)} {self.border.words}, bubble "
+            f"{share_text(self.period_bubble)}"
         )
         how = self.border.num_drawn, self.border.has_barrier
         return Drawn(simulate_steps(self.schedule, self.costs, *how), self.costs, title)

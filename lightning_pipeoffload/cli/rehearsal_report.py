@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from lightning_pipeoffload.cli.comparison import bare_table
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 __all__ = ["Rehearsed", "print_rehearsed"]
 
@@ -72,7 +72,7 @@ def print_rehearsed(found: Rehearsed, output: str) -> None:
     table = bare_table(*headings, title=title)
     for index, stage in found.stages.items():
         times = [f"{1e3 * stage[name]:.2f}" for name in _TIMES]
-        table.add_row(str(index), *times, mebibytes(stage["activation"]))
+        table.add_row(str(index), *times, bytes_text(stage["activation"]))
     console.print(table)
     for line in _lines(found):
         console.print(line, highlight=False)
@@ -81,13 +81,13 @@ def print_rehearsed(found: Rehearsed, output: str) -> None:
 def _lines(found: Rehearsed) -> list[str]:
     over = found.step_seconds / found.planned_seconds if found.planned_seconds else 1.0
     hidden = "" if found.hidden_share is None else f", {found.hidden_share:.0%} of them hidden"
-    limit = "" if found.limit_bytes is None else f" of {mebibytes(found.limit_bytes)}"
-    parts = ", ".join(f"{name} {mebibytes(size)}" for name, size in found.memory.items() if size)
+    limit = "" if found.limit_bytes is None else f" of {bytes_text(found.limit_bytes)}"
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.items() if size)
     return [
         f"A step takes {1e3 * found.step_seconds:.1f} ms, {over:.3f} times what is planned.",
         f"k = {found.copy_ratio:.2f}{hidden}.",
-        f"Activations took {mebibytes(found.peak_bytes)}{limit}, planned were "
-        f"{mebibytes(found.planned_peak_bytes)}, and {mebibytes(found.host_bytes)} of the host: "
+        f"Activations took {bytes_text(found.peak_bytes)}{limit}, planned were "
+        f"{bytes_text(found.planned_peak_bytes)}, and {bytes_text(found.host_bytes)} of the host: "
         f"{'it fits' if found.fits else 'it does not fit'}.",
         f"In all the rank needs {parts}.",
     ]

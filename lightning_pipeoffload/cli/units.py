@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Costs
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text
 
 __all__ = ["MEASURED", "UNITS", "Units"]
 
@@ -31,26 +31,34 @@ class Units(NamedTuple):
         time = "units" if is_unit else "s"
         return cls(time, cls().memory if costs.activation == 1 else "unit of costs.activation")
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether times are in seconds and memory is in bytes, so that cells have their units."""
+        return self == MEASURED
+
     def write_time(self, value: float) -> str:
-        """Write a time, whose unit stands elsewhere; one that was measured with four digits."""
-        return f"{value:.4g}" if self.memory == MEASURED.memory else f"{value:g}"
+        """Write a time; where it is not measured its unit stands elsewhere."""
+        return seconds_text(value) if self.is_measured else f"{value:.6g}"
 
     def write_memory(self, value: float) -> str:
-        """Write an amount of memory, bytes with their unit."""
-        return mebibytes(value) if self.memory == MEASURED.memory else f"{value:g}"
+        """Write an amount of memory; where it is not in bytes its unit stands elsewhere."""
+        return bytes_text(value) if self.is_measured else f"{value:.6g}"
 
-    def write_limit(self, value: float) -> str:
-        """Write a limit of memory above a column."""
-        return mebibytes(value) if self.memory == MEASURED.memory else f"{value:.4g}"
+    def sentence(self, value: float) -> str:
+        """Write a time with its unit."""
+        return self.write_time(value) + ("" if self.is_measured else f" {self.time}")
 
     def name(self, heading: str) -> str:
-        """Return a heading of a table with the unit below it, where it has one."""
-        unit = {
-            "busy": self.time,
-            "idle": self.time,
-            "peak memory": None if self.memory == MEASURED.memory else self.memory,
-        }.get(heading)
-        return heading if unit is None else f"{heading}\n({unit})"
+        """Return a heading of a table with the unit below it, where cells have none."""
+        units = {"busy": self.time, "idle": self.time, "peak memory": self.memory}
+        if self.is_measured:
+            return heading
+        return f"{heading}\n({units[heading]})" if heading in units else heading
+
+    @property
+    def words(self) -> str:
+        """What a table is in, for its title."""
+        return "" if self.is_measured else f"; time in {self.time}, memory in {self.memory}"
 
 
 UNITS = Units()

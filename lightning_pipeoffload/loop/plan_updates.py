@@ -19,7 +19,7 @@ from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import World
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
@@ -87,7 +87,7 @@ class PlanUpdates:
             try:
                 start = best_of_families(problem)
             except MemoryLimitError as refused:
-                error = refused.told(mebibytes)
+                error = refused.told(bytes_text)
         start, error = self._group.world.broadcast((start, error), 0)
         if start is None:
             raise ScheduleError(error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.pictures.figures import SMALL, new_figure
 from lightning_pipeoffload.schedule import Costs, Timeline
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.simulation.memory_curve import (
     Curve,
     host_memory_curves,
@@ -108,7 +108,7 @@ def _draw_panel(axes: Axes, panel: MemoryPanel) -> None:
         if words == "on the device":
             axes.fill_between(times, values, step="post", color=color, alpha=0.25, linewidth=0)
     peaks = "\n".join(
-        f"{what} peak {mebibytes(_peak(curve))}"
+        f"{what} peak {bytes_text(_peak(curve))}"
         for what, curve in (("device", panel.device), ("host", panel.host))
     )
     axes.text(1.01, 0.5, peaks, transform=axes.transAxes, va="center", fontsize=SMALL)

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.schedule.candidates import Candidate
 from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.quantities import share_text
 
 __all__ = ["choice_table", "lines_by_reason", "lines_of_refused"]
 
@@ -53,7 +54,7 @@ def _figures(candidate: Candidate, seconds: Write, memory: Write) -> list[str]:
     return [
         candidate.offload,
         seconds(candidate.period),
-        f"{candidate.bubble:.4f}",
+        share_text(candidate.bubble or 0.0),
         memory(candidate.peak_memory),
         candidate.reason or "taken",
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MachineLimits:
         for rank, (peak, budget) in enumerate(zip(peaks, self.hosts, strict=False)):
             if budget is not None and peak > budget.num_bytes:
                 return (
-                    f"rank {rank} of the pipeline would take {mebibytes(peak)} of host memory "
+                    f"rank {rank} of the pipeline would take {bytes_text(peak)} of host memory "
                     f"for what {schedule.name} offloads, and {budget.origin}"
                 )
         return ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.buckets import share_out
 from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.measure.block_costs import costs_of_stages
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -100,6 +104,31 @@ class MemoryNeeds:
         )
         sent = _sent(pipeline, part.flow)
         return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one, num_sharing)
+
+    def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
+        """Return the needs of larger stages, where those of every block as a stage are known.
+
+        Args:
+            stages: Another cut of the same blocks.
+        """
+        costs = costs_of_stages(self.costs, stages)
+        ends = {Kind.SEND_F: -1, Kind.SEND_B: 0}
+        sent = {k: [self.sent[k][s.blocks[end]] for s in stages] for k, end in ends.items()}
+        owned = [dict(ChainMap(*(dict(self.owned[b]) for b in s.blocks))) for s in stages]
+        return replace(self, owned=owned, costs=costs, sent=sent)
+
+    def scaled(self, factor: float) -> MemoryNeeds:
+        """Return the needs of microbatches that have so many times the samples."""
+        if factor == 1:
+            return self
+        names = ("activation", "weight_input", "weight_residue")
+        num_stages = len(self.owned)
+        kept: dict[str, Any] = {
+            n: [size * factor for size in self.costs.per_stage(n, num_stages)] for n in names
+        }
+        sent = {kind: [int(size * factor) for size in sizes] for kind, sizes in self.sent.items()}
+        costs = replace(self.costs, **kept)
+        return replace(self, costs=costs, sent=sent, flops_of_one=self.flops_of_one * factor)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a plan.

@@ -27,7 +27,7 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import HostMemoryError, Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _NO_LIMITS = MachineLimits()
 
@@ -117,7 +117,7 @@ def plan_of(request: PlanRequest) -> Plan:
     try:
         return make_plan(request)
     except MemoryLimitError as error:
-        raise ScheduleError(error.told(mebibytes)) from None
+        raise ScheduleError(error.told(bytes_text)) from None
     except HostMemoryError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "

@@ -1,7 +1,7 @@
-"""What a run prints of its pipeline: two tables, and what was decided in between.
+"""What a run prints of its pipeline: a few lines, and tables for those who want them.
 
-They go to standard output by way of the logger ``lightning_pipeoffload.report``, so that its level,
-or that of ``lightning_pipeoffload``, silences them. Tables fit 80 columns.
+They go to standard output by way of the logger ``lightning_pipeoffload.report``: level DEBUG shows
+tables of plans, stages and ranks too, WARNING silences all. Tables fit 80 columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
 
 _NUM_COLUMNS = 80  # of what other handlers get
 _NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these
@@ -41,14 +41,14 @@ _package_log = logging.getLogger(_PACKAGE)
 _package_log.setLevel(_package_log.level or logging.INFO)
 
 
-def _tell(*parts: Table | str) -> None:
+def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
     """Log tables and lines; a handler gets them as text."""
-    if not log.isEnabledFor(logging.INFO):
+    if not log.isEnabledFor(level):
         return
     text = StringIO()
     for part in parts:
         Console(file=text, width=_NUM_COLUMNS).print(part, highlight=False)
-    log.info("%s", text.getvalue().strip(), extra={"parts": parts})
+    log.log(level, "%s", text.getvalue().strip(), extra={"parts": parts})
 
 
 def print_line(line: str) -> None:
@@ -57,7 +57,7 @@ def print_line(line: str) -> None:
 
 
 def print_choice(plan: Plan, is_measured: bool) -> None:
-    """Print what ``schedule="auto"`` has tried.
+    """Print what was chosen among how many plans; the table of all is logged for debugging.
 
     Args:
         plan: The plan that was chosen.
@@ -65,10 +65,15 @@ def print_choice(plan: Plan, is_measured: bool) -> None:
     """
 
     def seconds(value: float) -> str:
-        return f"{1e3 * value:.1f} ms" if is_measured else f"{value:.1f}"
+        return seconds_text(value) if is_measured else f"{value:.1f}"
 
+    num_fitting = sum(candidate.fits for candidate in plan.candidates)
+    _tell(
+        f"Chosen {plan.best.option.schedule} among {num_fitting} plans that fit, of "
+        f'{len(plan.candidates)}; all are in strategy.report()["candidates"].'
+    )
     refused = lines_of_refused(plan.candidates)
-    _tell("", choice_table(plan, seconds, mebibytes), *refused)
+    _tell("", choice_table(plan, seconds, bytes_text), *refused, level=logging.DEBUG)
 
 
 def print_gain(before: float, after: float) -> None:
@@ -80,8 +85,8 @@ def print_gain(before: float, after: float) -> None:
     """
     gain = 1 - after / before
     _tell(
-        f"The solver's plan takes {1e3 * after:.1f} ms a step instead of {1e3 * before:.1f} ms, "
-        f"{gain:.1%} less, and runs from now on"
+        f"The solver's plan takes {seconds_text(after)} a step instead of {seconds_text(before)}, "
+        f"{share_text(gain)} less, and runs from now on."
     )
 
 
@@ -96,36 +101,31 @@ def print_anew(name: str, after: float | None) -> None:
     if after is None:
         _tell(f"{outgrown}The plan in use stays: {name}.")
         return
-    _tell(f"{outgrown}Planned anew, {name} takes {1e3 * after:.1f} ms a step.")
+    _tell(f"{outgrown}Planned anew, {name} takes {seconds_text(after)} a step.")
 
 
 def print_prediction(report: dict[str, Any]) -> None:
-    """Print the table of the stages."""
+    """Print what is predicted; the table of the stages is logged for debugging."""
     is_measured = report["k"] is not None
-    unit = "MiB" if is_measured else "blocks"
-    table = Table(title=f"Pipeline: {_headline(report)}", title_justify="left")
-    for column in ("stage", "rank", "blocks", "parameters", f"peak memory\n({unit})"):
+    _tell(f"Pipeline: {_headline(report)}. {_prediction(report, is_measured)}")
+    unit = "" if is_measured else "\n(blocks)"
+    table = Table(title=f"Stages: {_headline(report)}", title_justify="left")
+    for column in ("stage", "rank", "blocks", "parameters", f"peak memory{unit}"):
         table.add_column(column, justify="left" if column == "blocks" else "right")
     for index, stage in enumerate(report["stages"]):
         blocks, kept = span_of(stage["blocks"]), report["peak_memory"][stage["rank"]]
-        peak = f"{kept / 2**20 if is_measured else kept:.1f}"
+        peak = bytes_text(kept) if is_measured else f"{kept:.1f}"
         table.add_row(str(index), str(stage["rank"]), blocks, f"{stage['num_parameters']:,}", peak)
-    _tell(
-        "",
-        table,
-        _prediction(report, is_measured),
-    )
+    _tell("", table, level=logging.DEBUG)
 
 
 def _prediction(report: dict[str, Any], is_measured: bool) -> str:
-    if is_measured:
-        return (
-            f"Predicted from measured blocks: a bubble of {report['period_bubble']:.1%}, a step "
-            f"every {1e3 * report['period']:.1f} ms. Memory is of the rank, for activations."
-        )
+    bubble = share_text(report["period_bubble"])
+    if not is_measured:
+        return f"Predicted by operations: a bubble of {bubble}. The rest is still to be measured."
     return (
-        f"Predicted from FLOPs: a bubble of {report['period_bubble']:.1%}. Memory is of the rank, "
-        f"in activations of an average block until they are measured in MiB."
+        f"Predicted by measured blocks: a step every {seconds_text(report['period'])}, a bubble of "
+        f"{bubble}, at most {bytes_text(max(report['peak_memory']))} of activations on a rank."
     )
 
 
@@ -180,7 +180,7 @@ def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
     """
     _tell(
         f"The timeline of step {step} is in {', '.join(paths)}; the ranks' clocks are compared to "
-        f"±{1e6 * error:.0f} µs."
+        f"±{seconds_text(error)}."
     )
 
 
@@ -195,7 +195,7 @@ def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
     peak = max(report["peak_memory"])
     _tell(
         f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
-        f"{report['period_bubble']:.1%} and a peak of {mebibytes(peak)} of activations.",
+        f"{share_text(report['period_bubble'])} and a peak of {bytes_text(peak)} of activations.",
         *_about_limit(peak, limit),
         *_about_copies(report, limit),
     )
@@ -205,7 +205,7 @@ def _about_limit(peak: float, limit: float | None) -> list[str]:
     if limit is None or peak <= limit:
         return []
     return [
-        f"No plan fits the {mebibytes(limit)} that every device has left for activations; the one "
+        f"No plan fits the {bytes_text(limit)} that every device has left for activations; the one "
         f"that needs least is tried."
     ]
 
@@ -233,7 +233,7 @@ def _reason(report: dict[str, Any]) -> list[str]:
 
 
 def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: float) -> None:
-    """Print the table of what was measured on each rank, and why that is not what was predicted.
+    """Print what was measured, and why that is not what was predicted; ranks are for debugging.
 
     Args:
         report: The report of the plan.
@@ -241,6 +241,14 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
         planned: The idle share of a step's period by the same.
     """
     measured = report["measured"]
+    kept = measured["peak_activation_bytes"]
+    rank = max(range(len(kept)), key=lambda rank: kept[rank])
+    _tell(
+        f"Measured: {_headline(report)}: {report['samples_per_second']:.1f} samples/s, a step "
+        f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
+        f"took at most {bytes_text(kept[rank])}, on rank {rank}; "
+        f"planned were {bytes_text(peaks[rank])}."
+    )
     table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
     columns = ("rank", "step", "bubble", "peak memory", "planned", "gradients\nleft for W")
     for column in columns:
@@ -249,13 +257,13 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
         flops = measured["weight_flops"][rank]
         table.add_row(
             str(rank),
-            f"{seconds * 1e3:.1f} ms",
-            f"{measured['bubble'][rank]:.1%}",
-            mebibytes(measured["peak_activation_bytes"][rank]),
-            mebibytes(peaks[rank]),
-            f"{measured['deferred_flops'][rank] / flops:.1%}" if flops else "-",
+            seconds_text(seconds),
+            share_text(measured["bubble"][rank]),
+            bytes_text(kept[rank]),
+            bytes_text(peaks[rank]),
+            share_text(measured["deferred_flops"][rank] / flops) if flops else "-",
         )
-    _tell("", table, f"{report['samples_per_second']:.1f} samples/s. {_why(report, planned)}")
+    _tell("", table, level=logging.DEBUG)
 
 
 def _why(report: dict[str, Any], planned: float) -> str:
@@ -264,9 +272,10 @@ def _why(report: dict[str, Any], planned: float) -> str:
     by_plan = (1 - bubble) * planned / (1 - planned) if planned < 1 else 0.0
     rest = max(0.0, bubble - between - by_plan)
     return (
-        f"The bubble was predicted as {report['period_bubble']:.1%}, and is {bubble:.1%}: "
-        f"{by_plan:.1%} by the plan with the measured times, {between:.1%} between steps (data, "
-        f"optimizer, hooks, validation), {rest:.1%} waiting for messages and the host."
+        f"The bubble was predicted as {share_text(report['period_bubble'])}, and is "
+        f"{share_text(bubble)}: {share_text(by_plan)} by the plan with the measured times, "
+        f"{share_text(between)} between steps (data, optimizer, hooks, validation), "
+        f"{share_text(rest)} waiting for messages and the host."
     )
 
 

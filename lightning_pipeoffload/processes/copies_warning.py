@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -34,5 +34,5 @@ def warn_of_copies(module: nn.Module, num_processes: int) -> None:
     machine = machine_memory()
     needed = num_processes * size
     if num_processes > 1 and machine.total and needed > machine.available / 2:
-        sizes = mebibytes(size), num_processes, mebibytes(needed), mebibytes(machine.available)
+        sizes = bytes_text(size), num_processes, bytes_text(needed), bytes_text(machine.available)
         log.warning(_ADVICE, type(module).__name__, *sizes)

@@ -67,6 +67,8 @@ class PlanRequest:
             plan that offloads the most.
         searches_always: Whether builders that search for seconds are asked even where their lower
             bound promises nothing.
+        omits_above: Options are left out that must take longer than this period, or than a plan
+            that is found; None: all are planned, for a table.
         recipes: How an option's schedule is built, by its name.
         builder_options: What the builders take besides.
     """
@@ -81,6 +83,7 @@ class PlanRequest:
     host_shortage: Callable[[Schedule, Costs], str] = _no_shortage
     must_fit: bool = True
     searches_always: bool = False
+    omits_above: float | None = None
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,9 +134,12 @@ def make_plan(request: PlanRequest) -> Plan:
     slow = [o for o in request.options if request.recipes[o.schedule].takes_seconds]
     is_searched = request.searches_always or len(request.options) == 1
     quick = [option for option in request.options if option not in slow or is_searched]
+    if request.omits_above is not None:
+        quick.sort(key=trials.bound)
     for option in quick:
-        trials.try_order(option)
-    trials.try_copies(quick)
+        if not trials.omits(trials.bound, option):
+            trials.try_order(option)
+    trials.try_copies([option for option in quick if not trials.omits(trials.bound, option)])
     for option in slow:
         if option not in quick and trials.may_gain(option):
             trials.try_order(option)
@@ -192,6 +198,8 @@ class _Trials:
 
     def _add_share(self, option: Option, share: str | float) -> None:
         free, limit = self._build(option, None), self._request.limit_of(option)
+        if self.omits(lambda option: self._figures(option, free)[0], option):
+            raise ScheduleError("even without its copies no faster than the best")
         planned = offload_activations(free, self.costs(option), share, limit)
         self._add(option, str(share), *planned)
 
@@ -296,12 +304,19 @@ class _Trials:
         if not self._request.recipes[option.schedule].heeds_limit:
             return "v is the same search, in all of the memory that there is"
         best = best_of(self.found)
-        promised = inf if best is None else best.score / (self._bound(option) or inf) - 1
+        promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
         if promised > _WORTH_SEARCHING:
             return ""
         return f"nothing can be more than {max(0.0, promised):.1%} faster than what there is"
 
-    def _bound(self, option: Option) -> float:
+    def omits(self, bound: Callable[[Option], float], option: Option) -> bool:
+        if self._request.omits_above is None:
+            return False
+        best = best_of(self.found)
+        above = self._request.omits_above if best is None else best.score
+        return bound(option) > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
+
+    def bound(self, option: Option) -> float:
         """Return seconds that no order of an option's stages gets below; 0 without stages."""
         try:
             costs = self.costs(option)
@@ -317,9 +332,14 @@ class _Trials:
         """Return the error that says why there is no plan."""
         if self._error is None:
             return ScheduleError("no plan can be made: there are no blocks for any")
-        if len(self._request.options) == 1:
-            return self._error
         limit = self._request.memory_limit
+        if len(self._request.options) == 1:
+            if limit is None or not isinstance(self._error, MemoryLimitError):
+                return self._error
+            sentence, _, needed = self._error.args
+            return MemoryLimitError(
+                sentence, limit, needed + self._request.taken(self._request.options[0])
+            )
         if limit is None or self._least == inf:
             return ScheduleError(f"no plan can be made: {self.found[0].reason}")
         count = len(self.found)

@@ -62,7 +62,7 @@ def test_the_table_has_a_row_for_each(capsys):
     rows = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
     Console(width=80).print(comparison_table(rows, "title"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1f1b", "1", "33", "0.2727", "0.2727", "33", "4", "0", "48"] in lines
+    assert ["1f1b", "1", "33", "27.3", "%", "33", "27.3", "%", "4", "0", "48"] in lines
     assert ["zb_h2", *["-"] * 8] in lines
 
 

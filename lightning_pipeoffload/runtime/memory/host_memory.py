@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
-from lightning_pipeoffload.schedule.mebibytes import mebibytes
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
@@ -44,7 +44,7 @@ class HostBudget:
     @classmethod
     def given(cls, num_bytes: int) -> HostBudget:
         """Make what the user asked for."""
-        return cls(num_bytes, f"host_memory_limit is {mebibytes(num_bytes)}")
+        return cls(num_bytes, f"host_memory_limit is {bytes_text(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
@@ -61,7 +61,7 @@ class HostBudget:
         share = max(0, int(available - _LEFT_FREE * total) // num_local_ranks)
         ranks = f"{num_local_ranks} ranks" if num_local_ranks > 1 else "one rank"
         origin = (
-            f"{mebibytes(share)} is a rank's share of the {mebibytes(available)} that the machine"
+            f"{bytes_text(share)} is a rank's share of the {bytes_text(available)} that the machine"
         )
         return cls(share, f"{origin} had left for {ranks}")
 
@@ -137,14 +137,14 @@ class HostMemory:
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
             raise self._exhausted(
-                size, f"the machine has {mebibytes(available)} left and would swap"
+                size, f"the machine has {bytes_text(available)} left and would swap"
             )
 
     def _exhausted(self, size: int, reason: str) -> HostMemoryError:
         return HostMemoryError(
-            f"host memory for offloading is exhausted: {mebibytes(size)} more than the "
-            f"{mebibytes(self.allocated_bytes)} in use are needed, and {reason}; offload less, use "
-            f'recompute="cheap", or allow more with host_memory_limit if the machine has it'
+            f"host memory for offloading is exhausted: {bytes_text(size)} more than the "
+            f"{bytes_text(self.allocated_bytes)} in use are needed, and {reason}; offload less, "
+            f'use recompute="cheap", or allow more with host_memory_limit if the machine has it'
         )
 
 
