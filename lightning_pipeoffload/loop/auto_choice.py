@@ -31,8 +31,8 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
-from lightning_pipeoffload.runtime.users_code.no_trace import hooked
+from lightning_pipeoffload.runtime.users_code.snapshot import hooked
+from lightning_pipeoffload.runtime.users_code.step_call import copy_part
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.make_plan import Plan

@@ -23,7 +23,7 @@ from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.step_boundary import StepBoundary, is_watched
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.users_code.no_trace import (
+from lightning_pipeoffload.runtime.users_code.snapshot import (
     has_forward_hooks,
     without_forward_hooks,
 )

@@ -23,8 +23,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_part
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.messages import RECVS
 

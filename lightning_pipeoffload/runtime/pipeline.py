@@ -48,8 +48,12 @@ from lightning_pipeoffload.runtime.step.stage_gradients import (
 )
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
-from lightning_pipeoffload.runtime.users_code.batch_writes import CallOnCopies, without_shared
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
+from lightning_pipeoffload.runtime.users_code.step_call import (
+    CallOnCopies,
+    StepCall,
+    UsersStep,
+    without_shared,
+)
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Costs

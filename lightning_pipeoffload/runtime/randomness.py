@@ -112,11 +112,7 @@ def draw_seed() -> int:
 
 
 class RandomStream:
-    """A stream of random numbers: in ``with stream:`` the global generators go on where it ended.
-
-    Args:
-        seed: The seed that the stream begins with.
-    """
+    """A stream of random numbers: inside, the global generators go on where it ended."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -3,6 +3,7 @@
 The rows are those of docs/contract.md, which says the same in the user's words.
 """
 
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
@@ -91,6 +93,47 @@ class CountsInAnArrayBehind(CountsInAnArray):
 
     def behind(self, loss):
         self.counts[0] += 1
+        return loss
+
+
+@dataclass
+class Counts:
+    """As torch's own, no key of a dict."""
+
+    number: int = 0
+    sizes: list = field(default_factory=list)
+
+
+class CountsInADataclass(CountsBehind):
+    def prepare(self):
+        self.counts, self.count = Counts(), 1
+
+    def behind(self, loss):
+        self.counts = Counts(self.counts.number + 1, [*self.counts.sizes, loss.detach()])
+        return loss * self.counts.number
+
+
+class ReplacesAModelsOutput(Step):
+    def behind(self, loss):
+        self.output = BaseModelOutput(loss)
+        return loss
+
+
+class CountsInsideOfATuple(Step):
+    def prepare(self):
+        self.counts = [torch.zeros(())], {}
+
+    def behind(self, loss):
+        self.counts[0][0].add_(1)
+        self.counts[1]["steps"] = self.counts[1].get("steps", 0) + 1
+        return loss * self.counts[0][0] * self.counts[1]["steps"]
+
+
+class CountsInsideOfATupleBefore(CountsInsideOfATuple):
+    def before(self, x):
+        return super().behind(x)
+
+    def behind(self, loss):
         return loss
 
 
@@ -317,6 +360,10 @@ class BindsAtOnce(ScalesByAnAttribute):
 
 
 TRAINS = [
+    CountsInADataclass,
+    ReplacesAModelsOutput,
+    CountsInsideOfATuple,
+    CountsInsideOfATupleBefore,
     CountsBefore,
     CountsBehind,
     CountsInAnArray,

@@ -437,6 +437,11 @@ FAMILIES = {
     "deberta": Family(
         HF("DebertaV2ForMaskedLM", **TEXT, **NO_DROPOUT, **RELATIVE), masked_tokens, tokens
     ),
+    "deberta_v1": Family(  # adds in place to views of products
+        HF("DebertaForMaskedLM", **TEXT, **NO_DROPOUT, **RELATIVE, max_relative_positions=8),
+        masked_tokens,
+        tokens,
+    ),
     "roberta": Family(
         HF("RobertaForSequenceClassification", **CLASSIFIER), INPUT_IDS, labelled_tokens
     ),

@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
@@ -44,16 +42,17 @@ from lightning_pipeoffload.runtime.users_code.attributes import (
     Variable,
 )
 from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
-from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
-from lightning_pipeoffload.runtime.users_code.module_snapshot import refill
+from lightning_pipeoffload.runtime.users_code.snapshot import (
+    Look,
+    Parts,
+    is_same_look,
+    look_at,
+    refill,
+)
 
 _OF_LIGHTNING = REGISTRIES | frozenset(vars(pl.LightningModule())) | {"log"}
 _REFILLED = (list, dict, set, deque)
-_DEPTH = 2
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
-# Looked at in every microbatch: to ask whether they are a Mapping or a Metric takes longest.
-_WITHOUT_PARTS = {int, float, bool, str, type(None), FunctionType, MethodType}
-_NO_DATA = (nn.Module, pl.Trainer, pl.LightningDataModule, type)
 
 
 class _Report(NamedTuple):
@@ -73,14 +72,7 @@ class _Report(NamedTuple):
 
 
 class CollectedValues:
-    """Attributes and metrics that the steps of a module write, over the ranks of a pipeline.
-
-    Args:
-        module: The user's module, which has a trainer.
-        pipeline: The module on this rank.
-        group: The pipeline's processes.
-        connector: The trainer's connector, which has the numbers of a step's outputs.
-    """
+    """Attributes and metrics that the steps of a module write, over the ranks of a pipeline."""
 
     def __init__(
         self,
@@ -205,7 +197,6 @@ class CollectedValues:
         return self._known[label]
 
     def _written_in_batch(self) -> dict[str, Place]:
-        """Return what the steps of the last batch have written, and where each wrote it last."""
         behind = Place(len(self._pipeline.chain), is_in_block=False)
         found = {label: behind for label, kind in self._late.items() if kind == self._kind}
         for probe in self._pipeline.batch_probes if self._kind else ():
@@ -220,7 +211,6 @@ class CollectedValues:
                 yield self._know(write.variable), write.place
 
     def _has(self, place: Place) -> bool:
-        """Whether this rank runs the line that is at a place in the step."""
         if place.is_in_block:
             return any(place.segment in each for each in self._segments)
         return place.segment <= self._end
@@ -248,11 +238,10 @@ class CollectedValues:
     def look(self) -> dict[str, Look]:
         """Look at all that no step has been seen to write yet."""
         attributes = vars(self._module)
-        found = {
-            f"self.{name}": _look(attributes[name])
-            for name in attributes.keys() - _OF_LIGHTNING
-            if f"self.{name}" not in self._known
-        }
+        found: dict[str, Look] = {}
+        for name in attributes.keys() - _OF_LIGHTNING:
+            if f"self.{name}" not in self._known:
+                found[f"self.{name}"] = _look(attributes[name])
         for path, metric in self._metrics():
             if f"self.{path}._update_count" not in self._known:
                 found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
@@ -317,7 +306,6 @@ class CollectedValues:
                     self._take(label, data)
 
     def _pack(self, labels: Sequence[str]) -> dict[str, bytes | str | None]:
-        """Return values as bytes, why one cannot be sent, or None for what is there no more."""
         packed: dict[str, bytes | str | None] = {}
         room = MOST_BYTES
         for label in labels:
@@ -352,7 +340,6 @@ class CollectedValues:
             rank_zero_warn(f"{message}. A hook that uses it on a rank without it raises an error.")
 
     def _logged_objects(self) -> list[str]:
-        """Name the metrics that Lightning resets on global rank 0, where steps log them."""
         results = self._module.trainer._results  # private: what is logged in this loop
         if not self._group.is_root or results is None:
             return []
@@ -406,13 +393,18 @@ def _choose(reports: Mapping[int, _Report]) -> int:
 
 
 def _is_sent(variable: Variable) -> bool:
-    """Whether this is an attribute that a user's step has written, no buffer and no library's."""
     if isinstance(variable.part, pl.LightningModule) and variable.name in _OF_LIGHTNING:
         return False
     if isinstance(variable.part, Metric):
         return variable.name in (*variable.part.metric_state, "_update_count", "_computed")
     library = type(variable.part).__module__.partition(".")[0]
     return library not in ("torch", "lightning")
+
+
+def _look(value: Any) -> Look:
+    found = look_at(value, longest=_MOST_PARTS)
+    parts = [part for _, state in found if isinstance(state, Parts) for part in state]
+    return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]
 
 
 class _Watch:
@@ -428,27 +420,3 @@ class _Watch:
         for label, after in self._collected.look().items():
             if not is_same_look(self._before.get(label, []), after):
                 self._collected.learn(label)
-
-
-def _look(value: Any, depth: int = _DEPTH) -> Look:
-    """Look at a value, its parts and theirs."""
-    if isinstance(value, Tensor):
-        return [(value, version_of(value))]
-    parts = _parts(value)
-    found: Look = [(value, len(parts))]
-    if depth and len(parts) <= _MOST_PARTS:
-        for part in parts:
-            found += _look(part, depth - 1)
-    return found
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    if type(value) in _WITHOUT_PARTS:
-        return ()
-    if isinstance(value, (dict, Mapping)):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, deque)):
-        return list(value)
-    if isinstance(value, Metric) or not (isinstance(value, _NO_DATA) or callable(value)):
-        return list(getattr(value, "__dict__", {}).values())
-    return []

@@ -12,13 +12,7 @@ from lightning_pipeoffload.runtime.users_code.elsewhere import Placeholder
 
 
 class OutputsElsewhere(Placeholder, dict[str, Any]):
-    """Stands for a step's outputs, of which numbers are on all ranks.
-
-    Args:
-        kind: The step.
-        root: The global rank that has the others.
-        fetch: A function that waits for the numbers and returns them.
-    """
+    """Stands for a step's outputs, of which numbers are on all ranks."""
 
     def __init__(self, kind: str, root: int, fetch: Callable[[], dict[str, Any]]) -> None:
         super().__init__()

@@ -96,7 +96,6 @@ class HookForwards:
         return tree_map(_without_backward, result) if self._had_gradients else None
 
     def _apart(self) -> dict[int, str]:
-        """Return the modules by identity that need what some rank lacks, and their names."""
         ownership = self._pipeline.ownership
         if self._named is not ownership:  # which the first batch may change
             self._named = ownership
@@ -135,8 +134,6 @@ class HookForwards:
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """Refuses the backward by name, where autograd would say that nothing requires a gradient."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mark: Tensor) -> Tensor:
         return tensor.view_as(tensor)

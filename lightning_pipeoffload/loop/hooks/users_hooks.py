@@ -84,7 +84,6 @@ def refuse_other_callbacks(trainer: Trainer) -> None:
 
 
 def _owners_of_ends(trainer: Trainer) -> list[Any]:
-    """Return the module, and the callbacks with hooks of the user's at ends."""
     module, *callbacks = owners_of_hooks(trainer)
     ends = (*_BATCH_END, *_EPOCH_END)
     return [module, *(callback for callback in callbacks if _hooks_of(callback, ends))]
@@ -101,17 +100,13 @@ def _refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> Non
 
 
 class _Wrapped:
-    """Hooks with something done around each, until they are given back."""
-
     _wrapped: list[WrappedHook]
 
     @property
     def is_any(self) -> bool:
-        """Whether there is such a hook."""
         return bool(self._wrapped)
 
     def remove(self) -> None:
-        """Give the module and the callbacks their own hooks back."""
         while self._wrapped:
             self._wrapped.pop().remove()
 
@@ -141,12 +136,7 @@ class GradientHooks(_Wrapped):
 
 
 class EndHooks(_Wrapped):
-    """The hooks at epochs' ends of a module and of a trainer's callbacks.
-
-    Args:
-        trainer: The trainer whose module and callbacks have the hooks.
-        tick: A function that is called after each of them.
-    """
+    """The hooks at epochs' ends of a module and of a trainer's callbacks."""
 
     def __init__(self, trainer: Trainer, tick: Callable[[], None]) -> None:
         owners = _owners_of_ends(trainer)
@@ -181,7 +171,6 @@ def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
 
 
 def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
-    """Return a gradient that is this rank's to measure."""
     is_own = not isinstance(parameter, RemoteTensor) and group.counts(parameter)
     return parameter.grad if is_own else None
 

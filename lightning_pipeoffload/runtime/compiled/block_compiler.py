@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     leaving_if_ahead,
 )
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ def remove_split() -> None:
 
 @cache
 def _leave_uncompiled(package: str) -> None:
-    """Keep torch.compile from our own code, to which it comes where it leaves a block's alone."""
     trace_rules.add(package)
 
 
@@ -84,7 +83,6 @@ def _splitting(call: Backend) -> Backend:
 
 
 def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: Any) -> Region:
-    """Compile a region with its weight gradients apart if it can be, else whole, else not."""
     if _has_checkpoint(module):
         say(_CHECKPOINTED)
     graph, error = _try(split_graph, module, inputs)
@@ -120,7 +118,6 @@ def say(line: str) -> None:
 
 
 def _try(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Return what a function returns, or its error."""
     try:
         return function(*args), None
     except (RestartAnalysis, SkipFrame):
@@ -142,11 +139,6 @@ CUDA_GRAPHS = (
 
 class BlockCompiler:
     """Compiles the blocks that their owner has not compiled, and splits what is compiled.
-
-    Args:
-        module: The user's module.
-        blocks: Its blocks.
-        compile: Whether to compile them, or the arguments of ``torch.compile``.
 
     Raises:
         ValueError: The owner has compiled a part as a pipeline cannot run it.
@@ -171,12 +163,7 @@ class BlockCompiler:
         return any(map(is_compiled, self._all))
 
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
-        """Compile a block now, or let it run as it is written if it cannot be.
-
-        Args:
-            block: The block.
-            run: Calls it.
-        """
+        """Compile a block now, or let it run as it is written if it cannot be."""
         try:
             with forked_randomness(), unchanged(block), compiling_ahead():
                 run()

@@ -86,24 +86,14 @@ class WeightSource:
 
 
 class WeightFinder:
-    """Finds the sources of weights in one graph.
-
-    Args:
-        placeholders: The graph's inputs.
-        inputs: The tensors that it is compiled with.
-    """
+    """Finds the sources of weights in one graph."""
 
     def __init__(self, placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
         self._inputs = inputs
         self._indices = {node: index for index, node in enumerate(placeholders)}
 
     def find(self, node: Any, dtype: torch.dtype) -> WeightSource | None:
-        """Return what ``node`` is made of; None: of nothing whose gradient may wait.
-
-        Args:
-            node: A value in the graph.
-            dtype: The dtype that the product computes in.
-        """
+        """Return what ``node`` is made of; None: of nothing whose gradient may wait."""
         views: list[Callable[[Any], Any]] = []
         while isinstance(node, fx.Node) and len(views) <= _LONGEST_VIEW:
             if node in self._indices:
@@ -134,7 +124,6 @@ class WeightFinder:
 
 
 def _view_of(node: fx.Node) -> Callable[[Any], Any] | None:
-    """Return what a node makes of its first argument, if that is a view or a cast."""
     rest = node.args[1:]
     if _has_nodes((rest, node.kwargs)):
         return None

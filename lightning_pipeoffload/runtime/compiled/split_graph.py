@@ -63,7 +63,6 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_inplace_call(node: fx.Node) -> bool:
-    """Whether a function has an argument ``inplace``, and it is true."""
     target: Any = node.target
     if not inspect.isfunction(target):
         return bool(node.kwargs.get("inplace"))
@@ -79,7 +78,6 @@ Shape = Callable[[Sequence[Any]], tuple[int, ...]]
 
 
 def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequence[Any]], int]]:
-    """Return how each symbol of a graph is read off the region's inputs."""
     found: dict[Any, Callable[[Sequence[Any]], int]] = {}
     for index, node in enumerate(placeholders):
         example = node.meta.get("example_value")
@@ -188,8 +186,6 @@ def split_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> SplitGraph | N
 
 
 class _Splitting:
-    """One graph's way from what it was to what it becomes."""
-
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._module = module
         self._inputs = inputs
@@ -206,7 +202,6 @@ class _Splitting:
         self.products: list[SplitProduct] = []
 
     def replace_products(self) -> None:
-        """Rewrite each product whose weight gradient may wait."""
         finder = WeightFinder(self._placeholders, self._inputs)
         found = [find_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)
@@ -260,7 +255,6 @@ class _Splitting:
             return self._graph.placeholder(name)
 
     def _in_dtype(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Cast a product's input as autocast would."""
         if x.meta["example_value"].dtype == dtype:
             return x
         return self._graph.call_method("to", (x, dtype))
@@ -273,7 +267,6 @@ class _Splitting:
         return self._taps[before, dtype]
 
     def _find_tap(self, x: fx.Node) -> Tap | None:
-        """Return where the region has a product's input anyway."""
         if x in self._placeholders:
             return Tap("input", self._placeholders.index(x))
         if x in self._outputs[: self._num_outputs]:
@@ -288,7 +281,6 @@ class _Splitting:
         return Tap("output", len(self._outputs) - 1)
 
     def finish(self) -> SplitGraph:
-        """Return the new graph."""
         self._graph.output(tuple(self._outputs))
         kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
         self._graph.lint()
@@ -304,7 +296,6 @@ class _Splitting:
         )
 
     def _drop(self, index: int) -> bool:
-        """Leave out a weight that nothing reads any more."""
         node = self._placeholders[index]
         if node.users or all(source.index != index for source in self._weights):
             return False
@@ -317,7 +308,6 @@ def _as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """Leave out views of a weight that nothing reads any more."""
     while not node.users and node.op != "placeholder":
         (before,) = node.all_input_nodes
         graph.erase_node(node)

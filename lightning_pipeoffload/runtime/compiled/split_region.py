@@ -68,10 +68,6 @@ def compiling_ahead() -> Iterator[None]:
 class _Run:
     """One run of a region, from its F to its B.
 
-    Args:
-        calls: Its products, and where the input of each is found.
-        shapes: The shapes of the products' results.
-
     Attributes:
         kept: What products have had as inputs; there once the region has run.
     """
@@ -85,12 +81,7 @@ class _Run:
         self._beside: list[tuple[Tensor, int]] = []
 
     def keep(self, taps: Mapping[Tap, Tensor], beside: Sequence[Tensor]) -> None:
-        """Keep the inputs of the products.
-
-        Args:
-            taps: The inputs.
-            beside: What shares memory with them, and counts its writes apart.
-        """
+        """Keep the inputs of the products."""
         for tap, tensor in taps.items():
             self.kept[tap] = keep_input(tensor)
         self._beside = [(tensor.detach(), tensor._version) for tensor in beside]
@@ -118,13 +109,7 @@ class _Run:
 
 
 class SplitRegion:
-    """Runs a split graph, and leaves its weight gradients for W.
-
-    Args:
-        graph: The graph.
-        compiled: What it is compiled to.
-        whole: The region as it was, for where no split is under way.
-    """
+    """Runs a split graph, and leaves its weight gradients for W."""
 
     def __init__(self, graph: SplitGraph, compiled: Region, whole: Region) -> None:
         self._graph = graph
@@ -162,7 +147,6 @@ class SplitRegion:
     def _find_beside(
         self, taps: Mapping[Tap, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> list[Tap]:
-        """Find what others may write of the memory of the region's own outputs."""
         shared = {_memory_of(tensor) for tap, tensor in taps.items() if tap.place == "output"}
         others = {Tap("input", index): tensor for index, tensor in enumerate(inputs)}
         for index, tensor in enumerate(outputs[: self._graph.num_outputs]):

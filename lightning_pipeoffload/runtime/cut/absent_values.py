@@ -21,12 +21,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class AbsentValues:
-    """The shapes in a module that no pipeline has in charge.
-
-    Args:
-        module: The user's module.
-        unsaved: Buffers that no state dict has, by name, as they were when the module was cut.
-    """
+    """The shapes in a module that no pipeline has in charge."""
 
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
         self._module = module
@@ -51,7 +46,6 @@ class AbsentValues:
     def _make_room(
         self, holder: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Let a module have real tensors for what is going to be loaded into it."""
         for slot in [s for s in absent_in(self._module) if s.module is holder]:
             loaded = state.get(prefix + slot.attribute)
             if slot.name in self._unsaved:
@@ -118,11 +112,7 @@ _MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in th
 
 
 class ModuleCopies:
-    """Notes the deep copies of a module, or of parts of it, until :meth:`remove`.
-
-    Args:
-        module: The user's module.
-    """
+    """Notes the deep copies of a module, or of parts of it, until :meth:`remove`."""
 
     # The user's attributes are looked at for changes: this one has nothing to look at.
     __slots__ = ("_memos", "_module")
@@ -171,7 +161,6 @@ class ModuleCopies:
         self._memos.clear()
 
     def _pairs(self) -> Iterator[tuple[Slot, Slot]]:
-        """Yield the places of the module with those of its copies, and of copies of copies."""
         known = [(slot, slot) for slot in find_slots(self._module)]
         for memo in self._memos:
             copies = [(original, _copy_of(place, memo)) for original, place in known]

@@ -170,13 +170,7 @@ class HookedSpan(NamedTuple):
 def finding_hooked_spans(
     module: nn.Module, find_segment: Callable[[], int], found: list[HookedSpan]
 ) -> Iterator[None]:
-    """Note calls of modules with backward hooks that span segments and are given gradients.
-
-    Args:
-        module: The user's module.
-        find_segment: Returns the segment that the step is in.
-        found: What is filled.
-    """
+    """Note calls of modules with backward hooks that span segments and are given gradients."""
     is_any = bool(torchs._global_backward_hooks)  # private, as is _backward_hooks
     parts = module.named_modules()
     names = {part: name for name, part in parts if is_any or part._backward_hooks}

@@ -85,10 +85,6 @@ def _make_zeros(leaf: Any) -> Any:
 class BlockCalls:
     """The calls of a chain's blocks in one run of a step.
 
-    Args:
-        chain: The blocks.
-        device: The device that they seem to be on.
-
     Attributes:
         found: The calls of blocks, where any part of one is compiled.
     """
@@ -104,11 +100,6 @@ class BlockCalls:
 
     def see(self, index: int, expected: int, arguments: Any) -> None:
         """Look at a call before it is made.
-
-        Args:
-            index: The index of the block.
-            expected: Index of the block that comes next.
-            arguments: The block's arguments.
 
         Raises:
             ValueError: A stage could not make it; says why and where.

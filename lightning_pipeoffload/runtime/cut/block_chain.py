@@ -28,12 +28,7 @@ class Pass(Protocol):
 
 
 class BlockChain:
-    """Blocks in the order of their calls.
-
-    Args:
-        name: The name of the whole, for messages: the container's in the user's module, say.
-        blocks: Its entries by their names in the user's module.
-    """
+    """Blocks in the order of their calls."""
 
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self.name = name
@@ -137,7 +132,6 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
 
 
 def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
-    """Refuse a compiled module around the blocks, which would run all of them or none."""
     for path, child in module.named_modules():
         around = any(chain.block_name(i).startswith(f"{path}.") for i in range(len(chain)))
         # Private, both: what torch.compile(module) and module.compile() leave behind.
@@ -181,7 +175,6 @@ def _chain_of(name: str, container: nn.Module) -> BlockChain:
 
 
 def _chain_of_patterns(module: nn.Module, patterns: Sequence[str]) -> BlockChain:
-    """Join what the patterns find, in their order."""
     modules = dict(module.named_modules())
     blocks: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -222,14 +215,11 @@ def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
 
 
 def _spread(container: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters outside of the largest entry, and of all."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in container.children()]
     return sum(sizes) - max(sizes), sum(sizes)
 
 
 def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
-    """Make the subclass of a block's class whose calls ``chain`` sees."""
-
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return chain.call(self, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
 

@@ -22,12 +22,6 @@ def check_step(
 ) -> None:
     """Refuse a step that cannot be cut between these stages.
 
-    Args:
-        probe: What a run of the step has shown.
-        chain: Its blocks.
-        stages: The stages of the whole model.
-        owners_of: A function that says which stages have a parameter, under whatever name.
-
     Raises:
         ValueError: It cannot; the message names the user's line, and says what would do.
     """

@@ -29,16 +29,7 @@ class _Hidden(Awaited, RemoteTensor):
 
 
 class Ownership:
-    """The parameters and buffers of one rank.
-
-    Args:
-        module: The user's module.
-        chain: Its blocks.
-        owners: The stages that own each parameter or buffer, by its name.
-        local_stages: The stages of this rank.
-        device: The device that they compute on. A shape says that it is there, wherever the module
-            is.
-    """
+    """The parameters and buffers of one rank."""
 
     def __init__(
         self,
@@ -116,12 +107,7 @@ class Ownership:
                 slot.tensor.data = slot.tensor.data.to(self._device)
 
     def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
-        """Let what other ranks own be shapes, in all views; a tied weight under all its names.
-
-        Args:
-            age: The age of their gradients.
-            stage_ranks: The global rank of each stage.
-        """
+        """Let what other ranks own be shapes, in all views; a tied weight under all its names."""
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
@@ -197,10 +183,6 @@ class SharedWeight(NamedTuple):
 
 class NamedTensors:
     """What the whole module had, and what one rank has of it.
-
-    Args:
-        module: The user's module, which is whole.
-        stage_ranks: The pipeline rank of each stage.
 
     Attributes:
         names: The names of the entries of the module's state dict.

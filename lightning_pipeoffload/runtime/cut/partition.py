@@ -107,11 +107,6 @@ def costs_by_size(
     """Estimate each segment's work before any step has run: by the sizes of what it multiplies.
 
     Rows that an embedding looks up are no work; tied to a head, they are the head's.
-
-    Args:
-        module: the user's.
-        chain: its blocks.
-        segments: that have each parameter.
     """
     parameters = [0] * (len(chain) + 1)
     sizes = [0] * (len(chain) + 1)
@@ -252,7 +247,6 @@ def _balance(weights: list[float], num_stages: int) -> list[int]:
 def _relieve_ranks(
     counts: list[int], weights: list[float], stage_ranks: Sequence[int]
 ) -> list[int]:
-    """Move single blocks from stage to stage while that leaves the busiest rank less to do."""
     if len(set(stage_ranks)) == len(stage_ranks):
         return counts
     total = [0.0, *accumulate(weights)]
@@ -268,7 +262,6 @@ def _relieve_ranks(
 def _rank_loads(
     counts: list[int], total: list[float], stage_ranks: Sequence[int]
 ) -> tuple[float, float]:
-    """Return the largest load of a rank, and the sum of the loads' squares."""
     loads = dict.fromkeys(stage_ranks, 0.0)
     for rank, end, count in zip(stage_ranks, accumulate(counts), counts, strict=True):
         loads[rank] += total[end] - total[end - count]
@@ -302,11 +295,6 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
 
 class SegmentUses:
     """What is learned from one probe after the other.
-
-    Args:
-        module: The user's module.
-        chain: Its blocks.
-        trainable: The names of its parameters.
 
     Attributes:
         segments: The segments that use each name.

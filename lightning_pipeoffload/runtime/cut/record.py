@@ -16,7 +16,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import Write
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 _MOST_ELEMENTS = 4096

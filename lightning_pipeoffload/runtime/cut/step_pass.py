@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
@@ -180,7 +180,6 @@ class ProbePass:
         self.result.saved_and_written |= written & self.saved_attributes
 
     def _drop(self, written: Tensor) -> bool:
-        """Leave out a write into a buffer, and what blocks write."""
         name = self._stripped.buffer_name(written)
         if name is not None:
             self.result.segments[name].add(self.segment)
@@ -325,14 +324,12 @@ class BeginningPass(ProbePass):
 
 @contextmanager
 def _same_grad_mode() -> Iterator[None]:
-    """Leave inference mode, in which nothing counts writes, but stay without gradients."""
     is_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
         yield
 
 
 def _num_gradients(trains: bool, weights: list[bool]) -> int:
-    """Return how many products of the same size a backward has for one of the forward."""
     if not torch.is_grad_enabled():
         return 0
     return 2 if trains or not any(weights) else 1

@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute, is_written
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
@@ -28,11 +28,6 @@ class StrippedModule:
     """What stands in a module's places, and what of it the step writes and autograd saves.
 
     Who strips a module sets its places back.
-
-    Args:
-        module: The user's module.
-        device: On which it seems to be.
-        find_segment: Returns the segment of the step that runs.
 
     Attributes:
         weight_writes: Writes into parameters.

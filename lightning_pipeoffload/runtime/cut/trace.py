@@ -44,10 +44,9 @@ from lightning_pipeoffload.runtime.randomness import (
 )
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.batch_writes import Trial
-from lightning_pipeoffload.runtime.users_code.beside import look_beside, refuse_written
+from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
 from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE, UsersStep
+from lightning_pipeoffload.runtime.users_code.step_call import PROBE, Trial, UsersStep
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
 
@@ -106,13 +105,6 @@ _MOST_PROBES = 64
 class StepProbes:
     """The probes of one module's steps, of which the last few are kept.
 
-    Args:
-        module: The user's module.
-        chain: Its blocks.
-        device: The device of the microbatches.
-        is_cut: Whether there are several stages, which have to compute alike.
-        before_look: Called before a step is run to look at it.
-
     Attributes:
         known: Probes by kind of step, mode of the module and shapes, and by sizes that depend on
             the values of the microbatch.
@@ -140,14 +132,7 @@ class StepProbes:
         self.always_trained: set[str] = set()
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> Probe:
-        """Return what a step does with a microbatch.
-
-        Args:
-            kind: The kind of the step.
-            part: The microbatch.
-            step: The user's step.
-            seed: The seed of what the step draws before its blocks.
-        """
+        """Return what a step does with a microbatch."""
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
             self._before_look()
@@ -172,7 +157,6 @@ class StepProbes:
         return probe
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Return what shapes depend on of a microbatch's values, up to the last block with such."""
         if key not in self._sized_in:
             return ()
         beginning = BeginningPass(self._module, self._chain, self._device, self._sized_in[key])
@@ -230,7 +214,6 @@ class StepProbes:
         )
 
     def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
-        """Run a step again from the same state, for the values that it has."""
         log = ValueLog()
         repeated = RepeatedPass(self._module, self._chain, self._device, log, way)
         with repeated.looking():
@@ -249,11 +232,7 @@ class StepProbes:
         self._first_of_training = None
 
     def weight_flops(self, segments: Iterable[int]) -> int:
-        """Return the operations of the weight gradients of the first training microbatch.
-
-        Args:
-            segments: The segments of the step that count.
-        """
+        """Return the operations of the weight gradients of the first training microbatch."""
         probe = self._first_of_training
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
 

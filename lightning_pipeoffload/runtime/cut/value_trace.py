@@ -38,7 +38,6 @@ class _Birth:
 
     @property
     def last_segment_before(self) -> int:
-        """The last segment that can end before the tensor crosses a cut on its own."""
         is_output = self.port is not None and self.port.call == 0
         return self.segment - is_output
 
@@ -49,10 +48,6 @@ class ValueTrace(CallCounter):
     What a block gets and returns is given another object inside of it, so that what hooks and
     attributes keep of it can be told from what the step itself has: where the block does not run,
     they keep nothing.
-
-    Args:
-        chain: The blocks.
-        log: What keeps the values beside the blocks.
     """
 
     def __init__(self, chain: BlockChain, log: ValueLog | None = None) -> None:
@@ -169,11 +164,7 @@ class ValueTrace(CallCounter):
         return output
 
     def lead_back(self, loss: Tensor) -> BackwardReach:
-        """Find what the loss leads back to.
-
-        Args:
-            loss: The loss that the step has returned.
-        """
+        """Find what the loss leads back to."""
         self._use_result(loss)
         if loss.grad_fn is not None:
             self._reach.walk(loss)

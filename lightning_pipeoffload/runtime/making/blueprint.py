@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.module_snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import (

@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
-from lightning_pipeoffload.runtime.users_code.no_trace import leaving_no_trace
+from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 from lightning_pipeoffload.schedule import (
     Action,
@@ -131,10 +131,6 @@ class BlockMeasurement:
     """Measures the blocks of this rank; all ranks do, with the first cut in place.
 
     The pipeline is cut as before afterwards, and has to look at the next batch anew.
-
-    Args:
-        pipeline: This rank's part of a module that is cut, and whole still.
-        transport: The messages between the ranks of that cut.
     """
 
     def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
@@ -149,11 +145,6 @@ class BlockMeasurement:
         self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
     ) -> RankCosts:
         """Return what the blocks cost, each as a stage.
-
-        Args:
-            cut_batch: Cuts a batch that may be written into.
-            recompute: What the backward computes again.
-            speed: The speed of this rank's copies.
 
         Raises:
             ScheduleError: The step cannot be cut between all of its blocks.
@@ -180,7 +171,6 @@ class BlockMeasurement:
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
-        """Give parameters their values back that steps write, a moving average say."""
         named = self._pipeline.module.named_parameters()
         found = [parameter for name, parameter in named if name in self._written]
         values = [parameter.detach().clone() for parameter in found]
@@ -205,7 +195,6 @@ def _cut(cut_batch: Callable[[], Sequence[BatchSlice]]) -> Sequence[BatchSlice]:
 
 
 def _block_by_block(pipeline: Pipeline) -> CutSettings:
-    """Return the settings that make each block a stage, on the rank that has it now."""
     settings = pipeline.settings
     stages = [stage.index for stage in pipeline.partition for _ in stage.blocks]
     ranks = [settings.stage_ranks[stage] for stage in stages]
@@ -219,7 +208,6 @@ def _block_by_block(pipeline: Pipeline) -> CutSettings:
 
 
 def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int) -> Schedule:
-    """Return a schedule of one microbatch at a time."""
     kinds = (Kind.F, Kind.B, Kind.W)
     ranks = [
         [
@@ -235,12 +223,6 @@ def cut_by_costs(
     pipeline: Pipeline, blocks: Costs, placement: Sequence[int], split: str | Sequence[int]
 ) -> list[Stage]:
     """Cut the chain so that the measured times are balanced.
-
-    Args:
-        pipeline: This rank's part of the module.
-        blocks: What each block costs.
-        placement: The rank of each stage.
-        split: As for :func:`.partition.cut`.
 
     Raises:
         ScheduleError: There are too few blocks, or ``split`` is for another number of stages.

@@ -114,11 +114,6 @@ def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -
     """Return the seconds from each stage of this rank to a next one on another rank.
 
     All ranks call it, between two steps.
-
-    Args:
-        executor: The executor of this rank, after a step.
-        schedule: Which rank has which stage.
-        device: The device of the messages.
     """
     seconds = {}
     for stage in filter(schedule.crosses_ranks, range(schedule.num_stages - 1)):
@@ -134,14 +129,7 @@ def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -
 
 
 def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor]) -> float:
-    """Return the seconds of a hop from ``stage`` to the next one, whose rank must answer.
-
-    Args:
-        transport: The messages to the other ranks.
-        stage: The stage of this rank.
-        peer: The rank of the next stage.
-        tensors: Tensors as the stage sends them on.
-    """
+    """Return the seconds of a hop from ``stage`` to the next one, whose rank must answer."""
     specs = [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
     seconds = []
     for repetition in range(1 + _MESSAGES):
@@ -157,14 +145,7 @@ def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor])
 
 
 def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
-    """Send back what comes from the stage before ``stage``, whose rank measures its hop.
-
-    Args:
-        transport: The messages to the other ranks.
-        stage: The stage of this rank.
-        peer: The rank of the stage before.
-        specs: Shapes and dtypes of what that stage sends on.
-    """
+    """Send back what comes from the stage before ``stage``, whose rank measures its hop."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)
         transport.post(receive, peer, specs)
@@ -187,9 +168,6 @@ class ClockOffset(NamedTuple):
 
 def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
     """Compare the clocks of all ranks, which call it together.
-
-    Args:
-        group: The pipeline's processes.
 
     Returns:
         On the root, the offset of each rank; None elsewhere.

@@ -62,13 +62,7 @@ class _SavedShape:
 
 
 class ShapeStore(ActivationStore):
-    """An activation store that counts shape-only tensors as the device's own.
-
-    Args:
-        name: The name of the stage.
-        resident: Addresses of storages that stay on the device anyway.
-        device: The device that the tensors seem to be on.
-    """
+    """An activation store that counts shape-only tensors as the device's own."""
 
     def __init__(self, name: str, resident: Collection[int], device: torch.device) -> None:
         lanes = make_lanes(torch.device("cpu"), count=1)  # nothing is ever copied
@@ -95,8 +89,6 @@ class ShapeStore(ActivationStore):
 
 
 class _Kept:
-    """A tensor that takes no memory of its own."""
-
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
@@ -106,9 +98,6 @@ class _Kept:
 
 class StageStores(WeightInputKeeper):
     """The stores of all stages, of which the one in turn is given what autograd saves.
-
-    Args:
-        stores: One store for each stage.
 
     Attributes:
         stores: These.
@@ -177,8 +166,6 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
 
 
 class _MeasuringPass(RepeatedPass):
-    """Runs F of all stages, then B of each from the last on."""
-
     def __init__(self, pipeline: Pipeline, part: BatchSlice) -> None:
         super().__init__(pipeline.module, pipeline.chain, part.device, None, EVERYTHING)
         stages = pipeline.partition
@@ -194,7 +181,6 @@ class _MeasuringPass(RepeatedPass):
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what autograd saves inside, as the stages' F would."""
         resident = self._note_resident()
         device = self._part.device
         names = (f"stage {stage}" for stage in range(len(self.found)))
@@ -264,11 +250,7 @@ class _MeasuringPass(RepeatedPass):
             self._is_in_block = False
 
     def run_backward(self, loss: Tensor) -> None:
-        """Run the B of all stages.
-
-        Args:
-            loss: What the step has returned.
-        """
+        """Run the B of all stages."""
         for found, store in zip(self.found, self._stores.stores, strict=True):
             found.measure_forward(store)
         self._is_backward = True

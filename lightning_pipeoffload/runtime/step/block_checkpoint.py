@@ -30,13 +30,6 @@ def run_checkpointed(
 
     A block that is checkpointed by the user's model already is run as it is.
 
-    Args:
-        block: The block whose buffers ``call`` may write.
-        call: What runs the block.
-        args: The arguments of the call.
-        kwargs: The keyword arguments of the call.
-        written: Weights that steps write.
-
     Raises:
         ValueError: The block writes its input in place, so it cannot run again.
     """
@@ -63,8 +56,6 @@ def run_checkpointed(
 
 
 class _Before:
-    """Random numbers, written weights and buffers as they were before a block ran."""
-
     def __init__(self, block: nn.Module, written: Iterable[Tensor]) -> None:
         self._randomness = RandomnessReplay()
         self._weights = SeenValues(written)
@@ -79,7 +70,6 @@ class _Before:
         return nullcontext(), self.replayed()
 
     def drop_unwritten(self) -> None:
-        """Forget the buffers that the block has only read."""
         self._buffers = [
             (child, name, value, version)
             for child, name, value, version in self._buffers
@@ -108,7 +98,6 @@ def _buffer(module: nn.Module, name: str) -> Tensor:
 
 
 def _counts_no_versions(module: nn.Module) -> bool:
-    """Whether the module's kernel writes buffers behind autograd's back, as batch norms do."""
     return hasattr(module, "track_running_stats")
 
 

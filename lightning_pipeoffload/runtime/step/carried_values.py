@@ -82,12 +82,7 @@ def carried_values(
 
 
 class CarriedValues(CallCounter):
-    """The carried values of one F of a stage: received, used and handed on beside the payload.
-
-    Args:
-        coming: What is received beside the payload.
-        going: What is handed on beside it.
-    """
+    """The carried values of one F of a stage: received, used and handed on beside the payload."""
 
     def __init__(self, coming: Sequence[Crossing], going: Sequence[Crossing]) -> None:
         super().__init__()

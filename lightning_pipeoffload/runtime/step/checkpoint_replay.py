@@ -49,8 +49,6 @@ class CheckpointWatch:
 
 
 class _Rerun:
-    """A checkpointed function, as B calls it."""
-
     def __init__(self, function: Callable[..., Any], watch: CheckpointWatch) -> None:
         self._function = function
         self._watch = watch
@@ -59,7 +57,6 @@ class _Rerun:
         self._name = ""
 
     def expect(self, output: Any) -> None:
-        """Learn what F has computed."""
         if self._watch.compares:
             self._digests = _digests(output)
             self._name = self._find_name()
@@ -86,8 +83,6 @@ class _Rerun:
 
 
 class _ReentrantRerun(_Rerun):
-    """A function of a reentrant checkpoint, which torch calls in F too."""
-
     _is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +126,6 @@ def _checkpoint(
 
 
 def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Do what torch's reentrant checkpoint does."""
     watch = _find_watch()
     rerun = function if watch is None else _ReentrantRerun(function, watch)
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
@@ -171,7 +165,6 @@ def _digests(output: Any) -> list[int]:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
-    """Return a number that differs where bits do, computed where the tensor is."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = len(flat) // _WIDTH * _WIDTH
     table, rest = flat[:whole].view(-1, _WIDTH), flat[whole:]

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.module_snapshot import Attribute
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 # How autograd says that what it keeps was written: the shape, and how often.
 _WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
@@ -77,11 +77,7 @@ class WrittenTensors:
 
 
 class SeenValues:
-    """What tensors hold at one moment.
-
-    Args:
-        tensors: The tensors, as they are now.
-    """
+    """What tensors hold at one moment."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         # Private: autograd compares versions. A new .data counts none, and is another storage.

@@ -41,8 +41,6 @@ _NUM_CHECKED = 8  # backwards of a stage
 
 @dataclass
 class _Alive:
-    """What a stage keeps of one microbatch between its F and its W."""
-
     received: Received
     queue: WeightGradQueue
     store: ActivationStore | None = None
@@ -52,16 +50,11 @@ class _Alive:
     left: Left = field(default_factory=list)
 
     def seeing_again(self) -> AbstractContextManager[None]:
-        """Let tensors that steps write be what F saw, if another F has written them since."""
         return self.seen.again() if self.seen else _NOTHING
 
 
 class StageRunner:
-    """Runs F, B and W of one stage.
-
-    Args:
-        context: The stage, and what each F of it is given.
-    """
+    """Runs F, B and W of one stage."""
 
     def __init__(self, context: StageContext) -> None:
         self._compared: set[int] = set()
@@ -194,12 +187,7 @@ class StageRunner:
                 alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
-        """Run the last W's of a step, so that one parameter after another gets its last gradient.
-
-        Args:
-            microbatches: Their microbatches, in the order of the plan.
-            told: What is told of each parameter whose gradient is final.
-        """
+        """Run the last W's of a step, so that one gradient after another is final."""
         found = [self._alive[microbatch.index] for microbatch in microbatches]
         if any(alive.seen for alive in found):  # each W needs what its own F saw
             parameters = RegroupedWeightGrads(alive.queue.waiting for alive in found).parameters
@@ -237,7 +225,6 @@ class StageRunner:
                 )
 
     def _keep_seen(self) -> None:
-        """Keep what the last F saw of tensors that steps write, as this one will write them."""
         tensors = self._context.written_tensors()
         if tensors:
             torch.clear_autocast_cache()
@@ -265,17 +252,10 @@ class StageRunner:
 
     def keep_writes(self) -> Callable[[], None]:
         """Keep what the rank's steps write; returns a function that puts it back."""
-        put_back = self._context.writes.keep()
-        # All: what a kernel writes, such as the statistics of a norm, no probe sees.
-        buffers = [t for t in self.owned_tensors() if not isinstance(t, nn.Parameter)]
-        kept = [buffer.clone() for buffer in buffers]
-
-        def put_all_back() -> None:
-            put_back()
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-
-        return put_all_back
+        # All buffers: what a kernel writes, such as the statistics of a norm, no probe sees.
+        return self._context.writes.keep(
+            tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
+        )
 
     def _saving(self) -> AbstractContextManager[None]:
         is_cheap = self._context.recompute == "cheap"
@@ -303,9 +283,6 @@ class BackwardOn:
 
     autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this
     one's autocast: a checkpoint in it would drop the casts that microbatches share.
-
-    Args:
-        device: The device that the stage computes on.
     """
 
     def __init__(self, device: torch.device) -> None:

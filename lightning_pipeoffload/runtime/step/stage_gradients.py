@@ -20,10 +20,6 @@ from torch import Tensor
 class StageGradient:
     """The gradient that one stage gives a weight which an earlier stage of the rank uses too.
 
-    Args:
-        parameter: The weight.
-        stage: The stage.
-
     Attributes:
         grad: The gradient, while no action of the stage runs.
     """
@@ -49,11 +45,7 @@ class StageGradient:
 
 
 class OwnGradients:
-    """Gives weights the gradients of one stage while its B or W runs inside.
-
-    Args:
-        gradients: Those that are kept apart.
-    """
+    """Gives weights the gradients of one stage while its B or W runs inside."""
 
     def __init__(self, gradients: Sequence[StageGradient] = ()) -> None:
         self._gradients = gradients

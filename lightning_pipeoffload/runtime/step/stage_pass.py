@@ -261,7 +261,6 @@ class StagePass:
         return result
 
     def _refuse_early_end(self, result: Any) -> None:
-        """Refuse a step that is over before the stage's last block was called."""
         if self._received is not None:
             loss_in(result)  # whose message is the same on every stage
         raise ValueError(

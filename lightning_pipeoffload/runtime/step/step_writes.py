@@ -15,7 +15,7 @@ for every stage. What the first pass makes for all later ones, a flag or a cache
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import eq, is_
 from typing import Any
@@ -29,18 +29,17 @@ from lightning_pipeoffload.runtime.users_code.attributes import (
     GONE,
     REGISTRIES,
     Place,
+    Snapshot,
     Variable,
     Write,
-    look_at,
 )
 from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
-from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look
-from lightning_pipeoffload.runtime.users_code.module_snapshot import (
+from lightning_pipeoffload.runtime.users_code.snapshot import (
     Attribute,
-    containers_in,
-    look_into,
+    Look,
+    is_same_look,
+    look_at,
     private_copy,
-    refill,
 )
 from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
@@ -56,13 +55,7 @@ _COUNTS = (int, float, complex, Tensor)
 
 
 class StepWrites:
-    """The attributes and buffers outside of the blocks, as each stage of a rank has written them.
-
-    Args:
-        module: The user's module.
-        chain: Its blocks.
-        stages: The stages of the rank.
-    """
+    """Attributes and buffers outside of the blocks, as each stage of a rank has written them."""
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
         self._chain = chain
@@ -88,12 +81,7 @@ class StepWrites:
         return max(self._num_passes)
 
     def expect(self, probe: Probe, stages: Sequence[Stage]) -> None:
-        """Learn what a step writes.
-
-        Args:
-            probe: The probe of the step.
-            stages: The stages of the whole model.
-        """
+        """Learn what a step writes."""
         # A copy of a registry would come in its place, for good, with copies of all its buffers.
         in_place = {place for place in probe.written_in_place if place[1] not in REGISTRIES}
         self._in_place.update(in_place)
@@ -136,12 +124,7 @@ class StepWrites:
         return [(variable, look_at(variable.value)) for variable in self._by_users.values()]
 
     def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
-        """Let what other forwards have written since raise while a backward runs.
-
-        Args:
-            stage: The stage.
-            left: What the microbatch's own forward has left.
-        """
+        """Let what other forwards have written since raise while a backward runs."""
         missing = self._missing[stage]
         changed = [
             v for v, look in left if v.key in missing or not is_same_look(look, look_at(v.value))
@@ -150,13 +133,15 @@ class StepWrites:
             return nullcontext()
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
-    def keep(self) -> Callable[[], None]:
-        """Keep what there is when all stages have run as many microbatches.
+    def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep what there is when all stages have run as many microbatches, and some buffers.
 
         Returns:
             A function that puts it back, as if none of them had run another one since.
         """
-        kept = _Kept(self._written.values(), self._in_place)
+        held = [v.value for v in self._written.values() if (v.part, v.name) in self._in_place]
+        tensors = [value for value in held if type(value) is Tensor]
+        kept = Snapshot(self._written.values(), [*tensors, *buffers])
         places = [
             (space, name, space[name])
             for child, name in self._in_place
@@ -180,7 +165,7 @@ class StepWrites:
         for variable, value in found:
             if isinstance(value, Elsewhere) and variable.key in self._of_blocks:
                 variable.put(value.own)
-        kept = _Kept(self._by_users.values(), set())
+        kept = Snapshot(self._by_users.values())
         try:
             yield
         finally:
@@ -200,7 +185,7 @@ class StepWrites:
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
         before = self._values()
-        made = [(name, value, look_into(value)) for name, value in self._made_once.values()]
+        made = [(name, value, look_at(value)) for name, value in self._made_once.values()]
         for space, own in zip(self._spaces(), self._own.get(stage, ()), strict=False):
             _put(space, own)
         for child, name in self._in_place:
@@ -216,7 +201,7 @@ class StepWrites:
                 _put(space, {name: old.get(name, GONE) for name in names})
             self._own[stage] = written
         for name, value, look in made:
-            if not is_same_look(look, look_into(value)):
+            if not is_same_look(look, look_at(value)):
                 raise ValueError(
                     f"the first step makes self.{name}, and later ones change it before the last "
                     f"stage of a rank: each stage of the rank would; make it in __init__"
@@ -227,7 +212,6 @@ class StepWrites:
         return attributes + [space["_buffers"] for space in attributes]
 
     def _values(self) -> list[_Values]:
-        """Copy the attributes, and of the buffers those that more than one stage writes."""
         attributes = [child.__dict__.copy() for child in self._modules]
         if not self._in_place:
             return attributes
@@ -238,7 +222,6 @@ class StepWrites:
         return attributes + buffers
 
     def _written_in(self, before: _Values, after: _Values) -> _Values:
-        """Return what a pass has written for its own stage alone."""
         # By far most modules: not a line of Python for each of their attributes.
         if (
             len(before) == len(after)
@@ -256,33 +239,6 @@ class StepWrites:
             else:
                 self._made_once[id(value)] = name, value
         return found
-
-
-class _Kept:
-    """What variables hold at one moment.
-
-    Args:
-        variables: The variables.
-        in_place: Those of them whose tensors steps write in place.
-    """
-
-    def __init__(self, variables: Iterable[Variable], in_place: Container[Attribute]) -> None:
-        self._values = [(variable, variable.value) for variable in variables]
-        self._insides = [(c, c.copy()) for _, value in self._values for c in containers_in(value)]
-        self._tensors = [
-            (value, value.clone())
-            for variable, value in self._values
-            if type(value) is Tensor and (variable.part, variable.name) in in_place
-        ]
-
-    def put_back(self) -> None:
-        """Let them hold it again."""
-        for variable, value in self._values:
-            variable.put(value)
-        for container, contents in self._insides:
-            refill(container, contents)
-        for tensor, value in self._tensors:
-            tensor.copy_(value)
 
 
 def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) -> bool:
@@ -322,14 +278,12 @@ class _Lacking(Elsewhere):
         return self
 
     def clear(self) -> None:
-        """Clear the container, of which all is known from now on."""
         self.own.clear()
         self._variable.put(self.own)
 
 
 @contextmanager
 def _standing_for(found: Iterable[tuple[Variable, str]]) -> Iterator[None]:
-    """Let placeholders with messages stand for attributes that are there."""
     placed = []
     for variable, message in found:
         if variable.value is not GONE or hasattr(type(variable.part), variable.name):

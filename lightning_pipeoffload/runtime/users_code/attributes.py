@@ -1,25 +1,37 @@
-"""The attributes of a module tree, and where in its step the user's code writes them."""
+"""Where a step writes: attributes of its module tree, and what Python modules and classes hold.
+
+Of the latter no rule of the contract knows: each stage would write it for itself, and so would
+every look at the step. So a step that writes it is refused: it is looked at before and after a
+second run of the step, which caches no more.
+"""
 
 from __future__ import annotations
 
 import sys
-import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.users_code.libraries import is_librarys_file, is_users
-from lightning_pipeoffload.runtime.users_code.look import Look, is_same_look, version_of
-from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.users_code.snapshot import (
+    Look,
+    containers_in,
+    is_same_look,
+    look_at,
+    refill,
+)
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    is_librarys_file,
+    is_users,
+)
 
-_LARGEST = 1 << 24  # bytes of an array; a larger one is data
 GONE = object()  # the value of a name that is not there
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
@@ -68,6 +80,24 @@ def variables(module: nn.Module) -> Iterator[Variable]:
             yield Variable(path, part, name)
 
 
+class Snapshot:
+    """What attributes, the containers in them and some tensors hold at one moment."""
+
+    def __init__(self, variables: Iterable[Variable], tensors: Iterable[Tensor] = ()) -> None:
+        self._values = [(variable, variable.value) for variable in variables]
+        self._insides = [(c, c.copy()) for _, value in self._values for c in containers_in(value)]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Let them hold it again."""
+        for variable, value in self._values:
+            variable.put(value)
+        for container, contents in self._insides:
+            refill(container, contents)
+        for tensor, value in self._tensors:
+            tensor.copy_(value)
+
+
 class Place(NamedTuple):
     """A place in the step.
 
@@ -98,9 +128,6 @@ class Write(NamedTuple):
 
 class WriteWatch:
     """Notes what one run of a step writes to attributes.
-
-    Args:
-        module: The user's module.
 
     Attributes:
         writes: The writes, in their order.
@@ -174,11 +201,66 @@ def _can_change(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and is_users(kind.__module__)
 
 
-def look_at(value: Any) -> Look:
-    """Look at a value, at containers in it, and at their tensors."""
-    inside = look_into(value)
-    tensors = [part for _, parts in inside for part in parts if isinstance(part, Tensor)]
-    own = version_of(value) if isinstance(value, Tensor) else 0
-    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
-        own = zlib.crc32(value.tobytes())
-    return [(value, own), *inside, *((tensor, version_of(tensor)) for tensor in tensors)]
+# What Python modules and classes hold
+
+
+Beside = dict[str, Look]
+"""A look at each variable of a Python module or class, by its name."""
+
+
+def look_beside(module: nn.Module) -> Beside:
+    """Look at what the classes of a module tree, and the Python modules around them, hold."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    found: Beside = {}
+    for home in _reachable({kind.__module__ for kind in kinds}):
+        kinds.update(value for value in vars(home).values() if isinstance(value, type))
+        found |= _look(home.__name__, home)
+    for kind in kinds:
+        if is_users(kind.__module__):
+            found |= _look(kind.__qualname__, kind)
+    return found
+
+
+def refuse_written(before: Beside, after: Beside) -> None:
+    """Refuse a step between two looks if it has written any of this.
+
+    Raises:
+        ValueError: It has.
+    """
+    changed = [n for n, look in after.items() if not is_same_look(before.get(n, []), look)]
+    if changed:
+        raise ValueError(
+            f"the step writes {', '.join(sorted(changed))}, which a Python module or a class "
+            f"holds: each stage would write it for itself. Keep it in an attribute of the module "
+            f"(self.seen = [] in __init__), or write it in a hook"
+        )
+
+
+def _look(owner: str, space: Any) -> Beside:
+    return {
+        f"{owner}.{name}": look_at(value)
+        for name, value in vars(space).items()
+        if not (name.startswith("__") or _is_definition(value))
+    }
+
+
+def _is_definition(value: Any) -> bool:
+    return (
+        isinstance(value, (type, ModuleType, nn.Module))
+        or callable(value)
+        or hasattr(type(value), "__get__")
+    )
+
+
+def _reachable(names: set[str]) -> Iterator[ModuleType]:
+    known: set[str] = set()
+    left = sorted(names)
+    while left:
+        name = left.pop()
+        if name in known or not is_users(name) or name not in sys.modules:
+            continue
+        known.add(name)
+        yield sys.modules[name]
+        for value in vars(sys.modules[name]).values():
+            is_module = isinstance(value, ModuleType)
+            left.append(value.__name__ if is_module else getattr(value, "__module__", None) or "")

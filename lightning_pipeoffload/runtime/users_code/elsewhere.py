@@ -36,7 +36,6 @@ class Placeholder:
 
 
 def _raise_first(tree: Any) -> NoReturn:
-    """Raise the message of the first placeholder among a function's arguments."""
     left = [tree]
     while left:
         part = left.pop(0)
@@ -50,12 +49,7 @@ def _raise_first(tree: Any) -> NoReturn:
 
 
 class Elsewhere(Placeholder):
-    """Stands for an attribute.
-
-    Args:
-        message: What to raise.
-        own: What this rank has in its place.
-    """
+    """Stands for an attribute."""
 
     __slots__ = ("message", "own")
     __hash__ = object.__hash__

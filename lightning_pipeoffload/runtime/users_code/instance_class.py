@@ -13,13 +13,7 @@ from typing import Any
 
 
 def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any]) -> type[Any]:
-    """Make a subclass of ``plain`` with its name, for ``instance.__class__``.
-
-    Args:
-        plain: The instance's own class.
-        methods: The methods of the subclass, by name.
-        marks: Further bases, to tell the class by.
-    """
+    """Make a subclass of ``plain`` with its name, for ``instance.__class__``."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     metaclass: Any = type(plain)
     made: type[Any] = _forwarding(metaclass)(plain.__name__, (plain, *marks), {**methods, **names})
@@ -28,8 +22,6 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
 
 @cache
 def _forwarding(plain: Any) -> Any:
-    """Make a metaclass of classes that hand on what they are given."""
-
     def assign(cls: type[Any], name: str, value: Any) -> None:
         owner = cls if _is_pythons(name) else cls.__mro__[1]
         plain.__setattr__(owner, name, value)

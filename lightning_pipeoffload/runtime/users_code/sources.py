@@ -27,11 +27,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class Generators:
-    """The generators of random numbers that the modules of a tree hold.
-
-    Args:
-        module: The user's module.
-    """
+    """The generators of random numbers that the modules of a tree hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -136,8 +132,6 @@ def is_iterator(value: Any) -> bool:
 
 
 class _Refused:
-    """Stands for an iterator or a file while a step is probed."""
-
     def __init__(self, place: _Held, errors: list[ValueError]) -> None:
         self._place, self._errors = place, errors
 
@@ -164,8 +158,6 @@ def _refusal(place: _Held) -> ValueError:
 
 
 class _Held(NamedTuple):
-    """A value in the attributes of a module tree, and what holds it there."""
-
     label: str
     value: Any
     holder: Any

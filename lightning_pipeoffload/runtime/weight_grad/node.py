@@ -19,8 +19,10 @@ from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
-# Private: the one way to run an operation without our own kernel, which would only pass it on.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+# Private: the one way to run an operation without our own kernel, which would only pass it on. Not
+# _AutoDispatchBelowAutograd: what an operation views inside, as linear does its product of rows,
+# would count as a view that a Function made, into which nobody may write.
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 # Stands for the weights among the inputs to autograd. The first layer's own input may need no
 # gradient, and then something must ask for one.

@@ -10,7 +10,8 @@ import torch
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import split_batch
-from lightning_pipeoffload.runtime.users_code.batch_writes import copy_part, is_same_look, look_at
+from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look, look_at
+from lightning_pipeoffload.runtime.users_code.step_call import copy_part
 from lightning_pipeoffload.schedule import build
 from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, call_step, linear_blocks

@@ -9,7 +9,7 @@ import torch
 
 import lightning_pipeoffload
 from lightning_pipeoffload.loop.hooks import users_hooks
-from lightning_pipeoffload.runtime.users_code.libraries import (
+from lightning_pipeoffload.runtime.users_code.users_lines import (
     is_librarys_file,
     is_opaque,
     is_users,

@@ -251,6 +251,16 @@ def test_gradients_add_up(count, make):
     )
 
 
+@pytest.mark.parametrize("make", [partial(nn.Linear, 4, 4), partial(nn.Conv1d, 3, 3, 1)])
+def test_a_product_and_a_view_of_it_may_be_written_in_place(make):
+    module = nn.Sequential(make(), Call(lambda y: y.div_(2).transpose(1, 2).add_(1))).double()
+    x = make_input().detach().reshape(2, 3, 4).requires_grad_()
+    expected = plain(module, x)
+    found, waiting = backward(mark_all(module), x)
+    torch.testing.assert_close(found, expected)
+    assert waiting == 1
+
+
 def test_weights_wait_for_w():
     module, x = mark_all(nn.Linear(4, 4).double()), make_input()
     seen = []

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
-from lightning_pipeoffload.runtime.users_code.module_snapshot import look_into, unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import containers_in, unchanged
 
 
 class Meter:
@@ -59,4 +59,4 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
         watch.look(Place(0, is_in_block=False))
         watch.finish()
     assert [write.variable.label for write in watch.writes] == ["self.total", "self.values"]
-    assert len(look_into(OrderedDict(a=[1]))) == 2
+    assert len([*containers_in(OrderedDict(a=[1]))]) == 2
