@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.absent_values import (
+from lightning_pipeoffload.runtime.cut.remote_values import (
     absent_in,
     explain_absent,
     make_real,

@@ -13,8 +13,8 @@ from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.absent_values import make_real
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
+from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice

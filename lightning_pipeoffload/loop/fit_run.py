@@ -21,8 +21,8 @@ from lightning_pipeoffload.loop.data import (
 )
 from lightning_pipeoffload.loop.gradient_totals import GradientTotals
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
-from lightning_pipeoffload.loop.hooks.elsewhere import numbers_in
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
+from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import (
     EndHooks,
     GradientHooks,

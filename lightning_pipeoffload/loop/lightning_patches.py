@@ -31,7 +31,7 @@ from typing_extensions import Self, override
 
 from lightning_pipeoffload.loop.backward_hooks import scaler_of
 from lightning_pipeoffload.loop.gradient_totals import GradientTotals
-from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
+from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.randomness import draw_seed

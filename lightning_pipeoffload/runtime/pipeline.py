@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, say
-from lightning_pipeoffload.runtime.cut.absent_values import AbsentValues
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.checks import check_shared_weights, check_step
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
-from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
     CutSettings,
@@ -31,6 +29,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
     stage_costs,
 )
 from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
 from lightning_pipeoffload.runtime.cut.trace import StepProbes
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch

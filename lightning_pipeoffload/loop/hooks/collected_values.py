@@ -13,18 +13,20 @@ rank 0 notices: others learn of it after the first batch, or when it is first se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
+    OutputsElsewhere,
+    Report,
     UnsendableError,
+    choose_sender,
     pack,
     unpack,
 )
@@ -53,22 +55,6 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
 _OF_LIGHTNING = REGISTRIES | frozenset(vars(pl.LightningModule())) | {"log"}
 _REFILLED = (list, dict, set, deque)
 _MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
-
-
-class _Report(NamedTuple):
-    """What a rank has of one variable.
-
-    Attributes:
-        end: The last segment of the step that the rank runs; None: it lacks the variable.
-        num_leaves: The values in it.
-        is_whole: Whether the rank has all of these.
-        kind: The kind of step that wrote what no probe has seen; "" of what one has.
-    """
-
-    end: int | None
-    num_leaves: int
-    is_whole: bool
-    kind: str
 
 
 class CollectedValues:
@@ -271,7 +257,7 @@ class CollectedValues:
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
         self._logged = gathered[self._group.stage_ranks[-1]][1]
-        found: dict[str, dict[int, _Report]] = {}
+        found: dict[str, dict[int, Report]] = {}
         for rank, (reports, _) in enumerate(gathered):
             for label, report in reports.items():
                 found.setdefault(label, {})[rank] = report
@@ -280,18 +266,18 @@ class CollectedValues:
         self._show()
         senders: dict[int, list[str]] = {}
         for label, reported in found.items():
-            senders.setdefault(_choose(reported), []).append(label)
+            senders.setdefault(choose_sender(reported), []).append(label)
         for label in senders.pop(-1, ()):
             self._keep_from_hooks(label, "several stages have a part of it each")
         for rank, labels in sorted(senders.items()):
             self._send_from(rank, labels)
         self._hide()
 
-    def _report(self, label: str) -> _Report:
+    def _report(self, label: str) -> Report:
         end = None if label in self._lacking else self._end
         leaves = [] if end is None else list(leaves_of(self._now(label).value))
         is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
-        return _Report(end, len(leaves), is_whole, self._late.get(label, ""))
+        return Report(end, len(leaves), is_whole, self._late.get(label, ""))
 
     def _send_from(self, rank: int, labels: Sequence[str]) -> None:
         is_mine = rank == self._group.rank
@@ -378,18 +364,6 @@ class CollectedValues:
         if isinstance(packed, str):
             return OutputsElsewhere(kind, self._group.root, self._connector.outputs)
         return unpack(packed, self._group.device)
-
-
-def _choose(reports: Mapping[int, _Report]) -> int:
-    """Return the rank that has all of a variable; -1: several have a part each."""
-    having = {rank: r for rank, r in reports.items() if r.end is not None}
-    if not having:
-        return -1
-    # The rank that comes farthest has run every line; some of their values may be elsewhere.
-    last = max(having, key=lambda rank: having[rank].end or 0)
-    whole = [r for r, report in having.items() if report.is_whole]
-    same = [r for r in whole if having[r].num_leaves == having[last].num_leaves]
-    return last if last in whole else max(same, default=-1)
 
 
 def _is_sent(variable: Variable) -> bool:

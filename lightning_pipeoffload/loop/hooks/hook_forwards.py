@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.processes.meeting import Meeting
-from lightning_pipeoffload.runtime.cut.lending import Lending
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.remote_values import Lending
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets

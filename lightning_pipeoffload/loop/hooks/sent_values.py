@@ -1,10 +1,12 @@
-"""Values of any type as bytes for another rank: tensors without their graph and their storage."""
+"""Values for other ranks: as bytes, without their graph and storage; or placeholders."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,37 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.users_code.elsewhere import Placeholder
 
 MOST_BYTES = 2**28
+
+
+class Report(NamedTuple):
+    """What a rank has of one variable.
+
+    Attributes:
+        end: The last segment of the step that the rank runs; None: it lacks the variable.
+        num_leaves: The values in it.
+        is_whole: Whether the rank has all of these.
+        kind: The kind of step that wrote what no probe has seen; "" of what one has.
+    """
+
+    end: int | None
+    num_leaves: int
+    is_whole: bool
+    kind: str
+
+
+def choose_sender(reports: Mapping[int, Report]) -> int:
+    """Return the rank that has all of a variable; -1: several have a part each."""
+    having = {rank: r for rank, r in reports.items() if r.end is not None}
+    if not having:
+        return -1
+    # The rank that comes farthest has run every line; some of their values may be elsewhere.
+    last = max(having, key=lambda rank: having[rank].end or 0)
+    whole = [r for r, report in having.items() if report.is_whole]
+    same = [r for r in whole if having[r].num_leaves == having[last].num_leaves]
+    return last if last in whole else max(same, default=-1)
 
 
 class UnsendableError(Exception):
@@ -84,3 +115,44 @@ class _Unpacker(pickle.Unpickler):
         if data:
             made.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(shape))
         return made.to(self._device) if is_on_device else made
+
+
+class OutputsElsewhere(Placeholder, dict[str, Any]):
+    """Stands for a step's outputs, of which numbers are on all ranks."""
+
+    def __init__(self, kind: str, root: int, fetch: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.message = (
+            f"of what {kind} returns, only numbers are on every rank; the rest is on global rank "
+            f"{root}. Use self.log in {kind} and trainer.callback_metrics here, or keep it in an "
+            f"attribute for a hook of the epoch's end"
+        )
+        self._fetch = fetch
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a number.
+
+        Raises:
+            RuntimeError: It is none.
+        """
+        numbers = self._fetch()
+        return numbers[key] if key in numbers else self._use()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a number, as ``[key]`` does."""
+        return self[key]
+
+    def __bool__(self) -> bool:
+        return True
+
+    __reduce_ex__ = keys = values = items = copy = Placeholder._use
+
+
+def numbers_in(outputs: Any) -> dict[str, Any]:
+    """Return the plain numbers in what a step returned, by name; a tensor alone is the loss."""
+    named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+    return {name: value for name, value in named.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
@@ -12,6 +15,23 @@ from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+
+
+def loss_in(result: Any) -> Tensor:
+    """Find the loss in what a training step returned, as Lightning does.
+
+    Raises:
+        ValueError: There is no loss in it.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        returned = "None" if result is None else type(result).__name__
+        raise ValueError(
+            f"the training step returned {returned} without a loss; a pipeline cannot skip a "
+            f"batch, whose backward the other stages wait for: call the blocks all the same, and "
+            f"return a loss times 0"
+        )
+    return loss
 
 
 def check_step(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.backwards import HookedSpan, OwnBackwards
-from lightning_pipeoffload.runtime.cut.block_calls import BlockCall
+from lightning_pipeoffload.runtime.cut.block_chain import BlockCall
 from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.cut.backwards import finding_hooked_spans
-from lightning_pipeoffload.runtime.cut.block_calls import BlockCalls, loss_in
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockCalls, BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.record import ImaginedError, Probe, ValueLog
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
@@ -99,23 +99,35 @@ class BatchSizes(TorchDispatchMode):
 _MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
 
 
-class ProbePass:
+class StepPass:
     """Watches the calls of blocks and the operations in between.
 
-    Attributes:
+    Args:
+        module: The user's module.
+        chain: Its blocks.
+        device: The device that the module seems to be on.
+        log: What keeps the values that the step has; None: nothing does.
+        way: How to make up the values that blocks ask for.
         looks: Whether to look at what the step does, not only at the values that it has.
+
+    Attributes:
+        until: The block at which the step is left; None: it comes to its end.
+        arguments: The arguments of that block, as far as shapes go.
     """
 
-    looks = True
+    until: int | None = None
+    arguments: Any = None
 
     def __init__(
         self,
         module: nn.Module,
         chain: BlockChain,
         device: torch.device,
-        log: ValueLog | None,
-        way: Imagined,
+        log: ValueLog | None = None,
+        way: Imagined = EVERYTHING,
+        looks: bool = True,
     ) -> None:
+        self._looks = looks
         count = len(chain) + 1
         self._module = module
         self.chain = chain
@@ -172,7 +184,7 @@ class ProbePass:
             rules = StepRules(self._observe, self._imagine, self._drop)
             stack.enter_context(IN_FORCE.during(rules))
             stack.enter_context(self._trace)
-            if self.looks:
+            if self._looks:
                 stack.enter_context(self.writes.watching())
             stack.enter_context(self.sizes)
             yield
@@ -186,7 +198,14 @@ class ProbePass:
         return name is not None or self._is_in_block
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run a block on shapes, and look around before and after."""
+        """Run a block on shapes, and look around before and after.
+
+        Raises:
+            StageExit: It is the one at which the step is left.
+        """
+        if index == self.until:
+            self.arguments = shape_signature(arguments)
+            raise StageExit([])
         self._calls.see(index, self.segment, arguments)
         args, kwargs = self._trace.enter_block(index, arguments)
         self._look(Place(index, is_in_block=False))
@@ -200,11 +219,14 @@ class ProbePass:
         return self.chain.run_block(index, *args, **kwargs)
 
     def _look(self, place: Place) -> None:
-        # Private: what is copied here is no call of the step's, which its log would have.
-        with torch._C.DisableTorchFunction():
-            self.writes.look(place)
+        if self._looks:
+            # Private: what is copied here is no call of the step's, which its log would have.
+            with torch._C.DisableTorchFunction():
+                self.writes.look(place)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if not self._looks:
+            return
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             name = self._stripped.weight_name(tensor)
@@ -274,52 +296,10 @@ class ProbePass:
         self.saved_attributes = set(self._stripped.find_saved_attributes())
         self._look(Place(self.segment, is_in_block=False))
         self.result.hook_line = self._trace.hook_line
-        if self.looks:
+        if self._looks:
             self.writes.finish()
         self.result.sized_in = self.sizes.last
         self.result.flow.starts_backward = self.result.own_backwards.any
-
-
-class BlockReached(BaseException):
-    """Leaves the user's step."""
-
-
-class RepeatedPass(ProbePass):
-    """Runs the step for its log alone."""
-
-    looks = False
-
-    def _look(self, place: Place) -> None:
-        pass
-
-    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        pass
-
-
-class BeginningPass(ProbePass):
-    """Runs the step up to a block.
-
-    Attributes:
-        arguments: The arguments of that block, as far as shapes go.
-    """
-
-    def __init__(
-        self, module: nn.Module, chain: BlockChain, device: torch.device, block: int
-    ) -> None:
-        super().__init__(module, chain, device, None, EVERYTHING)
-        self._last = block
-        self.arguments: Any = None
-
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run a block, or leave the step at the one that it runs up to.
-
-        Raises:
-            BlockReached: It is that block.
-        """
-        if index < self._last:
-            return super().call_block(index, call, arguments)
-        self.arguments = shape_signature(arguments)
-        raise BlockReached
 
 
 @contextmanager

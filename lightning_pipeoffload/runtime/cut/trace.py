@@ -23,19 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.record import (
     ImaginedError,
     Probe,
     ValueLog,
     first_difference,
 )
-from lightning_pipeoffload.runtime.cut.step_pass import (
-    BeginningPass,
-    BlockReached,
-    ProbePass,
-    RepeatedPass,
-)
+from lightning_pipeoffload.runtime.cut.step_pass import StepPass
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
@@ -72,7 +67,7 @@ def probe_step(
         ValueError: The step cannot be cut at its blocks; says what it does and where.
         ImaginedError: Something went wrong with values that are made up.
     """
-    probing = ProbePass(module, chain, device, log, way)
+    probing = StepPass(module, chain, device, log, way)
     result = probing.result
     with probing.telling_of_imagination():
         with probing.looking():
@@ -159,9 +154,10 @@ class StepProbes:
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:
             return ()
-        beginning = BeginningPass(self._module, self._chain, self._device, self._sized_in[key])
+        beginning = StepPass(self._module, self._chain, self._device)
+        beginning.until = self._sized_in[key]
         # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
-        with beginning.looking(), suppress(BlockReached, ValueNeededError, Exception):
+        with beginning.looking(), suppress(StageExit, ValueNeededError, Exception):
             call()
         return *beginning.sizes.found, beginning.arguments
 
@@ -215,7 +211,7 @@ class StepProbes:
 
     def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
         log = ValueLog()
-        repeated = RepeatedPass(self._module, self._chain, self._device, log, way)
+        repeated = StepPass(self._module, self._chain, self._device, log, way, looks=False)
         with repeated.looking():
             try:
                 call()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.absent_values import make_real
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
+from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.making.blueprint import Blueprint
 from lightning_pipeoffload.runtime.making.unfilled_memory import begins_with_nan
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
-from lightning_pipeoffload.runtime.cut.block_calls import loss_in
-from lightning_pipeoffload.runtime.cut.step_pass import RepeatedPass
+from lightning_pipeoffload.runtime.cut.checks import loss_in
+from lightning_pipeoffload.runtime.cut.step_pass import StepPass
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
@@ -34,13 +34,11 @@ from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
-from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
-from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.step.stage import BackwardOn
+from lightning_pipeoffload.runtime.step.seen_values import run_checkpointed
+from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -165,11 +163,11 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     return measuring.found
 
 
-class _MeasuringPass(RepeatedPass):
+class _MeasuringPass(StepPass):
     def __init__(self, pipeline: Pipeline, part: BatchSlice) -> None:
-        super().__init__(pipeline.module, pipeline.chain, part.device, None, EVERYTHING)
+        super().__init__(pipeline.module, pipeline.chain, part.device, looks=False)
         stages = pipeline.partition
-        self._module, self._part = pipeline.module, part
+        self._part = part
         self._mixed = pipeline.mixed
         self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}

@@ -18,10 +18,11 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor
 from torch._guards import TracingContext  # private: what is being compiled
 
+from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.stage_pass import StageExit, StagePass
+from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 
 # Private, both: where torch makes a checkpoint, whichever name its users have imported.

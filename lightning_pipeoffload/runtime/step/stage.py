@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.block_calls import loss_in
+from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
@@ -21,7 +21,6 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
-from lightning_pipeoffload.runtime.step.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.step.seen_values import SeenValues, refuse_late_writes
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import Left
@@ -34,6 +33,7 @@ from lightning_pipeoffload.runtime.weight_grad.regrouping import (
     FinalGradients,
     RegroupedWeightGrads,
 )
+from lightning_pipeoffload.schedule.actions import Part
 
 _NOTHING = nullcontext()
 _NUM_CHECKED = 8  # backwards of a stage
@@ -204,16 +204,15 @@ class StageRunner:
         with BackwardOn(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(told.finish)
 
-    @contextmanager
-    def _checking_hooks(self) -> Iterator[None]:
-        """Refuse hooks that write their weight, in the first backwards: all do the same.
-
-        Raises:
-            ValueError: One does.
-        """
+    def _checking_hooks(self) -> AbstractContextManager[None]:
+        """Refuse hooks that write their weight, in the first backwards: all do the same."""
         self._num_checked += 1
         is_checked = self._num_checked <= _NUM_CHECKED and self._context.num_stages > 1
-        local = self._context.ownership.local_tensors().items() if is_checked else ()
+        return self._check_hooks() if is_checked else _NOTHING
+
+    @contextmanager
+    def _check_hooks(self) -> Iterator[None]:
+        local = self._context.ownership.local_tensors().items()
         hooked = [(n, p, p.detach().clone()) for n, p in local if _has_hooks(p)]
         yield
         for name, weight, before in hooked:
@@ -311,3 +310,45 @@ def _check_differentiable(loss: Tensor) -> None:
 
 def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+class SavedMemory:
+    """Bytes of one stage and microbatch; each is None before it was measured.
+
+    Attributes:
+        activation_bytes: What autograd saved in F.
+        weight_input_bytes: The part of it that W alone needs.
+        residue_bytes: What waits for W after B.
+        deferred_flops: Floating-point operations of the weight gradients left for W.
+        measures_all: Whether each microbatch of this step is measured.
+    """
+
+    def __init__(self) -> None:
+        self.activation_bytes: int | None = None
+        self.weight_input_bytes: int | None = None
+        self.residue_bytes: int | None = None
+        self.deferred_flops: int | None = None
+        self.measures_all = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next microbatch is to be measured."""
+        return self.measures_all or self.activation_bytes is None
+
+    def measure_forward(self, store: ActivationStore | None) -> None:
+        """Measure what ``store`` holds after F, where it is due."""
+        if store and self.is_due:
+            self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
+            for_w = store.saved_bytes(Part.FOR_W)
+            self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
+
+    def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
+        """Measure what waits for W after B, of what was measured after F."""
+        if store:
+            store.leave_for_weight()
+            if self.measures_all or self.residue_bytes is None:
+                # A fused backward leaves nothing, and is never asked for what it would have left.
+                known = self.residue_bytes or 0, self.weight_input_bytes or 0
+                self.residue_bytes = max(store.saved_bytes(), *known)
+        if self.deferred_flops is None:
+            self.deferred_flops = queue.flops

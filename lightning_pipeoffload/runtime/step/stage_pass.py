@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
-from lightning_pipeoffload.runtime.cut.block_calls import loss_in
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -39,9 +39,8 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
-from lightning_pipeoffload.runtime.step.block_checkpoint import run_checkpointed
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
-from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
+from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors, run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
@@ -95,17 +94,6 @@ class StageContext:
     def written_tensors(self) -> list[Tensor]:
         """List what the stage's steps write in place and its backwards may read."""
         return self.tensors.of_stage(self.stage.index, self.ownership)
-
-
-class StageExit(BaseException):
-    """Leaves the user's step behind the stage's last block.
-
-    Attributes:
-        payload: The tensors of that block's output, and what goes to the next stage beside it.
-    """
-
-    def __init__(self, payload: list[Tensor]) -> None:
-        self.payload = payload
 
 
 class StagePass:

@@ -49,6 +49,7 @@ _Key = tuple[int, str]
 Left = list[tuple[Variable, Look]]
 """What a forward has left of the attributes that steps write."""
 
+_NOTHING = nullcontext()
 _CONTAINERS = (list, dict, set, deque)
 _FILLS = {"add", "append", "appendleft", "extend", "extendleft", "insert", "update"}
 _COUNTS = (int, float, complex, Tensor)
@@ -117,7 +118,8 @@ class StepWrites:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
         if len(self._num_passes) > 1:
             return self._taking_turns(stage)
-        return _standing_for(self._missing[stage].values())
+        missing = self._missing[stage]
+        return _standing_for(missing.values()) if missing else _NOTHING
 
     def look(self) -> Left:
         """Look at what a forward leaves of what the user's steps write."""
@@ -130,7 +132,7 @@ class StepWrites:
             v for v, look in left if v.key in missing or not is_same_look(look, look_at(v.value))
         ]
         if not changed:
-            return nullcontext()
+            return _NOTHING
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
@@ -176,7 +178,7 @@ class StepWrites:
     @contextmanager
     def _taking_turns(self, stage: int) -> Iterator[None]:
         missing = _standing_for(self._missing[stage].values())
-        with nullcontext() if stage == self.last_stage else self._exchanged(stage), missing:
+        with _NOTHING if stage == self.last_stage else self._exchanged(stage), missing:
             yield
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:

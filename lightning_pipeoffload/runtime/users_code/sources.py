@@ -11,7 +11,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -51,9 +51,12 @@ class Generators:
             if is_generator(value):
                 yield label, value
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Leave each as it was found."""
+        return self._kept() if self._places else nullcontext()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
         before = [(generator, _state(generator)) for _, generator in self._now()]
         try:
             yield

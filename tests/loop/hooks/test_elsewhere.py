@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.hooks.elsewhere import OutputsElsewhere, numbers_in
+from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere, numbers_in
 from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
 
 USES = [

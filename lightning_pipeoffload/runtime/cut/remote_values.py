@@ -1,21 +1,29 @@
-"""What a module lacks on this rank after its pipeline, and what copies of it lack.
+"""Values that other ranks have: lent while a step runs as a whole, and refused after the pipeline.
 
-Loading a state dict gives it real tensors in place of the shapes, so that any trainer can go on
-with it; using it without them is refused with what to do, where results would be shapes. Deep
-copies, as callbacks keep that average weights, are made while the module is whole. When it is
-split, each copy keeps what this rank owns of the module, and has shapes for the rest.
+An evaluation step that cannot be cut, as one that generates or needs no block, runs on every rank
+with the same code on the same values, caches and branches included; a block's weights are sent to
+all ranks for the time of its call, those outside of the blocks for the time of the step.
+
+After its pipeline a module has shapes for what other ranks have. Loading a state dict gives it real
+tensors in their place, so that any trainer can go on with it; using it without them is refused with
+what to do. Deep copies, as callbacks keep that average weights, are made while the module is whole.
+When it is split, each copy keeps what this rank owns of the module, and has shapes for the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -210,3 +218,83 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
             f"its weights with the module's in on_validation_start and on_validation_end, as "
             f"WeightAveraging does, and call the module; or load its checkpoint after training"
         )
+
+
+class Lending:
+    """One run of a step as a whole.
+
+    Args:
+        module: The user's module.
+        chain: Its blocks.
+        fetch: Returns the value of a parameter or buffer; all ranks call it for the same ones.
+        seed: The seed of the step's random numbers; None: they are drawn on as before.
+        part: The part of the module that is called; None: all of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        fetch: Callable[[Slot], Tensor],
+        seed: int | None,
+        part: nn.Module | None = None,
+    ) -> None:
+        self._chain = chain
+        self._fetch = fetch
+        self._seed = seed
+        self._generators = Generators(module)
+        self._calls: list[int] = []
+        self._glue: list[Slot] = []
+        self._inside: dict[int, list[Slot]] = {index: [] for index in range(len(chain))}
+        called = {id(child) for child in (part or module).modules()}
+        for slot in find_slots(module):
+            index = chain.index_of(slot.name)
+            block = None if index is None else chain.blocks[index]
+            comes_later = block is not None and block is not part and id(block) in called
+            if index is not None and (comes_later or id(slot.module) not in called):
+                self._inside[index].append(slot)
+            elif id(slot.module) in called:
+                self._glue.append(slot)
+
+    @property
+    def could_be_cut(self) -> bool:
+        """Whether the step has called each block once and in order."""
+        return self._calls == list(range(len(self._chain)))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the step find all values."""
+        with self._chain.running(self), self._lent(self._glue), self._generators.kept():
+            self._seed_segment()
+            yield
+
+    def _seed_segment(self) -> None:
+        if self._seed is not None:
+            seed = mix_seed(self._seed, len(self._calls))
+            seed_all(seed)
+            self._generators.seed(seed)
+
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run a block with what it needs."""
+        args, kwargs = arguments
+        with self._lent(self._inside[index]):
+            output = self._chain.run_block(index, *args, **kwargs)
+        self._calls.append(index)
+        self._seed_segment()
+        return output
+
+    @contextmanager
+    def _lent(self, slots: Iterable[Slot]) -> Iterator[None]:
+        own = [(slot, slot.tensor) for slot in slots]
+        lent: list[tuple[Slot, Tensor, Tensor]] = []
+        try:
+            for slot, tensor in own:
+                value = self._fetch(slot)
+                slot.module.__dict__[slot.kind][slot.attribute] = value
+                lent.append((slot, tensor, value))
+            yield
+        finally:
+            for slot, tensor, value in lent:
+                # What the step has assigned to its own buffers stays.
+                if slot.tensor is value or value is not tensor:
+                    slot.module.__dict__[slot.kind][slot.attribute] = tensor
