@@ -97,7 +97,7 @@ def test_offload_is_told_where_copies_take_no_time(capsys):
 def test_text_says_what_stays_and_why(capsys):
     plan(plan_config("schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
     printed = capsys.readouterr().out
-    assert "k 2: copies of at most 50% of the activations are hidden" in printed
+    assert "k 2: copies of at most 50.0 % of the activations are hidden" in printed
     assert "stay: there is no time for more copies" in printed
 
 
@@ -456,3 +456,15 @@ def test_a_part_to_show_needs_a_picture(command):
     status, _, error = command("picture.microbatches=0-1")
     assert (status, len(error.splitlines())) == (2, 1)
     assert "needs a file to draw: picture=FILE" in error
+
+
+def test_a_solver_starts_from_the_best_of_all_cuts(capsys, tmp_path):
+    tight = "num_ranks=2", "num_microbatches=4", "memory_limit=2", "costs.offload=0.35"
+    given = *tight, "costs.reload=0.35", "costs.copy_lanes=2", "format=json"
+    plan(plan_config("schedule=auto", *given))
+    auto = json.loads(capsys.readouterr().out)
+    cache = f"+options.plan_cache={tmp_path}"
+    plan(plan_config("schedule=optpipe", "+options.solver_seconds=1", cache, *given))
+    solved = json.loads(capsys.readouterr().out)
+    assert solved["period"] <= auto["period"] * (1 + 1e-9)
+    assert max(solved["peak_memory"]) <= 2

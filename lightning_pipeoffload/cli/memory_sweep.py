@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf, log10
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightning_pipeoffload.cli.auto_plan import wanted_options
-from lightning_pipeoffload.cli.border_options import BorderOptions
-from lightning_pipeoffload.cli.comparison import NARROW, bare_table
-from lightning_pipeoffload.cli.units import Units
+from lightning_pipeoffload.cli.given_plan import GivenPlans
+from lightning_pipeoffload.cli.plan_output import Units, bare_table
 from lightning_pipeoffload.planning.candidate_table import lines_by_reason
-from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
+from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.schedule.candidates import Candidate, best_of
 from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule.make_plan import make_plan
 from lightning_pipeoffload.schedule.quantities import share_text
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ _MANY = 10
 # What needs more than so many times the memory of the fastest plan has no part in choosing them.
 _TOO_LARGE = 2.0
 _ROUNDING = 1 + 1e-9
-
-CostsOf = Callable[[Option], Costs]
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class MemorySweep:
         """Return a row per family and a column per limit, the last row the fastest of all."""
         title = f"{self.title}; step time over the memory limit{self.units.words}"
         heads = map(self.units.write_memory, self.limits)
-        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, padding=NARROW)
+        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, is_narrow=True)
         best = [self.fastest(limit) for limit in self.limits]
         for family in self.families:
             plans = [family.within(limit) for limit in self.limits]
@@ -125,30 +121,26 @@ class MemorySweep:
         return lines_by_reason((f.name, f.reason) for f in self.families if not f.plans)
 
 
-def sweep_memory_limit(config: DictConfig, costs_of: CostsOf, units: Units) -> MemorySweep:
+def sweep_memory_limit(config: DictConfig, plans: GivenPlans) -> MemorySweep:
     """Plan all families for each of several limits.
 
     Args:
         config: Conf/plan.yaml with the command line's overrides.
-        costs_of: Returns what the stages of an option cost.
-        units: What the costs are counted in.
+        plans: The plans by the costs that it gives.
 
     Raises:
         ScheduleError: An argument has no place here, or nothing fits any limit.
     """
     _refuse_what_is_for_one_plan(config)
     given = _given_limits(config)
-    search = _Search(config, costs_of)
+    search = _Search(plans)
     search.plan_all(None)
     search.refuse_if_nothing_is_found()
     limits = given or _round_limits(search.found.values())
     for limit in limits:
         search.plan_all(limit)
-    title = (
-        f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, "
-        f"{BorderOptions.of(config).words}"
-    )
-    sweep = MemorySweep(limits, search.families(), units, title)
+    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {plans.steps.words}"
+    sweep = MemorySweep(limits, search.families(), plans.units, title)
     if not sweep.fastest(limits[-1]):
         raise ScheduleError(f"memory_limit ({limits[-1]:g}) is less than any plan needs")
     return sweep
@@ -161,17 +153,9 @@ class _Search:
         found: The plans of each family so far.
     """
 
-    def __init__(self, config: DictConfig, costs_of: CostsOf) -> None:
-        self._wanted = wanted_options(config)
-        barrier = BorderOptions.of(config).has_barrier
-        self._request = PlanRequest(
-            config.num_ranks,
-            self._wanted,
-            costs_of,
-            offload=config.strategy.offload,
-            has_barrier=lambda option: barrier,
-            searches_always=True,
-        )
+    def __init__(self, plans: GivenPlans) -> None:
+        self._wanted = plans.all_options()
+        self._request = plans.request(self._wanted, searches_always=True)
         names = dict.fromkeys(option.schedule for option in self._wanted)
         self.found: dict[str, list[Candidate]] = {name: [] for name in names}
         self._reasons = dict.fromkeys(names, "")

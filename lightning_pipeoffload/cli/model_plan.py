@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightning_pipeoffload.cli.auto_plan import describe, print_choice
-from lightning_pipeoffload.cli.comparison import NARROW, bare_table, parse_name
+from lightning_pipeoffload.cli.given_plan import parse_name
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
-from lightning_pipeoffload.cli.units import MEASURED
+from lightning_pipeoffload.cli.plan_output import MEASURED, bare_table, describe, print_choice
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -190,7 +189,7 @@ def _describe(plan: Estimate) -> dict[str, Any]:
 def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
     unit = _Unit.of(needs)
     title = f"{unit.name} of each rank"
-    table = bare_table("rank", *_HEADINGS, title=title, padding=NARROW)
+    table = bare_table("rank", *_HEADINGS, title=title, is_narrow=True)
     for index, rank in enumerate(needs):
         table.add_row(str(index), *unit.cells(rank))
     return table
@@ -202,7 +201,7 @@ def _table_of_plans(found: Sequence[Estimate], limit: float | None) -> Table:
     fits = () if limit is None else ("fits",)
     title = f"{unit.name} of the rank that needs most"
     columns = (Column("schedule", no_wrap=True), "ranks", *_HEADINGS, *fits)
-    table = bare_table(*columns, title=title, padding=NARROW)
+    table = bare_table(*columns, title=title, is_narrow=True)
     for plan in found:
         row = [plan.name, str(plan.num_ranks), *unit.cells(plan.largest)]
         table.add_row(*row, *(() if limit is None else ("yes" if plan.device <= limit else "no",)))

@@ -12,8 +12,8 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipeoffload.cli.border_options import BorderOptions
 from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
+from lightning_pipeoffload.cli.given_plan import steps_of
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.planning.memory_limit import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds
@@ -118,7 +118,7 @@ class ModelPlanner:
             data_parallel_size=strategy.get("data_parallel_size", 1),
             sharding=strategy.get("sharding", "none"),
         )
-        self._has_barrier = BorderOptions.of(config).has_barrier
+        self._has_barrier = steps_of(config).has_barrier
         self._needs: dict[Any, MemoryNeeds] = {}
         self._config = config
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from lightning_pipeoffload.cli.comparison import bare_table
+from lightning_pipeoffload.cli.plan_output import bare_table
 from lightning_pipeoffload.schedule.quantities import bytes_text
 
 __all__ = ["Rehearsed", "print_rehearsed"]

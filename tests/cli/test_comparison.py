@@ -1,64 +1,90 @@
+"""``pipeoffload-plan compare=[...]``: schedules side by side, for the same work of every rank."""
+
+import json
+from dataclasses import fields
+
 import pytest
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from lightning_pipeoffload.cli import comparison
-from lightning_pipeoffload.cli.comparison import comparison_table
-from lightning_pipeoffload.schedule import Costs, ScheduleError
+from lightning_pipeoffload.cli.configuration import configuration_directory
+from lightning_pipeoffload.cli.plan_output import comparison_table
+from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower
+from lightning_pipeoffload.schedule.messages import SENDS
 
 SIZES = {"num_ranks": 4, "num_microbatches": 8}
 
 
-def compare(*args, **kwargs):
-    return [plan.figures for plan in comparison.compare(*args, **kwargs)]
+@pytest.fixture
+def compare(capsys):
+    """Return what compares schedules by name, and returns their figures."""
+
+    def rows(names, costs, **sizes):
+        given = {field.name: getattr(costs, field.name) for field in fields(Costs)}
+        given = {name: [*v] if isinstance(v, tuple) else v for name, v in given.items()}
+        words = [f"costs.{name}={value}" for name, value in given.items() if value is not None]
+        words += [f"{name}={value}" for name, value in sizes.items()]
+        with initialize_config_dir(str(configuration_directory()), version_base=None):
+            config = compose("plan", [*words, f"compare=[{','.join(names)}]", "format=json"])
+        plan(config)
+        return json.loads(capsys.readouterr().out)["compare"]
+
+    return rows
 
 
-def test_every_rank_has_the_same_work_whatever_its_number_of_stages():
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "uniform"])
+def test_messages_are_the_sends_of_the_plan(compare, name):
+    planned = [sum(action.kind in SENDS for action in rank) for rank in lower(build(name, 4, 8))]
+    assert compare([name], Costs.unit(), **SIZES)[0]["messages"] == planned
+
+
+def test_every_rank_has_the_same_work_whatever_its_number_of_stages(compare):
     one, two = compare(["1f1b", "interleaved_1f1b"], Costs(2, 2, 2, activation=4), **SIZES)
     assert (one["makespan"], one["peak_memory"][0]) == ((8 + 3) * 6, 4 * 4)
     assert (two["makespan"], two["peak_memory"][0]) == (8 * 6 + 3 * 3, 11 * 2)
 
 
-def test_a_message_takes_as_long_from_a_small_stage():
+def test_a_message_takes_as_long_from_a_small_stage(compare):
     rows = compare(
         ["1f1b", "gis"], Costs(0, 0, 0, communication=3), num_ranks=4, num_microbatches=1
     )
     assert [row["makespan"] for row in rows] == [2 * 3 * 3, 2 * 7 * 3]
 
 
-def test_messages_are_those_between_ranks():
+def test_messages_are_those_between_ranks(compare):
     one, two = compare(["1f1b", "gis"], Costs.unit(), **SIZES)
     assert sum(one["messages"]) == 2 * 3 * 8
     assert sum(two["messages"]) == 2 * 7 * 8
 
 
-def test_gradients_of_a_rank_travel_as_long_whatever_its_number_of_stages():
+def test_gradients_of_a_rank_travel_as_long_whatever_its_number_of_stages(compare):
     one, two = compare(["1f1b", "gis"], Costs(1, 1, 1, reduce=8), num_ranks=1, num_microbatches=1)
     assert [one["makespan"], two["makespan"]] == [3 + 8, 2 + 8]
 
 
-def test_num_chunks_is_for_the_schedules_that_take_any():
+def test_num_chunks_is_for_the_schedules_that_take_any(compare):
     rows = compare(["1f1b", "gis"], Costs.unit(), num_chunks=4, **SIZES)
     assert [row["num_chunks"] for row in rows] == [1, 4]
 
 
-def test_costs_of_every_stage_are_not_divided():
+def test_costs_of_every_stage_are_not_divided(compare):
     (row,) = compare(["gis"], Costs([1] * 8, 2, 2), **SIZES)
     assert row["makespan"] == 8 * 2 * 3 + 3 * 2
 
 
-def test_a_schedule_that_cannot_be_says_why():
+def test_a_schedule_that_cannot_be_says_why(compare):
     fits, refused = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
     assert "refused" not in fits
     assert "less than the 7 that zb_h2 needs" in refused["refused"]
 
 
-@pytest.mark.parametrize(("names", "message"), [([], "compare is empty"), (["x"], "'x' does not")])
-def test_nothing_to_compare_is_refused(names, message):
-    with pytest.raises(ScheduleError, match=message):
-        compare(names, Costs.unit(), **SIZES)
+def test_an_unknown_name_is_refused(compare):
+    with pytest.raises(ScheduleError, match="'x' does not"):
+        compare(["x"], Costs.unit(), **SIZES)
 
 
-def test_the_table_has_a_row_for_each(capsys):
+def test_the_table_has_a_row_for_each(compare, capsys):
     rows = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
     Console(width=80).print(comparison_table(rows, "title"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -66,7 +92,7 @@ def test_the_table_has_a_row_for_each(capsys):
     assert ["zb_h2", *["-"] * 8] in lines
 
 
-def test_offload_variants_stand_beside_the_schedule():
+def test_offload_variants_stand_beside_the_schedule(compare):
     costs = Costs(2, 2, 2, activation=2, offload=2, reload=2)
     alone, half, share = compare(["uniform", "uniform+half", "uniform+0.5"], costs, **SIZES)
     assert share == half | {"schedule": "uniform+0.5"}

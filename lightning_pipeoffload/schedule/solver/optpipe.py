@@ -20,7 +20,7 @@ from .improve import Improvement
 from .plan_problem import PlanProblem
 from .starts import best_of_families
 
-__all__ = ["SolvedPlans", "check_solver_seconds", "optpipe", "optpipe_placement"]
+__all__ = ["SolvedPlans", "check_solver_seconds", "optpipe", "optpipe_placement", "solved"]
 
 # A plan that was sought for about as long is not sought again.
 _ABOUT_AS_LONG = 0.9
@@ -50,10 +50,19 @@ def optpipe(  # noqa: PLR0913 - each is an option of build
     Raises:
         ScheduleError: OR-tools is not installed, or no plan keeps the limit.
     """
-    check_solver()
-    check_solver_seconds(solver_seconds)
     placement = optpipe_placement(num_ranks, num_chunks)
     problem = PlanProblem(num_microbatches, placement, costs or Costs.unit(), memory_limit)
+    return solved(problem, solver_seconds, plan_cache)
+
+
+def solved(
+    problem: PlanProblem,
+    solver_seconds: float = 60.0,
+    plan_cache: str | PathLike[str] | None = None,
+) -> Schedule:
+    """Return the shortest plan of a problem that a solver finds; arguments as above."""
+    check_solver()
+    check_solver_seconds(solver_seconds)
     known = SolvedPlans(PlanCache(plan_cache), problem)
     if known.settles(solver_seconds):
         return known.start()
