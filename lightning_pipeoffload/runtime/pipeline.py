@@ -38,7 +38,6 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
-from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_gradients import (
     OwnGradients,
@@ -132,7 +131,6 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
-        self._written = WrittenTensors(self._writes.last_stage)
         self.probes = StepProbes(
             self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_look()
         )
@@ -308,7 +306,6 @@ class Pipeline:
         if not self.committed:
             self._learn(probe)
         self._writes.expect(probe, self.partition)
-        self._written.expect((w.name for w in probe.weight_writes), probe.saved_and_written)
         self._mark_mixed(probe)
         if probe.hook_line and self._writes.is_by_users and not self.rank:
             say(_HOOKS.format(probe.hook_line))
@@ -361,7 +358,7 @@ class Pipeline:
             own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, self._written, OwnGradients(own), self.probes.generators,
+                self._writes, OwnGradients(own), self.probes.generators,
                 self.settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)

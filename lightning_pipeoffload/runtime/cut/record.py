@@ -151,6 +151,7 @@ class Probe:
         hook_line: A line that registers a hook on a tensor; "" if none does.
         sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
             None: there is none.
+        sizes: These, and the shapes of the arguments of the block that follows.
         is_known: Whether the pipeline has been cut for it.
         has_run: Whether a batch with such a microbatch was cut to run.
     """
@@ -177,6 +178,7 @@ class Probe:
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""
     sized_in: int | None = None
+    sizes: tuple[Any, ...] = ()
     is_known: bool = False
     has_run: bool = False
 

@@ -112,11 +112,9 @@ class StepPass:
 
     Attributes:
         until: The block at which the step is left; None: it comes to its end.
-        arguments: The arguments of that block, as far as shapes go.
     """
 
     until: int | None = None
-    arguments: Any = None
 
     def __init__(
         self,
@@ -128,6 +126,7 @@ class StepPass:
         looks: bool = True,
     ) -> None:
         self._looks = looks
+        self._before_block: list[tuple[int, Any]] = []
         count = len(chain) + 1
         self._module = module
         self.chain = chain
@@ -158,6 +157,13 @@ class StepPass:
     def segment(self) -> int:
         """The segment that the step is in."""
         return self._trace.segment
+
+    def sizes_before(self, block: int) -> tuple[Any, ...]:
+        """Return the sizes that depend on values up to a block, and its arguments' shapes."""
+        if block >= len(self._before_block):
+            return *self.sizes.found, None
+        count, arguments = self._before_block[block]
+        return *self.sizes.found[:count], arguments
 
     def _find_place(self) -> int | None:
         return None if self._is_in_block or self.segment == len(self.chain) else self.segment
@@ -203,8 +209,8 @@ class StepPass:
         Raises:
             StageExit: It is the one at which the step is left.
         """
+        self._before_block.append((len(self.sizes.found), shape_signature(arguments)))
         if index == self.until:
-            self.arguments = shape_signature(arguments)
             raise StageExit([])
         self._calls.see(index, self.segment, arguments)
         args, kwargs = self._trace.enter_block(index, arguments)
@@ -298,7 +304,9 @@ class StepPass:
         self.result.hook_line = self._trace.hook_line
         if self._looks:
             self.writes.finish()
-        self.result.sized_in = self.sizes.last
+        if self.sizes.last is not None:
+            self.result.sized_in = self.sizes.last
+            self.result.sizes = self.sizes_before(self.sizes.last)
         self.result.flow.starts_backward = self.result.own_backwards.any
 
 

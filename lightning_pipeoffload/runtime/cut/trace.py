@@ -40,8 +40,14 @@ from lightning_pipeoffload.runtime.randomness import (
 from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
+from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look
 from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE, Trial, UsersStep
+from lightning_pipeoffload.runtime.users_code.step_call import (
+    PROBE,
+    UsersStep,
+    copy_part,
+    look_at_part,
+)
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
 
@@ -131,8 +137,7 @@ class StepProbes:
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
             self._before_look()
-        seeded = _Seeded(step, mix_seed(seed, 0), self.generators)
-        trial = Trial(seeded, part)
+        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
@@ -140,10 +145,10 @@ class StepProbes:
         probe = self._probe(trial, is_first=key[:2] not in self._compared)
         if self._is_cut and probe.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = probe.sized_in
-            sizes = self._find_sizes(key, trial)
+            sizes = probe.sizes
         self.known[key, sizes] = probe
-        probe.changes_batch = trial.has_changed
-        probe.flow.draws_beside_torch = seeded.draws_beside_torch
+        probe.changes_batch = trial.changes_batch
+        probe.flow.draws_beside_torch = trial.draws_beside_torch
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
@@ -159,7 +164,7 @@ class StepProbes:
         # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
         with beginning.looking(), suppress(StageExit, ValueNeededError, Exception):
             call()
-        return *beginning.sizes.found, beginning.arguments
+        return beginning.sizes_before(self._sized_in[key])
 
     def _note_training(self, probe: Probe) -> None:
         trained = probe.trained or set()
@@ -233,20 +238,27 @@ class StepProbes:
         return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
 
 
-class _Seeded:
-    """Runs a step so that it draws before its blocks what it will: sizes may depend on it."""
+class _Trial:
+    """Calls a step on a copy of a microbatch, so that it draws before its blocks what it will.
 
-    def __init__(self, step: UsersStep, seed: int, generators: Generators) -> None:
-        self._step = step
+    Sizes may depend on that.
+    """
+
+    def __init__(self, step: UsersStep, part: Any, seed: int, generators: Generators) -> None:
+        self._step, self._part = step, part
         self._seed = seed
         self._generators = generators
         self.draws_beside_torch = False
+        self.changes_batch = False
 
-    def __call__(self, part: Any) -> Any:
+    def __call__(self) -> Any:
+        copied = copy_part(self._part)
+        before = look_at_part(copied)
         seed_all(self._seed)
         self._generators.seed(self._seed)
         try:
-            return self._step(part, PROBE)
+            return self._step(copied, PROBE)
         finally:
             self._generators.find()  # the step may have made one
             self.draws_beside_torch |= has_drawn_since(self._seed)
+            self.changes_batch |= not is_same_look(before, look_at_part(copied))

@@ -7,15 +7,12 @@ cost the sum of their blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import torch
 
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
 from lightning_pipeoffload.runtime.executor import Executor
@@ -151,7 +148,7 @@ class BlockMeasurement:
         """
         pipeline = self._pipeline
         try:
-            with leaving_no_trace(pipeline.module), self._weights_kept():
+            with leaving_no_trace(pipeline.module, self._written):
                 pipeline.cut_anew(pipeline.rank, replace(self._cut, recompute=recompute))
                 slices = [_unheard(part) for part in _cut(cut_batch)]
                 return self._run((slices * NUM_MEASURED)[:NUM_MEASURED], speed)
@@ -168,18 +165,6 @@ class BlockMeasurement:
             executor.timer = ActionTimer(device)
             executor.run(plan, make_microbatches(slices))
         return measure_costs(executor, speed, measure_hops(executor, plan, device))
-
-    @contextmanager
-    def _weights_kept(self) -> Iterator[None]:
-        named = self._pipeline.module.named_parameters()
-        found = [parameter for name, parameter in named if name in self._written]
-        values = [parameter.detach().clone() for parameter in found]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(found, values, strict=True):
-                    parameter.copy_(value)
 
 
 def _unheard(part: BatchSlice) -> BatchSlice:

@@ -35,41 +35,8 @@ from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
-class NothingCarried:
-    """The carried values of most steps: there are none, so nothing is counted."""
-
-    def counting(self) -> AbstractContextManager[Any]:
-        """Do nothing."""
-        return _NOTHING
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return _NOTHING
-
-    def resumed(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return _NOTHING
-
-    def leave_block(self, index: int, output: Any) -> Any:
-        """Return the output as it is."""
-        return output
-
-    def deliver(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: no tensors come beside the payload."""
-
-    def to_hand_on(self) -> list[Tensor]:
-        """Return nothing."""
-        return []
-
-
-_NOTHING = nullcontext()
-_NOTHING_CARRIED = NothingCarried()
-
-
-def carried_values(
-    flow: Flow, incoming: int, outgoing: int | None
-) -> CarriedValues | NothingCarried:
-    """Make what one F receives, uses and hands on.
+def carried_values(flow: Flow, incoming: int, outgoing: int | None) -> CarriedValues | None:
+    """Make what one F receives, uses and hands on; None: nothing is carried.
 
     Args:
         flow: What goes from block to block in the step.
@@ -78,7 +45,7 @@ def carried_values(
     """
     coming = flow.carried_over(incoming) if incoming else []
     going = flow.carried_over(outgoing) if outgoing is not None else []
-    return CarriedValues(coming, going) if coming or going else _NOTHING_CARRIED
+    return CarriedValues(coming, going) if coming or going else None
 
 
 class CarriedValues(CallCounter):

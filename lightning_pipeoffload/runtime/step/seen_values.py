@@ -22,10 +22,8 @@ from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
-from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 # How autograd says that what it keeps was written: the shape, and how often.
 _WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
@@ -49,39 +47,6 @@ def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
                 f"have seen; write it in every step, the first one too, or assign a new tensor "
                 f"(self.{slot.attribute} = self.{slot.attribute} * factor)"
             ) from error
-
-
-class WrittenTensors:
-    """The tensors that steps write in place, and that a backward may read.
-
-    Args:
-        last: The last of the rank's stages; the others have their own buffers and attributes in
-            each F.
-    """
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-        self._weights: set[str] = set()
-        self._attributes: set[Attribute] = set()
-
-    def expect(self, weights: Iterable[str], attributes: Iterable[Attribute]) -> None:
-        """Learn what a step writes."""
-        self._weights.update(weights)
-        self._attributes.update(attributes)
-
-    def of_stage(self, stage: int, ownership: Ownership) -> list[Tensor]:
-        """List the tensors that a stage writes."""
-        if not self._weights and not self._attributes:
-            return []
-        weights = [
-            slot.tensor
-            for slot in ownership.slots
-            if slot.name in self._weights and stage in ownership.owners[slot.name]
-        ]
-        others = self._attributes if stage == self._last else ()
-        held = [vars(m).get(name, m._buffers.get(name)) for m, name in others]
-        found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
-        return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
 
 
 class SeenValues:

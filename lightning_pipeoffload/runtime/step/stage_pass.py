@@ -40,12 +40,14 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
-from lightning_pipeoffload.runtime.step.seen_values import WrittenTensors, run_checkpointed
+from lightning_pipeoffload.runtime.step.seen_values import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class StageContext:
         chain: The blocks of the user's module.
         ownership: The rank's parameters.
         writes: What the rank's steps write outside of the blocks.
-        tensors: The tensors that they write in place.
         gradients: The stage's gradients of weights that other stages of the rank use too.
         generators: The generators that the modules hold.
         recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
@@ -70,7 +71,6 @@ class StageContext:
     chain: BlockChain
     ownership: Ownership
     writes: StepWrites
-    tensors: WrittenTensors
     gradients: OwnGradients
     generators: Generators
     recompute: str = "none"
@@ -93,7 +93,7 @@ class StageContext:
 
     def written_tensors(self) -> list[Tensor]:
         """List what the stage's steps write in place and its backwards may read."""
-        return self.tensors.of_stage(self.stage.index, self.ownership)
+        return self.writes.tensors_of(self.stage.index, self.ownership)
 
 
 class StagePass:
@@ -148,7 +148,8 @@ class StagePass:
         else:
             context.ownership.hide()
         try:
-            with context.chain.running(self), self._carried.counting():
+            counting = self._carried.counting() if self._carried else _NOTHING
+            with context.chain.running(self), counting:
                 result = self._microbatch.run(context.call)
         except StageExit as leaving:
             leaving.__traceback__ = None  # it keeps every frame, and so every activation
@@ -173,7 +174,7 @@ class StagePass:
         return output
 
     def _run_remote(self, index: int, call: Callable[[], Any]) -> Any:
-        with self._carried.paused():
+        with self._paused():
             output = self._output_of(index, call)
             if index < self._context.stage.blocks.start - 1:
                 return self._shapes_of(index, output)
@@ -186,13 +187,14 @@ class StagePass:
             for leaf in shape_only_leaves(arguments):
                 raise ValueNeededError(name, leaf.origins)
         self._called, self._is_in_block = name, True
-        with nullcontext() if self._is_open(index) else self._carried.paused():
+        with _NOTHING if self._is_open(index) else self._paused():
             output = self._call_owned(index, arguments)
         self._is_in_block = False
-        output = self._carried.leave_block(index, output)
+        output = self._leave_block(index, output)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
             self._left = True
-            raise StageExit([*tensors_in(output), *self._carried.to_hand_on()])
+            beside = self._carried.to_hand_on() if self._carried else ()
+            raise StageExit([*tensors_in(output), *beside])
         return output
 
     def _is_open(self, index: int) -> bool:
@@ -219,21 +221,28 @@ class StagePass:
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
-        return self._carried.resumed() if self._is_open(index) else nullcontext()
+        return self._carried.resumed() if self._carried and self._is_open(index) else _NOTHING
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return self._carried.paused() if self._carried else _NOTHING
+
+    def _leave_block(self, index: int, output: Any) -> Any:
+        return self._carried.leave_block(index, output) if self._carried else output
 
     def _shapes_of(self, index: int, output: BlockOutput) -> Any:
         origins, device = self._context.chain.output_origins(index), self._microbatch.device
         shapes = [ShapeOnly(meta, device, origins) for meta in output.metas]
-        return self._carried.leave_block(index, output.fill(shapes))
+        return self._leave_block(index, output.fill(shapes))
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
         # As late as here: the step's own beginning has run while the tensors were on their way.
         tensors = self._receive()
         entered = tensors if self._received is None else enter(tensors, self._received)
         count = len(output.payload)
-        self._carried.deliver(entered[count:])
+        if self._carried:
+            self._carried.deliver(entered[count:])
         self._context.ownership.show(self._context.stage.index)
-        return self._carried.leave_block(index, output.fill(entered[:count]))
+        return self._leave_block(index, output.fill(entered[:count]))
 
     def _check_result(self, result: Any) -> Any:
         if self._left:

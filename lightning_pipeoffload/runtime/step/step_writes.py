@@ -15,7 +15,7 @@ for every stage. What the first pass makes for all later ones, a flag or a cache
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import eq, is_
 from typing import Any
@@ -23,8 +23,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
     GONE,
     REGISTRIES,
@@ -45,6 +48,7 @@ from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_it
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
+_SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers
 _Key = tuple[int, str]
 Left = list[tuple[Variable, Look]]
 """What a forward has left of the attributes that steps write."""
@@ -61,15 +65,17 @@ class StepWrites:
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
         self._chain = chain
         inside = {id(child) for block in chain.blocks for child in block.modules()}
-        self._modules = [child for child in module.modules() if id(child) not in inside]
+        self._modules = dict.fromkeys(c for c in module.modules() if id(c) not in inside)
         self._num_passes = dict.fromkeys(stages, 0)
-        self._own: dict[int, list[_Values]] = {}
+        self._own: dict[int, list[tuple[_SpaceOf, str, Any, Any]]] = {}
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
         self._by_users: dict[_Key, Variable] = {}
         self._of_blocks: set[_Key] = set()  # which a block writes itself
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
         self._made_once: dict[int, tuple[str, Any]] = {}
+        self._weights: set[str] = set()  # that are written in place, by name
+        self._saved: set[Attribute] = set()  # of what is written in place, what backwards read
 
     @property
     def is_by_users(self) -> bool:
@@ -83,6 +89,8 @@ class StepWrites:
 
     def expect(self, probe: Probe, stages: Sequence[Stage]) -> None:
         """Learn what a step writes."""
+        self._weights.update(write.name for write in probe.weight_writes)
+        self._saved.update(probe.saved_and_written)
         # A copy of a registry would come in its place, for good, with copies of all its buffers.
         in_place = {place for place in probe.written_in_place if place[1] not in REGISTRIES}
         self._in_place.update(in_place)
@@ -113,6 +121,21 @@ class StepWrites:
         if place.segment == 0:
             return "before the blocks"
         return f"before {self._chain.block_name(place.segment)}"
+
+    def tensors_of(self, stage: int, ownership: Ownership) -> list[Tensor]:
+        """List the tensors that a stage writes in place, and that its backwards may read."""
+        if not self._weights and not self._saved:
+            return []
+        weights = [
+            slot.tensor
+            for slot in ownership.slots
+            if slot.name in self._weights and stage in ownership.owners[slot.name]
+        ]
+        # The other stages of the rank have their own buffers and attributes in each F.
+        others = self._saved if stage == self.last_stage else ()
+        held = [vars(m).get(name, m._buffers.get(name)) for m, name in others]
+        found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
+        return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
 
     def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
@@ -186,10 +209,10 @@ class StepWrites:
 
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
-        before = self._values()
+        before = [(*place, _space(*place).copy()) for place in self._spaces()]
         made = [(name, value, look_at(value)) for name, value in self._made_once.values()]
-        for space, own in zip(self._spaces(), self._own.get(stage, ()), strict=False):
-            _put(space, own)
+        for place, name, value, _ in self._own.get(stage, ()):
+            _put(place, name, value)
         for child, name in self._in_place:
             for space in (child.__dict__, child.__dict__["_buffers"]):
                 if name in space:
@@ -197,10 +220,9 @@ class StepWrites:
         try:
             yield
         finally:
-            after = self._values()
-            written = [*map(self._written_in, before, after)]
-            for space, old, names in zip(self._spaces(), before, written, strict=False):
-                _put(space, {name: old.get(name, GONE) for name in names})
+            written = [each for found in before for each in self._written_in(*found)]
+            for place, name, _, old in written:
+                _put(place, name, old)
             self._own[stage] = written
         for name, value, look in made:
             if not is_same_look(look, look_at(value)):
@@ -209,38 +231,34 @@ class StepWrites:
                     f"stage of a rank: each stage of the rank would; make it in __init__"
                 )
 
-    def _spaces(self) -> list[_Values]:
-        attributes = [child.__dict__ for child in self._modules]
-        return attributes + [space["_buffers"] for space in attributes]
-
-    def _values(self) -> list[_Values]:
-        attributes = [child.__dict__.copy() for child in self._modules]
-        if not self._in_place:
-            return attributes
-        buffers = []
+    def _spaces(self) -> Iterator[_SpaceOf]:
+        """Yield attributes, and the buffers where more than one stage writes some."""
         for child in self._modules:
-            found = child.__dict__["_buffers"].items()
-            buffers.append({n: tensor for n, tensor in found if (child, n) in self._in_place})
-        return attributes + buffers
+            yield child, False
+        for child in {child for child, _ in self._in_place}:
+            if child in self._modules:  # those of a block are its stage's alone
+                yield child, True
 
-    def _written_in(self, before: _Values, after: _Values) -> _Values:
+    def _written_in(
+        self, child: nn.Module, is_buffers: bool, before: _Values
+    ) -> Iterator[tuple[_SpaceOf, str, Any, Any]]:
+        """Yield what a pass has written for its own stage alone: where, the value, the old one."""
+        space = _space(child, is_buffers)
         # By far most modules: not a line of Python for each of their attributes.
         if (
-            len(before) == len(after)
-            and all(map(eq, before, after))
-            and all(map(is_, before.values(), after.values()))
+            len(before) == len(space)
+            and all(map(eq, before, space))
+            and all(map(is_, before.values(), space.values()))
         ):
-            return {}
-        found = {}
-        for name in (before.keys() | after.keys()) - REGISTRIES:
-            value = after.get(name, GONE)
-            if value is before.get(name, GONE):
+            return
+        for name in (before.keys() | space.keys()) - REGISTRIES:
+            value, old = space.get(name, GONE), before.get(name, GONE)
+            if value is old or (is_buffers and (child, name) not in self._in_place):
                 continue
             if name in before or not _is_made_once(value):
-                found[name] = value
+                yield (child, is_buffers), name, value, old
             else:
                 self._made_once[id(value)] = name, value
-        return found
 
 
 def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) -> bool:
@@ -320,9 +338,14 @@ def _goes_on(value: Any) -> bool:
     return isinstance(value, _COUNTS) or is_iterator(value) or is_generator(value)
 
 
-def _put(space: _Values, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is GONE:
-            space.pop(name, None)
-        else:
-            space[name] = value
+def _space(child: nn.Module, is_buffers: bool) -> _Values:
+    """Return attributes or buffers; a stage's buffers are another dict than the module's own."""
+    space = child.__dict__
+    return space["_buffers"] if is_buffers else space
+
+
+def _put(place: _SpaceOf, name: str, value: Any) -> None:
+    if value is GONE:
+        _space(*place).pop(name, None)
+    else:
+        _space(*place)[name] = value

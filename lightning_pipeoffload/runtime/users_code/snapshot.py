@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -312,11 +312,15 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers, attributes and generators back as they were.
+def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[None]:
+    """Give gradients, buffers, attributes, generators and some weights back as they were.
 
-    Parameters that the step writes are for the caller, who knows which these are.
+    Args:
+        module: The user's module.
+        written: Names of the parameters that steps write.
     """
+    named = module.named_parameters()
+    weights = [(p, p.detach().clone()) for name, p in named if name in written]
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
         with forked_randomness(), Generators(module).kept(), unchanged(module):
@@ -326,6 +330,8 @@ def leaving_no_trace(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for parameter, value in weights:
+            parameter.detach().copy_(value)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

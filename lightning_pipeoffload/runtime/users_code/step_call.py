@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.users_code.snapshot import (
-    is_same_look,
-    look_at,
-    private_copy,
-)
+from lightning_pipeoffload.runtime.users_code.snapshot import Look, look_at, private_copy
 
 _DEPTH = 20  # of a batch, which has no circles
 
@@ -47,31 +43,14 @@ UsersStep = Callable[[Any, StepCall], Any]
 """Calls the user's step on a microbatch."""
 
 
+def look_at_part(part: Any) -> Look:
+    """Look at all that a microbatch consists of; see :func:`.snapshot.look_at`."""
+    return look_at(part, _DEPTH)
+
+
 def copy_part(part: Any, known: dict[int, Any] | None = None) -> Any:
     """Copy a microbatch; see :func:`.snapshot.private_copy`."""
     return private_copy(part, known, _DEPTH)
-
-
-class Trial:
-    """Calls a step on a new copy of a microbatch each time, and sees whether it changes it.
-
-    Attributes:
-        has_changed: Whether a call has changed its copy.
-    """
-
-    def __init__(self, run: Callable[[Any], Any], part: Any) -> None:
-        self._run = run
-        self._part = part
-        self.has_changed = False
-
-    def __call__(self) -> Any:
-        """Call the step."""
-        copied = copy_part(self._part)
-        before = look_at(copied, _DEPTH)
-        try:
-            return self._run(copied)
-        finally:
-            self.has_changed |= not is_same_look(before, look_at(copied, _DEPTH))
 
 
 class CallOnCopies:
@@ -100,7 +79,7 @@ class CallOnCopies:
 
     @torch.no_grad()
     def _write_back(self, copies: dict[int, Any]) -> None:
-        for value, _ in look_at(self._part, _DEPTH):
+        for value, _ in look_at_part(self._part):
             copied = copies.get(id(value))
             if isinstance(copied, Tensor) and (copied.is_inference() or copied._version):
                 value.copy_(copied)
