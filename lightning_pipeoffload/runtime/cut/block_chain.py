@@ -298,16 +298,12 @@ def _make_zeros(leaf: Any) -> Any:
 
 
 class BlockCalls:
-    """The calls of a chain's blocks in one run of a step.
+    """The calls of a chain's blocks in one run of a step, of which the compiled ones are kept."""
 
-    Attributes:
-        found: The calls of blocks, where any part of one is compiled.
-    """
-
-    def __init__(self, chain: BlockChain, device: torch.device) -> None:
+    def __init__(self, chain: BlockChain, device: torch.device, found: list[BlockCall]) -> None:
         self._device_type = device.type
         self._keeps = any(is_compiled(block) for block in chain.blocks)
-        self.found: list[BlockCall] = []
+        self._found = found
         self._chain = chain
         self._training = torch.is_grad_enabled()
         self._checkpoint: Any = None
@@ -323,7 +319,7 @@ class BlockCalls:
         self._check_gradients(index)
         self._check_checkpoint(index)
         if self._keeps:
-            self.found.append(BlockCall.of(arguments, self._device_type))
+            self._found.append(BlockCall.of(arguments, self._device_type))
         self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
 
     def _check_order(self, index: int, expected: int) -> None:

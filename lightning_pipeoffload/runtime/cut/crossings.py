@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -79,16 +79,9 @@ class CallCounter(TorchFunctionMode):
         """Return the result of a call, or what is to stand for it."""
         return result
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Do not count."""
-        return self._paused()
-
-    def resumed(self) -> AbstractContextManager[None]:
-        """Count again within what is paused."""
-        return self._resumed()
-
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Do not count."""
         # Steps aside where no mode of the user's is in between: some code is slower under a mode.
         was_paused, self._is_paused = self._is_paused, True
         is_on_top = _get_current_function_mode() is self
@@ -102,7 +95,8 @@ class CallCounter(TorchFunctionMode):
             self._is_paused = was_paused
 
     @contextmanager
-    def _resumed(self) -> Iterator[None]:
+    def resumed(self) -> Iterator[None]:
+        """Count again within what is paused."""
         self._is_paused = False
         try:
             with self:

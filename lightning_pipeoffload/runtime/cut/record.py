@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,9 @@ def _sums_of(tensor: Tensor) -> Iterator[float]:
 class Probe:
     """What one run of the step without values has shown.
 
+    Args:
+        num_segments: The number of the step's segments.
+
     Attributes:
         flow: What goes from block to block.
         segments: The segments that use each parameter, and each buffer that the step writes, by
@@ -156,10 +160,11 @@ class Probe:
         has_run: Whether a batch with such a microbatch was cut to run.
     """
 
-    flow: Flow
-    segments: dict[str, set[int]]
-    forward_flops: list[int]
-    weight_flops: list[int]
+    num_segments: InitVar[int]
+    flow: Flow = field(default_factory=Flow)
+    segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    forward_flops: list[int] = field(init=False)
+    weight_flops: list[int] = field(init=False)
     block_calls: list[BlockCall] = field(default_factory=list)
     training_flops: int = 0
     written: set[str] = field(default_factory=set)
@@ -181,6 +186,9 @@ class Probe:
     sizes: tuple[Any, ...] = ()
     is_known: bool = False
     has_run: bool = False
+
+    def __post_init__(self, num_segments: int) -> None:
+        self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
 
     @property
     def leaves_trace(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -127,25 +126,14 @@ class StepPass:
     ) -> None:
         self._looks = looks
         self._before_block: list[tuple[int, Any]] = []
-        count = len(chain) + 1
         self._module = module
         self.chain = chain
         self.writes = WriteWatch(module)
         self.sizes = BatchSizes(self._find_place)
-        self._trace = ValueTrace(chain, log)
-        self._calls = BlockCalls(chain, device)
-        self._stripped = StrippedModule(module, device, lambda: self.segment)
-        self.result = Probe(
-            self._trace.flow,
-            defaultdict(set),
-            [0] * count,
-            [0] * count,
-            block_calls=self._calls.found,
-            weight_writes=self._stripped.weight_writes,
-            aliases=self._trace.aliases,
-            own_backwards=self._trace.own_backwards,
-            writes=self.writes.writes,
-        )
+        self.result = Probe(len(chain) + 1, writes=self.writes.writes)
+        self._trace = ValueTrace(chain, self.result, log)
+        self._calls = BlockCalls(chain, device, self.result.block_calls)
+        self._stripped = StrippedModule(module, device, lambda: self.segment, self.result)
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
         self._way = way
@@ -180,7 +168,7 @@ class StepPass:
             stack.enter_context(uncompiled())
             stack.enter_context(refusing_iterators(module))
             self._stripped.strip()
-            stack.callback(self._stripped.find_written, self.result)
+            stack.callback(self._stripped.find_written)
             mark_slots(((slot, slot.tensor) for slot in find_slots(module)), self.chain)
             stack.enter_context(self.chain.running(self))
             stack.enter_context(self._stripped.noting_new_weights())
@@ -301,7 +289,6 @@ class StepPass:
         self.result.briefly_hooked.update(self._calls.find_briefly_hooked())
         self.saved_attributes = set(self._stripped.find_saved_attributes())
         self._look(Place(self.segment, is_in_block=False))
-        self.result.hook_line = self._trace.hook_line
         if self._looks:
             self.writes.finish()
         if self.sizes.last is not None:

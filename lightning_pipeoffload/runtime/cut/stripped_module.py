@@ -28,23 +28,24 @@ class StrippedModule:
     """What stands in a module's places, and what of it the step writes and autograd saves.
 
     Who strips a module sets its places back.
-
-    Attributes:
-        weight_writes: Writes into parameters.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, find_segment: Callable[[], int]
+        self,
+        module: nn.Module,
+        device: torch.device,
+        find_segment: Callable[[], int],
+        record: Probe,
     ) -> None:
         self._module = module
         self._device = device
         self._find_segment = find_segment
+        self._record = record
         self._buffers: list[tuple[Slot, Tensor, Tensor]] = []
         self._buffer_names: dict[int, str] = {}  # by address
         self._weights: dict[int, str] = {}  # by id of what stands for them
         self._weight_names: dict[int, str] = {}  # by address
         self._saved: set[int] = set()
-        self.weight_writes: list[WeightWrite] = []
 
     def strip(self) -> None:
         """Put shape-only tensors in the place of parameters, copies in that of buffers."""
@@ -82,7 +83,7 @@ class StrippedModule:
                 self._note_write(self._weight_names[memory_of(written)])
 
     def _note_write(self, name: str) -> None:
-        self.weight_writes.append(WeightWrite(name, self._find_segment(), calling_line()))
+        self._record.weight_writes.append(WeightWrite(name, self._find_segment(), calling_line()))
 
     @contextmanager
     def noting_new_weights(self) -> Iterator[None]:
@@ -127,8 +128,9 @@ class StrippedModule:
                 ):
                     yield part, name
 
-    def find_written(self, result: Probe) -> None:
+    def find_written(self) -> None:
         """Put down which buffers the step has written, and from what."""
+        result = self._record
         written = [
             slot
             for slot, tensor, value in self._buffers

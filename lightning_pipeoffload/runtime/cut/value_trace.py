@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.backwards import BackwardReach, Edge, OwnBackwards, edge_of
+from lightning_pipeoffload.runtime.cut.backwards import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Flow, Port
-from lightning_pipeoffload.runtime.cut.record import Alias, ValueLog
+from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
+from lightning_pipeoffload.runtime.cut.record import Alias, Probe, ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
@@ -50,13 +50,11 @@ class ValueTrace(CallCounter):
     they keep nothing.
     """
 
-    def __init__(self, chain: BlockChain, log: ValueLog | None = None) -> None:
+    def __init__(self, chain: BlockChain, record: Probe, log: ValueLog | None = None) -> None:
         super().__init__()
+        self._record = record
+        self._flow = record.flow
         self._log = log
-        self.flow = Flow()
-        self.own_backwards = OwnBackwards()
-        self.hook_line = ""
-        self.aliases: list[Alias] = []
         self._chain = chain
         self._block: int | None = None
         self._made: list[ShapeOnly] = []
@@ -75,9 +73,9 @@ class ValueTrace(CallCounter):
     ) -> Any:
         """Call ``func``, look at its result and note its values."""
         segment = self.segment if self._block is None else None
-        self.own_backwards.see(func, args, kwargs or {}, segment)
+        self._record.own_backwards.see(func, args, kwargs or {}, segment)
         if func is Tensor.register_hook:
-            self.hook_line = calling_line()
+            self._record.hook_line = calling_line()
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._block is None:
             self._log.note(self.segment, func, (args, kwargs), result)
@@ -131,7 +129,7 @@ class ValueTrace(CallCounter):
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
         """Return a block's output as the step is to see it; the next segment starts."""
         origin = f"the output of {self._chain.block_name(index)}"
-        backwards = ref(self.own_backwards)
+        backwards = ref(self._record.own_backwards)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -159,7 +157,7 @@ class ValueTrace(CallCounter):
             self.start(index + 1)
             self._reach.start_segment()
             self._note_training(output)
-            self.flow.outputs.append(BlockOutput.of(output))
+            self._flow.outputs.append(BlockOutput.of(output))
             self._handed_on.append([edge_of(leaf) for leaf in tensors_in(output)])
         return output
 
@@ -172,7 +170,7 @@ class ValueTrace(CallCounter):
             crossing.led_back = self._reach.spans(self._edges[key])
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
-            self.flow.outputs[index] = self.flow.outputs[index].with_gradients(arrives)
+            self._flow.outputs[index] = self._flow.outputs[index].with_gradients(arrives)
         return self._reach
 
     def _use_result(self, loss: Tensor) -> None:
@@ -192,7 +190,7 @@ class ValueTrace(CallCounter):
 
     def _use(self, tensor: Any) -> None:
         if tensor.block is not None and tensor.block < self.segment:
-            self.flow.opened.add(tensor.block)
+            self._flow.opened.add(tensor.block)
         if tensor.birth.segment < self.segment:
             self._cross(tensor)
 
@@ -205,7 +203,7 @@ class ValueTrace(CallCounter):
                 birth.trains_from, tensor.origins, calling_line(),
                 birth.digest,
             )  # fmt: skip
-            self.flow.crossings.append(crossing)
+            self._flow.crossings.append(crossing)
         edge = edge_of(tensor)
         if edge is not None:
             self._edges[birth.port or birth].add(edge)
@@ -217,7 +215,7 @@ class ValueTrace(CallCounter):
             apart_from = _apart_from(tensor, written)
             if apart_from is not None and apart_from < written_in:
                 alias = Alias(apart_from, written_in, tensor.origins, calling_line())
-                self.aliases.append(alias)
+                self._record.aliases.append(alias)
 
 
 class _Alias(torch.autograd.Function):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.partition import (
     Stage,
     costs_by_size,
@@ -184,7 +183,7 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in known.values()):
             return None
         chain = find_chain(self._module, blocks)
-        segments = find_segments(self._module, chain, Probe(Flow(), {}, [], []))
+        segments = find_segments(self._module, chain, Probe(len(chain) + 1))
         costs = costs_by_size(self._module, chain, segments)
         stages = cut(chain, costs, stage_ranks, split)
         owners = self._find_owners(segments, stages)

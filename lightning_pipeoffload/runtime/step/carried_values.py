@@ -17,7 +17,6 @@ three stages::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +48,11 @@ def carried_values(flow: Flow, incoming: int, outgoing: int | None) -> CarriedVa
 
 
 class CarriedValues(CallCounter):
-    """The carried values of one F of a stage: received, used and handed on beside the payload."""
+    """The carried values of one F of a stage: received, used and handed on beside the payload.
+
+    Attributes:
+        counts: Whether the step's calls are to be counted: values are wanted that no block returns.
+    """
 
     def __init__(self, coming: Sequence[Crossing], going: Sequence[Crossing]) -> None:
         super().__init__()
@@ -57,21 +60,9 @@ class CarriedValues(CallCounter):
         self._outgoing = [crossing.port for crossing in going if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
         self._digests = {c.port[:2]: c.digest for c in (*coming, *going) if c.port}
-        self._is_counting = any(call for _, call in self._wanted)
+        self.counts = any(call for _, call in self._wanted)
         self._awaited: dict[Port, Awaited] = {}
         self._values: dict[Port, Tensor] = {}
-
-    def counting(self) -> AbstractContextManager[Any]:
-        """Count the step's calls, if values are wanted that no block returns."""
-        return self if self._is_counting else nullcontext()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Do not count, if anything is counted."""
-        return super().paused() if self._is_counting else nullcontext()
-
-    def resumed(self) -> AbstractContextManager[None]:
-        """Count again, if anything is counted."""
-        return super().resumed() if self._is_counting else nullcontext()
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Note the result if it is to be received or handed on."""
@@ -82,7 +73,7 @@ class CarriedValues(CallCounter):
     def leave_block(self, index: int, output: Any) -> Any:
         """Note a block's output; the next segment starts."""
         self.start(index + 1)
-        if self._is_counting:
+        if self.counts:
             for leaf in tensors_in(output):
                 mark_as_the_models(leaf)
         places = self._wanted.get((index + 1, 0))

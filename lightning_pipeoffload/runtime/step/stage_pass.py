@@ -126,6 +126,7 @@ class StagePass:
         self._carried = carried_values(
             microbatch.flow, blocks.start, None if context.is_last else blocks.stop
         )
+        self._counter = self._carried if self._carried and self._carried.counts else None
 
     def place(self) -> tuple[str, bool]:
         """Name the stage's block that was called last, and say whether it is still running."""
@@ -148,8 +149,7 @@ class StagePass:
         else:
             context.ownership.hide()
         try:
-            counting = self._carried.counting() if self._carried else _NOTHING
-            with context.chain.running(self), counting:
+            with context.chain.running(self), self._counter or _NOTHING:
                 result = self._microbatch.run(context.call)
         except StageExit as leaving:
             leaving.__traceback__ = None  # it keeps every frame, and so every activation
@@ -221,10 +221,10 @@ class StagePass:
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
-        return self._carried.resumed() if self._carried and self._is_open(index) else _NOTHING
+        return self._counter.resumed() if self._counter and self._is_open(index) else _NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:
-        return self._carried.paused() if self._carried else _NOTHING
+        return self._counter.paused() if self._counter else _NOTHING
 
     def _leave_block(self, index: int, output: Any) -> Any:
         return self._carried.leave_block(index, output) if self._carried else output
