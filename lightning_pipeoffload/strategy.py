@@ -349,6 +349,12 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             self._fit.between.settle()
 
     @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._fit is not None and self._fit.is_running:
+            self._fit.compare()  # what differs must not be saved
+        super().save_checkpoint(*args, **kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
             return self.fit_run.evaluate("validation_step", args, kwargs)

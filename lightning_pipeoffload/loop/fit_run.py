@@ -36,6 +36,7 @@ from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
+from lightning_pipeoffload.loop.step_exchange import Told
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -170,7 +171,7 @@ class FitRun:
     def have_optimizers(self) -> None:
         """Let new optimizers step with what this rank owns."""
         self._num_steps = 0
-        self.run.comparison.options = lambda: StepOptions(
+        self.run.exchange.options = lambda: StepOptions(
             self._strategy.optimizers, self.run.pipeline.trained, self._num_steps
         )
         parameters = self._strategy._parameters
@@ -233,7 +234,7 @@ class FitRun:
         board, environment = strategy._board, strategy.cluster_environment
         if board is not None and self._trains:
             assert strategy._metrics_store is not None
-            self._stop = JointStop(self._trainer, group)
+            self._stop = JointStop(self._trainer, group, self.run.exchange)
             self._steps.end_step = self._stop.end_step
             self._at_end.callback(Clocks(self._trainer, group.world).remove)
             self._arrivals = Arrivals(strategy._metrics_store, group)
@@ -343,9 +344,12 @@ class FitRun:
 
     def end_batch(self) -> None:
         """Take decisions of all ranks, after the hooks of a batch's end."""
-        if self._stop is not None:
-            self._stop.end_batch()
-            self.run.plans.end_batch()
+        if self._trainer.training:
+            plans, wants = self.run.plans, self._stop is not None and self._stop.hear()
+            told = self.run.exchange.turn(plans.tell(wants), trains=True)
+            if self._stop is not None:
+                self._stop.decide(wants, told.stops)
+            plans.hear(told)
         if self.requeue is not None:
             self.requeue.end_batch()
 
@@ -358,7 +362,17 @@ class FitRun:
         """Let all ranks stop if one of them has set ``trainer.should_stop``; they wait here."""
         self.arrive()
         if self._stop is not None:
-            self._stop.settle()
+            told = self.run.exchange.settle(Told(stops=self._stop.hear()), self._trains)
+            self._stop.settle(told.stops)
+            self.run.plans.hear(told)
+
+    def compare(self) -> None:
+        """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
+        wants = self._stop is not None and self._stop.hear()
+        told = self.run.exchange.settle(Told(stops=wants), self._trains)
+        self.run.plans.hear(told)
+        if self._stop is not None:
+            self._stop.remember(told.stops)
 
     def send_collected(self) -> None:
         """Let all ranks have what steps have left behind, before the hooks of an epoch's end."""

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
+from lightning_pipeoffload.loop.step_exchange import StepExchange
 from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import World
@@ -26,22 +27,21 @@ _ARRIVED = "arrived/"
 class JointStop:
     """One rank's part in a fit's common decision to stop.
 
-    At the end of a batch each rank casts a vote, and reads those of the batch before. Only a rank
-    that wants to stop waits for the votes of this batch, since all may want it. So what all ranks
-    set stops them at once, and what one rank sets after the next batch. What a step sets behind the
-    blocks, on the last stage, reaches the others before they end that batch.
+    At the end of a batch each rank says whether it wants to stop, and reads what was said after the
+    batch before. Only a rank that wants to stop waits for what is said now, since all may want it.
+    So what all ranks set stops them at once, and what one rank sets after the next batch. What a
+    step sets behind the blocks, on the last stage, reaches the others before they end that batch.
     """
 
-    def __init__(self, trainer: Trainer, group: PipelineGroup) -> None:
-        self._trainer, self._group = trainer, group
-        self._wants = False
+    def __init__(self, trainer: Trainer, group: PipelineGroup, exchange: StepExchange) -> None:
+        self._trainer, self._group, self._exchange = trainer, group, exchange
+        self._wants = self._has_been_told = False
         self._num_steps = 0
         self._told: Callable[[], int] | None = None
-        self._vote: Callable[[], int] | None = None
 
     def start_batch(self, num_microbatches: int) -> None:
         """Begin a training batch, of as many microbatches whose steps end on the last stage."""
-        self._hear()  # of the same batch, if an optimizer evaluates it again
+        self.hear()  # of the same batch, if an optimizer evaluates it again
         self._num_steps = num_microbatches if self._group.is_root else 0
         if not self._group.is_root:
             self._told = self._group.start_sharing(0, self._group.root)
@@ -50,37 +50,37 @@ class JointStop:
         """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
         if self._num_steps == 0:
-            self._told = self._group.start_sharing(self._is_asked, self._group.root)
+            self._told = self._group.start_sharing(
+                self._wants or self._trainer.should_stop, self._group.root
+            )
 
-    def end_batch(self) -> None:
-        """Set ``should_stop`` as all ranks do; called after the hooks of a batch's end."""
-        if not self._trainer.training:
-            return
-        self._hear()
-        wants = self._is_asked
-        before, self._vote = self._vote, self._group.world.start_counting(wants)
-        stops = bool(before and before())
-        if wants:
-            stops = self._vote() == self._group.world.size or stops
-        self._trainer.should_stop = stops
-        self._wants = wants and not stops
-
-    def settle(self) -> None:
-        """Let what any rank has set count; called where ranks may wait for each other."""
-        if self._vote is not None:
-            self._vote()
-            self._vote = None
-        self._trainer.should_stop = self._group.world.start_counting(self._is_asked)() > 0
-        self._wants = False
-
-    @property
-    def _is_asked(self) -> bool:
-        return self._wants or self._trainer.should_stop
-
-    def _hear(self) -> None:
+    def hear(self) -> bool:
+        """Return whether this rank wants to stop, at the end of a batch."""
         told, self._told = self._told, None
         if told is not None and told():
             self._wants = True
+        return self._wants or self._trainer.should_stop
+
+    def remember(self, told: bool) -> None:
+        """Let what any rank has said in the middle of a batch count at its end."""
+        self._has_been_told = self._has_been_told or told
+
+    def decide(self, wants: bool, told: bool) -> None:
+        """Set ``should_stop`` as all ranks do.
+
+        Args:
+            wants: Whether this rank has said that it wants to stop.
+            told: Whether any rank has said so after the batch before.
+        """
+        told, self._has_been_told = told or self._has_been_told, False
+        stops = told or (wants and self._exchange.all_stop())
+        self._trainer.should_stop = stops
+        self._wants = wants and not stops
+
+    def settle(self, told: bool) -> None:
+        """Let what any rank has set count, where ranks have waited for each other."""
+        self._trainer.should_stop = told
+        self._wants = self._has_been_told = False
 
 
 class Arrivals:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.loop.batch_comparison import BatchComparison
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
+from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -47,7 +47,7 @@ class PipelineRun:
     Attributes:
         pipeline: This rank's part of the module.
         executor: What runs this rank's actions.
-        comparison: What the ranks compare with each batch.
+        exchange: What the ranks tell each other between batches.
         measurements: What those actions cost.
         plans: What makes the plans that it runs by.
         report: What the run says of itself.
@@ -221,7 +221,7 @@ class PipelineRun:
         Where it may turn out that the step can be cut, it runs by slices: what it computes is then
         the same to the bit. Returns whether it could be cut, too.
         """
-        finish_comparing = self._start_comparing(inputs)
+        self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
         call = StepCall(is_last=self._group.is_root, is_last_local=True)
         cuts = [(cut.part, cut.seed) for cut in slices or ()] or [(inputs.batch, inputs.seed)]
         values, could_be_cut = [], True
@@ -230,7 +230,7 @@ class PipelineRun:
             with lending.running():
                 values.append(inputs.step(part, call))
             could_be_cut &= lending.could_be_cut
-        finish_comparing()
+        self.exchange.turn(Told(), trains=False)
         parts = [part for part, _ in cuts]
         sizes = [*map(_size_of, parts)]
         shares = self._weights.shares(parts, sizes) if slices else [1.0]
@@ -245,28 +245,24 @@ class PipelineRun:
         slices: list[BatchSlice],
         execute: Callable[[Sequence[Any]], list[Any]],
     ) -> StepOutput:
-        finish_comparing = self._start_comparing(inputs)
+        self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
         parts = [cut.part for cut in slices]
         sizes = [*map(batch_size, parts)]
         shares = self._weights.shares(parts, sizes)
         results = execute(shares)
-        finish_comparing()
+        if inputs.kind != "training_step":
+            self.exchange.turn(Told(), trains=False)
         return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
 
-    def _start_comparing(self, inputs: StepInputs) -> Callable[[], None]:
-        """Start comparing the ranks' batches; return what ends it, after the step."""
-        trains = inputs.kind == "training_step"
-        return self.comparison.start(inputs.batch, f"batch in {inputs.kind}", trains)
-
     def finish_checking(self) -> None:
-        """Compare the last batches of the ranks, where each is compared one late; all call it.
+        """Compare the last batches of the ranks, and what the optimizers have now; all call it.
 
         Raises:
             RuntimeError: The batches were different.
             ValueError: The optimizers' options were, or the user's weights of the batch's
                 microbatches cannot be.
         """
-        self.comparison.finish()
+        self.exchange.settle(Told(), trains=True)
         self._weights.check()
 
     def _smallest_size(self, total: int) -> int:
@@ -310,7 +306,7 @@ class PipelineRun:
 
     def _forget_batches(self) -> None:
         self._cuts_predictions = None
-        self.comparison = BatchComparison(self.pipeline, self._group, self._on_accelerator)
+        self.exchange = StepExchange(self.pipeline, self._group, self._on_accelerator)
         self._weights.forget()
 
 

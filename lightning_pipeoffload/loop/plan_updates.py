@@ -1,13 +1,11 @@
 """Better plans that a solver finds while training goes on, adopted by all ranks between two steps.
 
-The solver is a process beside global rank 0's. Nobody waits for its news: before a step each rank
-starts to count who has any, and reads the count of the step before, which is there by then. Where
-there is news the ranks wait for each other, measure, and all decide by the same numbers.
+The solver is a process beside global rank 0's. Nobody waits for its news, which ranks exchange
+after a batch and read a batch later. Where there is any they wait for each other, measure, and all
+decide by the same numbers.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -17,7 +15,6 @@ from lightning_pipeoffload.planning.report_text import print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.host_group import World
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
 from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -44,8 +41,6 @@ class PlanUpdates:
         self._settings, self._group = settings, group
         self._training, self._measurements = training, measurements
         self._solver: PlanSolver | None = None
-        self._world: World | None = None
-        self._news: Callable[[], int] | None = None
         self._limits = MachineLimits()
         self._problem: PlanProblem | None = None
         self._to_beat = 0.0
@@ -74,7 +69,6 @@ class PlanUpdates:
         if not self._settings.solver_seconds:
             return
         self._to_beat = problem.seconds(start)
-        self._world = World(self._group)
         if self._group.reports:
             self._solver = PlanSolver(
                 problem, start, self._settings.solver_seconds, self._settings.cache_folder
@@ -94,23 +88,9 @@ class PlanUpdates:
         return start
 
     @property
-    def is_solving(self) -> bool:
-        """Whether a solver is at work, on all ranks alike."""
-        return self._world is not None
-
-    def before_step(self) -> None:
-        """Adopt a better plan, if there was one before the last step; all ranks call it."""
-        if self._world is None or not self._measurements.are_enough:
-            return
-        news, self._news = self._news, None
-        if news is not None and news():
-            self._exchange(self._world)
-        else:
-            self._news = self._world.start_counting(self._has_news)
-
-    @property
-    def _has_news(self) -> bool:
-        if self._solver is None:
+    def has_news(self) -> bool:
+        """Whether the solver of this rank has a better plan for what was measured, or has ended."""
+        if self._solver is None or not self._measurements.are_enough:
             return False
         self._solver.look()
         return self._better is not None or self._solver.is_over
@@ -123,10 +103,10 @@ class PlanUpdates:
         is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
         return self._solver.best if is_better else None
 
-    def _exchange(self, world: World) -> None:
-        """Let all ranks have the plan, and decide on it by what was measured last."""
+    def exchange(self) -> None:
+        """Let all ranks have the plan, and decide on it by what was measured last; all call it."""
         is_over = self._solver is not None and self._solver.is_over
-        plan, is_over = world.broadcast((self._better, is_over), 0)
+        plan, is_over = self._group.world.broadcast((self._better, is_over), 0)
         if plan is not None and self._problem is not None:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
@@ -149,7 +129,6 @@ class PlanUpdates:
 
     def close(self) -> None:
         """End the solver, if this rank has it."""
-        self._world = self._news = None
         if self._solver is not None:
             self._solver.close()
             self._solver = None

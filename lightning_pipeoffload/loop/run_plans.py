@@ -12,6 +12,7 @@ from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.loop.step_exchange import Told
 from lightning_pipeoffload.planning.machine_limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import (
@@ -79,8 +80,7 @@ class RunPlans:
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
         self._updates = PlanUpdates(settings, group, self.training, measurements)
-        self._vote: tuple[int, Callable[[], int]] | None = None
-        self._num_batches = 0
+        self._told = Told()
         self._kept: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
@@ -155,31 +155,22 @@ class RunPlans:
         """
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
-        elif is_first and self._outgrows_limit():
-            self._plan_anew()
-        elif is_first and self._updates.is_solving:
-            self._updates.before_step()
+        elif is_first:
+            told, self._told = self._told, Told()
+            if told.outgrown:
+                self._plan_anew()
+            elif told.has_news:
+                self._updates.exchange()
 
-    def end_batch(self) -> None:
-        """Let ranks know of a microbatch that was too large; called after a batch's hooks.
-
-        Nobody waits for it: what is counted after a batch is read when the next one has run too.
-        """
-        trainer: Any = self._pipeline.module.trainer
-        if not trainer.training:
-            return
-        self._num_batches += 1
+    def tell(self, stops: bool) -> Told:
+        """Return what this rank says after a batch; ``stops`` is whether it wants to stop."""
         has_plan = self._has_measured_steps and self.training.costs is not None
-        if has_plan and self.settings.is_limited(self._on_accelerator) and self._vote is None:
-            counting = self._group.world.start_counting(self._breaks_limit())
-            self._vote = self._num_batches, counting
+        is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
+        return Told(stops, is_limited and self._breaks_limit(), self._updates.has_news)
 
-    def _outgrows_limit(self) -> bool:
-        """Whether the plan would break the memory limit on any rank, on all of them alike."""
-        if self._vote is None or self._vote[0] >= self._num_batches:
-            return False
-        (_, count), self._vote = self._vote, None
-        return count() > 0
+    def hear(self, told: Told) -> None:
+        """Remember what any rank has said, for the next batch."""
+        self._told = Told(*map(max, self._told, told))
 
     def _breaks_limit(self) -> bool:
         """Whether this rank has kept more for a microbatch than was planned, and than fits."""
@@ -290,5 +281,5 @@ class RunPlans:
     def leave(self) -> None:
         """Leave the plan under way, after an error in the middle of a step too."""
         self._updates.close()
-        self._vote, self._num_batches = None, 0
+        self._told = Told()
         self.training.abandon()

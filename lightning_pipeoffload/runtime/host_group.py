@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -54,25 +54,6 @@ class HostGroup:
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
-    def start_comparing(self, numbers: Sequence[int]) -> Callable[[], bool]:
-        """Start to compare numbers; return a function that waits, and says whether any differs.
-
-        Args:
-            numbers: This process's; all have as many.
-        """
-        if dist.get_world_size(self.host_group) == 1:
-            return lambda: False
-        # Their maximum is their minimum, which is that of what they lack, where all are the same.
-        box = torch.tensor([[*numbers], [~number for number in numbers]])
-        work = self.host_group.allreduce([box], dist.ReduceOp.MAX)
-
-        def differ() -> bool:
-            with blaming_peers("lost a rank while comparing batches"):
-                work.wait()
-            return not torch.equal(box[0], ~box[1])
-
-        return differ
-
 
 class World(HostGroup):
     """All processes of a run, those of every replica.
@@ -103,12 +84,7 @@ class World(HostGroup):
             dist.barrier(group=group)
         dist.destroy_process_group(group)
 
-    # The group's own method, in each batch: that of torch.distributed takes twice as long.
-
-    def start_counting(self, vote: bool) -> Callable[[], int]:
-        """Vote, as all processes do; return a function that waits for the number that say yes."""
-        box = torch.tensor([int(vote)])
-        return waiting(self.side_group.allreduce([box]), box)
+    # The group's own method: that of torch.distributed takes twice as long.
 
     def start_telling(self, number: int) -> Callable[[], int]:
         """Return a function that waits for the number of global rank 0."""

@@ -29,7 +29,7 @@ PROBLEM = PlanProblem(6, (0, 1, 2), COSTS, 34.0)
     ids=["accumulated", "three ranks", "one rank"],
 )
 def test_losses_are_the_same_to_the_bit_when_the_plan_changes_twice(ranks, size, options):
-    changed, same = ranks(size).run(twice_and_never, size, 14 if size == 3 else 12, options)[0]
+    changed, same = ranks(size).run(twice_and_never, size, 24, options)[0]
     plans = list(dict.fromkeys(changed["plans"]))
     assert len(plans) == 4 - (size == 1)  # that which measures, the families', and the two
     assert "OFFLOAD" in plans[-2]

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.batch_comparison import BatchComparison
+from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
 from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from tests.support import fits
@@ -15,36 +15,50 @@ from tests.support import fits
 FIRST, SECOND = torch.ones(2), torch.zeros(2)
 
 
-class Group:
-    """Keeps the numbers that it is to compare."""
+class Work:
+    def wait(self):
+        pass
 
-    num_replicas = 1
-    replicas = None
+
+class Group:
+    """Keeps the vectors that it is to reduce."""
+
+    num_replicas, replica = 1, 0
 
     def __init__(self):
-        self.compared = []
+        self.sent = []
+        self.world = SimpleNamespace(size=2, side_group=self)
 
-    def start_comparing(self, numbers):
-        self.compared.append(numbers[-1])
-        return lambda: False
+    def allreduce(self, tensors, operation):
+        self.sent.append(tensors[0].tolist())
+        return Work()
 
 
 def compared(batches, is_late):
     group = Group()
-    drawn = SimpleNamespace(now=lambda: 0, names="")
-    comparison = BatchComparison(SimpleNamespace(drawn=drawn), group, is_late)
+    exchange = StepExchange(SimpleNamespace(), group, is_late)
     for batch in batches:
-        comparison.start(batch, "a batch", True)()
+        exchange.note(batch, "a batch")
         batch += 1
-    comparison.finish()
-    return group.compared
+        exchange.turn(Told(), trains=False)
+    exchange.settle(Told(), trains=False)
+    return [vector[-2] for vector in group.sent]
 
 
 def test_a_batch_of_the_device_is_compared_with_the_next_as_it_was_before_the_step_wrote_it():
     first, second = start_checksum(FIRST)(), start_checksum(SECOND)()
     batches = [FIRST, SECOND]
-    assert compared([b.clone() for b in batches], is_late=False) == [first, second, 0, 0]
-    assert compared([b.clone() for b in batches], is_late=True) == [0, first, second, 0]
+    assert compared([b.clone() for b in batches], is_late=False) == [first, second, 0]
+    assert compared([b.clone() for b in batches], is_late=True) == [0, first, second]
+
+
+def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
+    exchange = StepExchange(SimpleNamespace(), Group(), False)
+    assert exchange.turn(Told(stops=True), trains=False) == Told()
+    assert exchange.all_stop()
+    assert exchange.turn(Told(outgrown=True), trains=False) == Told(stops=True)
+    assert not exchange.all_stop()
+    assert exchange.settle(Told(), trains=False) == Told(outgrown=True)
 
 
 def options_of(**given):
@@ -136,7 +150,7 @@ VARIANTS = {
     "optimizer_step": (skip, "the number of calls of optimizer.step is 3 on global rank 0 and 2"),
     "optimizer_step twice": (
         step_twice,
-        "the number of calls of optimizer.step is 4 on global rank 0 and 5 on global rank 1",
+        "the number of calls of optimizer.step is 3 on global rank 0 and 4 on global rank 1",
     ),
 }
 
