@@ -24,7 +24,7 @@ from lightning_pipeoffload.runtime.cut.step_pass import StepPass
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.saved_tensor import Saved, cast_parameter
+from lightning_pipeoffload.runtime.memory.saved_tensor import Resident, Saved, cast_parameter
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,
     OffloadSettings,
@@ -76,7 +76,7 @@ class ShapeStore(ActivationStore):
         if not isinstance(tensor, ShapeOnly):
             return super()._pack(tensor, part)
         if self._stays(tensor.meta) or cast_parameter(tensor) is not None:
-            return _SavedShape(_Kept(tensor.meta), tensor)
+            return _SavedShape(Resident(tensor.meta), tensor)
         return _SavedShape(self._keep(tensor.meta, part), tensor)
 
     @override
@@ -84,14 +84,6 @@ class ShapeStore(ActivationStore):
         if not isinstance(tensor, ShapeOnly):
             return super().pack_for_weight(tensor)
         return _SavedShape(super().pack_for_weight(tensor.meta), tensor)
-
-
-class _Kept:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def unpack(self) -> Tensor:
-        return self._tensor
 
 
 class StageStores(WeightInputKeeper):
