@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,12 +46,18 @@ def plan_for_device(config: DictConfig) -> tuple[Schedule, Costs, dict[str, Any]
     """
     check_sizes(num_ranks=config.num_ranks, num_microbatches=config.num_microbatches)
     planner = ModelPlanner(config)
-    plan = _plan(planner, config)
+    with _saying(f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"):
+        plan = _plan(planner, config)
     if config.format == "text":
         print_choice(plan, MEASURED)
         Console().out(f"{_basis(planner, config)}\n", highlight=False)
     told = describe(plan) | _figures(planner, config, plan.best.option)
     return split_fused_backward(plan.schedule), plan.costs, told
+
+
+def _saying(what: str) -> AbstractContextManager[Any]:
+    """Show on a terminal what takes seconds."""
+    return Console(stderr=True).status(what)
 
 
 def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
@@ -113,16 +120,19 @@ def estimate_model(config: DictConfig) -> None:
     """
     planner = ModelPlanner(config)
     limit = planner.memory
-    found, refusals = _estimate_all(
-        planner,
-        [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]],
-        [int(num_ranks) for num_ranks in _as_list(config.num_ranks)],
-    )
+    with _saying("Counting what the model needs"):
+        found, refusals = _estimate_all(
+            planner,
+            [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]],
+            [int(num_ranks) for num_ranks in _as_list(config.num_ranks)],
+        )
     if not found:
         raise ScheduleError(refusals[0])
     least = min(found, key=lambda plan: plan.device)
     if limit is not None and least.device > limit:
-        raise ScheduleError(_refusal(least, limit, planner.advice(least.settings, least.num_ranks)))
+        with _saying("It does not fit; looking for the fastest plan that does"):
+            advice = planner.advice(least.settings, least.num_ranks)
+        raise ScheduleError(_refusal(least, limit, advice))
     _print(config, found, refusals, limit)
 
 

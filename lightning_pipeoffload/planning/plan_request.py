@@ -26,7 +26,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import HostMemoryError, Plan, PlanRequest, make_plan
+from lightning_pipeoffload.schedule.make_plan import HostShortageError, Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _NO_LIMITS = MachineLimits()
@@ -118,7 +118,7 @@ def plan_of(request: PlanRequest) -> Plan:
         return make_plan(request)
     except MemoryLimitError as error:
         raise ScheduleError(error.told(bytes_text)) from None
-    except HostMemoryError as error:
+    except HostShortageError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "
             f'with offload=auto, raise memory_limit, or use recompute="cheap"'

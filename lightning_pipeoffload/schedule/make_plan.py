@@ -26,13 +26,13 @@ from .search.problem import ROUNDING
 from .simulation.simulate import simulate
 from .simulation.steady_step import period_bubble, steady_period
 
-__all__ = ["HostMemoryError", "Plan", "PlanRequest", "make_plan"]
+__all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
 
 
-class HostMemoryError(ScheduleError):
+class HostShortageError(ScheduleError):
     """A plan offloads more than a rank's host has room for."""
 
 
@@ -257,7 +257,7 @@ class _Trials:
     ) -> None:
         shortage = schedule.has_copies and self._request.host_shortage(schedule, self.costs(option))
         if shortage:
-            raise HostMemoryError(shortage)
+            raise HostShortageError(shortage)
         figures = self._figures(option, schedule)
         self._check_memory(option, figures[2])
         self.found.append(Candidate(option, offload, "", *figures, schedule, report))
@@ -285,7 +285,7 @@ class _Trials:
             _, _, needed = error.args
             self._least = min(self._least, needed + self._request.taken(option))
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
-        elif isinstance(error, HostMemoryError):
+        elif isinstance(error, HostShortageError):
             refused = Candidate(option, offload, "the hosts have no room for what it offloads")
         else:
             refused = Candidate(option, offload, str(error).partition("\n")[0])
