@@ -16,6 +16,7 @@ from lightning_pipeoffload.pictures.measured_step import MeasuredStep
 from lightning_pipeoffload.pictures.timelines import draw_measured
 from lightning_pipeoffload.pictures.trace import to_measured_trace
 from lightning_pipeoffload.schedule import Costs, Schedule, Timeline, simulate
+from lightning_pipeoffload.schedule.quantities import seconds_text, share_text
 
 __all__ = ["TimelineFiles"]
 
@@ -95,7 +96,7 @@ class DrawnStep:
 
 
 def _describe(seconds: float, bubble: float) -> str:
-    return f"{1e3 * seconds:.4g} ms, bubble {bubble:.1%}; memory in MiB"
+    return f"{seconds_text(seconds)}, bubble {share_text(bubble)}; memory in MiB"
 
 
 def _obstacle_of(path: Path) -> str:

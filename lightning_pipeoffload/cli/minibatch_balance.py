@@ -23,6 +23,7 @@ from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances
 from lightning_pipeoffload.odc.balance_picture import draw_balances
 from lightning_pipeoffload.odc.text_costs import find_cost
 from lightning_pipeoffload.pictures.figures import save_figure
+from lightning_pipeoffload.schedule.quantities import share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -65,7 +66,7 @@ def balance_table(found: Sequence[Balance], title: str) -> Table:
     numbers = [Column(name, justify="right") for name in ("time", "idle", "throughput")]
     table = Table("communication", "shared out by", *numbers, title=title, box=SIMPLE)
     for one in found:
-        figures = f"{one.time:.1f}", f"{one.idle:.1%}", f"{one.speedup:.2f}"
+        figures = f"{one.time:.1f}", f"{share_text(one.idle)}", f"{one.speedup:.2f}"
         table.add_row(one.communication, one.mode, *figures)
     return table
 

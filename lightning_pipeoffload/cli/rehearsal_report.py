@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from lightning_pipeoffload.cli.plan_output import bare_table
-from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
 
 __all__ = ["Rehearsed", "print_rehearsed"]
 
@@ -68,10 +68,10 @@ def print_rehearsed(found: Rehearsed, output: str) -> None:
         f"{found.schedule}: rank {found.rank} of {found.num_ranks}, {found.num_microbatches} "
         f"microbatches"
     )
-    headings = ("stage", "F, ms", "B, ms", "W, ms", "offload, ms", "reload, ms", "activation")
+    headings = ("stage", "F", "B", "W", "offload", "reload", "activation")
     table = bare_table(*headings, title=title)
     for index, stage in found.stages.items():
-        times = [f"{1e3 * stage[name]:.2f}" for name in _TIMES]
+        times = [seconds_text(stage[name]) for name in _TIMES]
         table.add_row(str(index), *times, bytes_text(stage["activation"]))
     console.print(table)
     for line in _lines(found):
@@ -80,11 +80,13 @@ def print_rehearsed(found: Rehearsed, output: str) -> None:
 
 def _lines(found: Rehearsed) -> list[str]:
     over = found.step_seconds / found.planned_seconds if found.planned_seconds else 1.0
-    hidden = "" if found.hidden_share is None else f", {found.hidden_share:.0%} of them hidden"
+    hidden = (
+        "" if found.hidden_share is None else f", {share_text(found.hidden_share)} of copies hidden"
+    )
     limit = "" if found.limit_bytes is None else f" of {bytes_text(found.limit_bytes)}"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.items() if size)
     return [
-        f"A step takes {1e3 * found.step_seconds:.1f} ms, {over:.3f} times what is planned.",
+        f"A step takes {seconds_text(found.step_seconds)}, {over:.3f} times what is planned.",
         f"k = {found.copy_ratio:.2f}{hidden}.",
         f"Activations took {bytes_text(found.peak_bytes)}{limit}, planned were "
         f"{bytes_text(found.planned_peak_bytes)}, and {bytes_text(found.host_bytes)} of the host: "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.odc.balance import Balance, Timing
 from lightning_pipeoffload.pictures.figures import SMALL, new_figure
+from lightning_pipeoffload.schedule.quantities import share_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ def _spans(communication: str, timing: Timing) -> Iterator[Spans]:
 
 
 def _draw(axes: Axes, balance: Balance, ranks: list[Spans]) -> None:
-    title = f"{balance.communication}, {balance.mode}: idle {balance.idle:.1%} of all minibatches"
+    idle = share_text(balance.idle)
+    title = f"{balance.communication}, {balance.mode}: idle {idle} of all minibatches"
     axes.set_title(title, loc="left", fontsize=1.2 * SMALL)
     end = max((span[1] for spans in ranks for span in spans), default=0.0)
     for rank, spans in enumerate(ranks):

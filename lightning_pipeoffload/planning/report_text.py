@@ -217,7 +217,7 @@ def _about_copies(report: dict[str, Any], limit: float | None) -> list[str]:
         return [f"Offloaded: nothing{why}.", *_reason(report)]
     ratio = (
         f"k = (offload + reload) / (F + B + W) is at most {max(report['k']):.2f}: while the ranks "
-        f"compute, {report['free_share']:.0%} of the activations can be copied."
+        f"compute, {share_text(report['free_share'])} of the activations can be copied."
     )
     if "offload" not in report:
         return [f"Offloaded: what {report['schedule']} says.", ratio]

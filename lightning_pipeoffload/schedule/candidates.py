@@ -9,6 +9,7 @@ from typing import Any
 
 from .families import FAMILIES
 from .passes.offload import OffloadReport
+from .quantities import share_text
 from .schedule import Schedule
 
 __all__ = ["Candidate", "Option", "best_of", "options", "period_to_compare"]
@@ -103,9 +104,9 @@ class Candidate:
             return self
         longer = self.period / best.period - 1 if best.period else 0.0
         if longer > _ABOUT_EQUAL:
-            return replace(self, reason=f"{longer:.1%} longer")
+            return replace(self, reason=f"{share_text(longer)} longer")
         if self.score > best.score * (1 + _ABOUT_EQUAL):
-            return replace(self, reason=f"{max(0.0, -longer):.1%} faster, but copies")
+            return replace(self, reason=f"{share_text(max(0.0, -longer))} faster, but copies")
         return replace(self, reason="no less memory")
 
 

@@ -20,6 +20,7 @@ from .lower_bound import earliest_end, most_work
 from .passes.offload import OffloadReport, offload_activations
 from .passes.reduce import add_reductions
 from .passes.transfer import split_every_backward, split_fused_backward
+from .quantities import share_text
 from .recipe import Recipe, build_by
 from .schedule import Schedule
 from .search.problem import ROUNDING
@@ -307,7 +308,9 @@ class _Trials:
         promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
         if promised > _WORTH_SEARCHING:
             return ""
-        return f"nothing can be more than {max(0.0, promised):.1%} faster than what there is"
+        return (
+            f"nothing can be more than {share_text(max(0.0, promised))} faster than what there is"
+        )
 
     def omits(self, bound: Callable[[Option], float], option: Option) -> bool:
         if self._request.omits_above is None:

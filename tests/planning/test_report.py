@@ -64,7 +64,7 @@ def offloaded(**options):
         (REPORT, 3 << 20, "Offloaded: nothing, order alone meets the limit."),
         (REPORT, 2 << 20, "Offloaded: nothing."),
         (offloaded(), None, "Offloaded: of 8 activations of a step 4 from F to B, 0 from B to W."),
-        (offloaded(reason="too slow"), None, "100% of the activations can be copied. too slow."),
+        (offloaded(reason="too slow"), None, "100.0 % of the activations can be copied. too slow."),
         ({**REPORT, "has_copies": True}, None, "Offloaded: what 1f1b says. k = "),
     ],
 )
