@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ..actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind
+from ..actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, RELOADS, Action, Kind
 from ..costs import Costs
 from ..dependencies import outcome, replay
 from ..schedule import Schedule
@@ -52,14 +52,20 @@ class StepSimulation:
     Args:
         schedule: What to time.
         costs: Seconds and memory of its stages.
+        copies: Seconds of every copy, and of W's part of every RELOAD, where they are not those
+            that follow from the costs.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        copies: tuple[dict[Action, float], dict[Action, float]] | None = None,
+    ) -> None:
         self._schedule, self._costs = schedule, costs
         self._seconds = _durations(schedule, costs)
         self._hop_seconds = _hops(schedule, costs)
-        self._copy_seconds = _copy_durations(schedule, costs)
-        self._seconds_for_w = _durations_for_w(schedule, costs, self._copy_seconds)
+        self._copies = copies or _copy_durations(schedule, costs)
         self._steps = list(replay(schedule))
 
     def run(self, starts: Sequence[float]) -> list[Event]:
@@ -69,7 +75,7 @@ class StepSimulation:
             starts: When each rank begins.
         """
         costs, num_ranks = self._costs, self._schedule.num_ranks
-        lanes = SimulatedCopies(num_ranks, costs, self._copy_seconds, self._seconds_for_w)
+        lanes = SimulatedCopies(num_ranks, costs, *self._copies)
         reductions = SimulatedReductions(self._schedule, costs)
         clocks = [*starts]
         ended: dict[Action, float] = {}
@@ -92,42 +98,34 @@ class StepSimulation:
         return events
 
 
-def _copy_durations(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the seconds of every copy: its stage's, times the share of the activation it moves."""
+def _copy_durations(
+    schedule: Schedule, costs: Costs
+) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Return the seconds of every copy, and those of W's part of each RELOAD that has one.
+
+    A copy takes its stage's, times the share of the activation that it moves.
+    """
+    durations: dict[Action, float] = {}
+    for_w: dict[Action, float] = {}
     if not schedule.has_copies:
-        return {}
+        return durations, for_w
+    names = ("activation", "weight_input", "offload", "reload")
+    stages = (costs.per_stage(name, schedule.num_stages) for name in names)
+    activation, weight_input, offload, reload = stages
+    whole = dict.fromkeys((Kind.OFFLOAD, Kind.OFFLOAD_W), offload) | dict.fromkeys(RELOADS, reload)
     sizes = part_sizes(costs, schedule.num_stages)
-    activation = costs.per_stage("activation", schedule.num_stages)
-    whole = {
-        Kind.OFFLOAD: costs.per_stage("offload", schedule.num_stages),
-        Kind.RELOAD: costs.per_stage("reload", schedule.num_stages),
-    }
-    whole |= {Kind.OFFLOAD_W: whole[Kind.OFFLOAD]}
-    whole |= dict.fromkeys((Kind.RELOAD_B, Kind.RELOAD_W), whole[Kind.RELOAD])
-    durations = {}
     for rank in schedule:
         device = memory_changes(rank, sizes, MEMORY_EFFECTS)
         host = memory_changes(rank, sizes, HOST_EFFECTS)
         for action, *moved in zip(rank, device, host, strict=True):
-            if action.kind in whole:
-                stage = action.stage
+            kind, stage, _ = action
+            if kind in whole:
                 # What is moved is what comes to be on the other side: one of the two changes is 0.
                 share = max(moved) / activation[stage] if activation[stage] else 1.0
-                durations[action] = whole[action.kind][stage] * share
-    return durations
-
-
-def _durations_for_w(
-    schedule: Schedule, costs: Costs, seconds: dict[Action, float]
-) -> dict[Action, float]:
-    """Return the seconds of W's part of each RELOAD, where it has one."""
-    activation = costs.per_stage("activation", schedule.num_stages)
-    for_weight = costs.per_stage("weight_input", schedule.num_stages)
-    return {
-        action: whole * for_weight[action.stage] / activation[action.stage]
-        for action, whole in seconds.items()
-        if action.kind is Kind.RELOAD and for_weight[action.stage]
-    }
+                durations[action] = whole[kind][stage] * share
+                if kind is Kind.RELOAD and weight_input[stage]:
+                    for_w[action] = durations[action] * weight_input[stage] / activation[stage]
+    return durations, for_w
 
 
 def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:

@@ -124,7 +124,9 @@ class PassModel:
         queue = self._copy(Kind.OFFLOAD_W, queued, ends[Kind.B], ticks, away)
         ticks = here[Part.FOR_W], here[WAITING]
         rest = self._copy(Kind.RELOAD_W, back, ends[Kind.B], ticks, queued)
-        model.after(begins[Kind.B], reload.end, away)
+        # B waits for its own part alone, which comes back first.
+        model.after(begins[Kind.B], reload.start.plus(here[Part.FOR_B]), away)
+        model.after(begins[Kind.W], reload.end, away)
         model.after(rest.begin, queue.end, queued)
         model.after(begins[Kind.W], rest.end, back)
         return PassCopies(offload, reload, queue, rest, in_parts)

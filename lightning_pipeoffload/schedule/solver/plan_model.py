@@ -75,7 +75,7 @@ class PlanModel:
     ) -> None:
         self._whole, self._costs, self._plan = whole, costs, plan
         self._has_barrier = has_barrier
-        self.hint = (StartTimes.of if has_barrier else StartTimes.steady)(plan, costs, whole)
+        self.hint = StartTimes.of(plan, costs, whole, has_barrier)
         room = 1.0 if has_barrier else _ROOM_TO_OVERLAP
         self._model = HintedModel(round(self.hint.makespan * room))
         self.passes = self._make_passes()

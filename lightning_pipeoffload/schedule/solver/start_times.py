@@ -1,16 +1,14 @@
-"""When each action of a plan starts, in ticks: what a solver is told of a plan that there is."""
+"""When each action of a plan starts, in ticks: the hints of a solver that starts from the plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..actions import COMPUTE, COPIES, Action, Kind
+from ..actions import ACTIVATION, COPIES, Action, Kind, Part
 from ..costs import Costs
-from ..dependencies import outcome, replay
 from ..schedule import Schedule
-from ..simulation.copy_lanes import SimulatedCopies
+from ..simulation.simulate import StepSimulation
 from ..timeline import COMPUTE_LANE
 from .whole_costs import WholeCosts
 
@@ -41,59 +39,47 @@ class StartTimes:
         return max(self.ends)
 
     @classmethod
-    def steady(cls, plan: Schedule, costs: Costs, whole: WholeCosts) -> StartTimes:
-        """Time a plan in a step among many, where no rank waits for all others between two.
-
-        Args:
-            plan: The plan, before it is lowered.
-            costs: Which copies run at a time.
-            whole: What everything takes.
-        """
-        times = cls.of(plan, costs, whole)
-        for _ in range(_STEPS_TO_SETTLE):
-            first = min(times.ends)
-            times = cls.of(plan, costs, whole, [end - first for end in times.ends])
-        return times
-
-    @classmethod
     def of(
-        cls, plan: Schedule, costs: Costs, whole: WholeCosts, starts: Sequence[int] = ()
+        cls, plan: Schedule, costs: Costs, whole: WholeCosts, has_barrier: bool = True
     ) -> StartTimes:
-        """Time a plan whose B and W are apart.
+        """Time a plan whose B and W are apart, before it is lowered.
 
-        Args:
-            plan: The plan, before it is lowered.
-            costs: Which copies run at a time.
-            whole: What everything takes.
-            starts: When each rank may begin; all at once where nothing is said.
+        Without a barrier it is timed in a step among many, when the ranks have settled.
         """
         kinds = _kinds_of_copies(plan)
-        seconds = {
+        moves = COPIES - {Kind.FREE, Kind.FREE_W}
+        ticks = {
             action: float(whole.copy(action, kinds[action[1:]]))
             for rank in plan
             for action in rank
-            if action.kind in COPIES and action.kind not in (Kind.FREE, Kind.FREE_W)
+            if action.kind in moves
         }
-        # A solver's B waits for all of a RELOAD.
-        lanes = SimulatedCopies(plan.num_ranks, costs, seconds, {})
-        begins: dict[Action, int] = {}
-        copies: dict[Action, int] = {}
-        ended: dict[Action, int] = {}
-        clocks = list(starts) or [0] * plan.num_ranks
-        for rank, action, awaited in replay(plan):
-            start = clocks[rank]
-            if awaited is not None:
-                start = max(start, ended[awaited] + _hop(plan, awaited, rank, whole))
-            start = round(lanes.wait(action, start))
-            for event in lanes.start(rank, action, start):
-                times = begins if event.lane == COMPUTE_LANE else copies
-                times[action] = round(event.start)
-            end = start
-            if action.kind in COMPUTE:
-                begins[action] = start
-                end += whole.seconds[action.kind][action.stage]
-            clocks[rank] = ended[outcome(action)] = end
-        return cls(begins, copies, kinds, tuple(clocks))
+        for_w = {action: _for_w(action, whole) for action in ticks if action.kind is Kind.RELOAD}
+        simulation = StepSimulation(plan, _in_ticks(costs, whole), (ticks, for_w))
+        ends = [0.0] * plan.num_ranks
+        for _ in range(1 if has_barrier else 1 + _STEPS_TO_SETTLE):
+            first = min(ends)
+            events = simulation.run([end - first for end in ends])
+            for event in events:
+                if event.lane == COMPUTE_LANE:
+                    ends[event.rank] = event.end
+        begins = {e.action: round(e.start) for e in events if e.lane == COMPUTE_LANE}
+        copies = {e.action: round(e.start) for e in events if e.lane != COMPUTE_LANE}
+        return cls(begins, copies, kinds, tuple(map(round, ends)))
+
+
+def _in_ticks(costs: Costs, whole: WholeCosts) -> Costs:
+    return Costs(
+        *(whole.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)),
+        communication=whole.hops,
+        copy_lanes=costs.copy_lanes,
+        ranks_per_link=costs.ranks_per_link,
+    )
+
+
+def _for_w(reload: Action, whole: WholeCosts) -> float:
+    ticks = whole.reload[reload.stage]
+    return float(ticks[ACTIVATION] - ticks[Part.FOR_B])
 
 
 def _kinds_of_copies(plan: Schedule) -> dict[tuple[int, int], frozenset[Kind]]:
@@ -102,9 +88,3 @@ def _kinds_of_copies(plan: Schedule) -> dict[tuple[int, int], frozenset[Kind]]:
         for action in rank:
             kinds[action[1:]] |= {action.kind} & COPIES
     return {place: frozenset(of_place) for place, of_place in kinds.items()}
-
-
-def _hop(plan: Schedule, awaited: Action, rank: int, whole: WholeCosts) -> int:
-    if plan.rank_of(awaited.stage) == rank:
-        return 0
-    return whole.hops[awaited.stage if awaited.kind is Kind.F else awaited.stage - 1]

@@ -3,8 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeoffload.schedule import (
+    Action,
     Costs,
+    Kind,
     MemoryLimitError,
+    Schedule,
     ScheduleError,
     accept,
     build,
@@ -13,8 +16,11 @@ from lightning_pipeoffload.schedule import (
     steady_period,
 )
 from lightning_pipeoffload.schedule.solver import cp_sat, improve, optpipe
+from lightning_pipeoffload.schedule.solver.plan_model import PlanModel, SolverLimits
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.start_times import StartTimes
 from lightning_pipeoffload.schedule.solver.starts import best_of_families
+from lightning_pipeoffload.schedule.solver.whole_costs import WholeCosts
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 
@@ -153,3 +159,16 @@ def test_long_steps_are_solved_in_windows(tmp_path):
     plan = solve(COSTS, limit, tmp_path, 40, num_ranks=8, num_microbatches=32)
     family = of_families(COSTS, limit, num_ranks=8, num_microbatches=32)
     assert simulate(plan, COSTS).makespan < simulate(family, COSTS).makespan
+
+
+def test_b_waits_for_its_own_part_of_a_copy_back():
+    costs = Costs(20.0, 20.0, 20.0, activation=2.0, offload=20.0, reload=20.0, weight_input=1.0)
+    order = "0F0 0OFFLOAD0 0F1 0FREE0 0B1 0W1 0RELOAD0 0B0 0W0"
+    plan = Schedule.of([[Action.parse(action) for action in order.split()]], "optpipe")
+    whole = WholeCosts.of(costs, (0,), 4.0)
+    hint = StartTimes.of(plan, costs, whole)
+    seconds = costs.forward / whole.seconds[Kind.F][0]
+    assert hint.makespan * seconds == simulate(plan, costs).makespan
+    solved = []
+    PlanModel(whole, costs, plan).solve(SolverLimits(2.0), lambda plan: solved.append(plan) or True)
+    assert min(simulate(plan, costs).makespan for plan in solved) <= simulate(plan, costs).makespan
