@@ -221,10 +221,12 @@ class GivenPlans:
         return PlannedSteps(schedule, costs, self.steps)
 
     def _by_name(self, name: str) -> _Named:
-        check_name(name, "auto")
+        check_name(name)
         recipe, wanted = SCHEDULES[name], self._config.num_chunks
-        num_chunks = wanted if isinstance(wanted, int) and not recipe.max_chunks else None
-        return _Named(name, num_chunks or recipe.num_chunks, recipe)
+        if wanted is None or (self._config.compare and recipe.max_chunks):
+            wanted = recipe.num_chunks  # side by side num_chunks is for those that take any
+        check_sizes(num_chunks=wanted)
+        return _Named(name, wanted, recipe)
 
     def _from_file(self, path: str) -> _Named:
         if not Path(path).is_file():

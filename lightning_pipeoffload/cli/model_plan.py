@@ -44,7 +44,7 @@ def plan_for_device(config: DictConfig) -> tuple[Schedule, Costs, dict[str, Any]
     Raises:
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
-    check_sizes(num_ranks=config.num_ranks, num_microbatches=config.num_microbatches)
+    check_sizes(num_ranks=config.num_ranks)
     planner = ModelPlanner(config)
     with _saying(f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"):
         plan = _plan(planner, config)

@@ -26,6 +26,7 @@ from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.placement import stages_on
 from lightning_pipeoffload.schedule.quantities import seconds_text
+from lightning_pipeoffload.schedule.recipe import check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -108,9 +109,11 @@ class ModelPlanner:
             self.device = device_named(config.device, config.efficiency)
         self._given, strategy = config.device_memory, config.strategy
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
+        chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
+        check_sizes(num_microbatches=self._count, **chunks)
         self.settings = PipelineSettings(
-            num_microbatches=int(config.num_microbatches),
-            num_chunks="auto" if config.num_chunks is None else int(config.num_chunks),
+            num_microbatches=self._count,
+            num_chunks="auto" if self._num_chunks is None else self._num_chunks,
             blocks=strategy.get("blocks"),
             split=strategy.get("split", "auto"),
             offload=strategy.offload,

@@ -236,7 +236,7 @@ def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, ho
 @pytest.mark.parametrize("rank", some([1, 0], 2))
 def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
     started = time.monotonic()
-    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "15", "--devices", "3")
+    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "30", "--devices", "3")
     assert run.status == (137 if rank == 0 else 1)
     answers = {because(rank, ", which does not answer", other) for other in {0, 1, 2} - {rank}}
     killed = {because(rank, ", which is gone", other) for other in {1, 2} if rank == 0}
@@ -251,7 +251,7 @@ def test_ranks_that_fail_differently_do_not_wait_for_each_other():
     run = run_failing(*BATCH, "own", "--rank", "0", "--rank-too", "1")
     assert run.status == 1
     assert all(f"RuntimeError: only of rank {rank}" in run.errors for rank in range(2))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
 
 
 def test_what_all_raise_and_nobody_catches_is_shown_once():

@@ -70,7 +70,9 @@ class StartTimes:
 
 def _in_ticks(costs: Costs, whole: WholeCosts) -> Costs:
     return Costs(
-        *(whole.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)),
+        whole.seconds[Kind.F],
+        whole.seconds[Kind.B],
+        whole.seconds[Kind.W],
         communication=whole.hops,
         copy_lanes=costs.copy_lanes,
         ranks_per_link=costs.ranks_per_link,
