@@ -19,7 +19,7 @@ from examples.benchmarks.hangs import (
 )
 from lightning_pipeoffload.runtime import rank_messages
 from lightning_pipeoffload.schedule import SCHEDULES
-from lightning_pipeoffload.schedule.open_receives import OpenReceives
+from lightning_pipeoffload.schedule.messages import OpenReceives
 
 SAMPLE = ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "uniform"]
 ALL_AT_ONCE = {"offloads": True, "num_replicas": 2, "ties_weights": True}

@@ -60,7 +60,7 @@ from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Costs, build
-from lightning_pipeoffload.schedule.simulation.steady_step import steady_period
+from lightning_pipeoffload.schedule.simulation.simulate import steady_period
 
 NUM_TRIED_STEPS = 4
 LEARNING_RATE = 0.1

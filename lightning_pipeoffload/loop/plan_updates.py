@@ -17,8 +17,8 @@ from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
 from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
 
 
 class PlanUpdates:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Action, Event, Kind, Timeline
-from lightning_pipeoffload.schedule.simulation.memory_curve import Curve
+from lightning_pipeoffload.schedule.simulation.memory import Curve
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
 
 __all__ = ["MeasuredStep", "RankStep", "Wait", "join_ranks"]

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_pipeoffload.pictures.figures import SMALL, new_figure
 from lightning_pipeoffload.schedule import Costs, Timeline
 from lightning_pipeoffload.schedule.quantities import bytes_text
-from lightning_pipeoffload.schedule.simulation.memory_curve import (
+from lightning_pipeoffload.schedule.simulation.memory import (
     Curve,
     host_memory_curves,
     memory_curves,
 )
+
+from .figures import SMALL, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

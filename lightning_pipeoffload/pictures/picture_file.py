@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
-from lightning_pipeoffload.pictures.timelines import TimelinePanel, draw_timelines
-from lightning_pipeoffload.pictures.trace import to_trace
-from lightning_pipeoffload.pictures.window import parse_window
 from lightning_pipeoffload.schedule import Costs, ScheduleError, Timeline
+
+from .figures import MISSING, has_matplotlib, save_figure
+from .timelines import TimelinePanel, draw_timelines
+from .trace import to_trace
+from .window import parse_window
 
 __all__ = ["Drawn", "PictureFile"]
 

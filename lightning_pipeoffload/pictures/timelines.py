@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipeoffload.pictures.figures import SMALL, lighter, new_figure
-from lightning_pipeoffload.pictures.measured_step import MeasuredStep, Wait
-from lightning_pipeoffload.pictures.window import Window
 from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
-from lightning_pipeoffload.schedule.simulation.memory_curve import Curve, memory_curves
+from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
+
+from .figures import SMALL, lighter, new_figure
+from .measured_step import MeasuredStep, Wait
+from .window import Window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

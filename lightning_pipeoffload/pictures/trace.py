@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipeoffload.pictures.measured_step import MeasuredStep, Wait
 from lightning_pipeoffload.schedule.costs import Costs
-from lightning_pipeoffload.schedule.simulation.memory_curve import Curve, memory_curves
+from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
 from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Event, Timeline
+
+from .measured_step import MeasuredStep, Wait
 
 __all__ = ["to_measured_trace", "to_trace"]
 

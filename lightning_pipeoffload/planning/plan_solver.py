@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_pipeoffload import schedule as schedule_package
 from lightning_pipeoffload.schedule import Schedule
-from lightning_pipeoffload.schedule.plan_numbers import from_numbers
+from lightning_pipeoffload.schedule.schedule import from_numbers
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.serve import BOOT, request
 

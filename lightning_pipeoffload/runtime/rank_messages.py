@@ -17,8 +17,7 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
-from lightning_pipeoffload.schedule.messages import arrived_before, recv_of
-from lightning_pipeoffload.schedule.open_receives import OpenReceives
+from lightning_pipeoffload.schedule.messages import OpenReceives, arrived_before, recv_of
 
 
 class RankMessages:

@@ -14,11 +14,11 @@ from .actions import (
     ScheduleError,
 )
 from .build import SCHEDULES, build, check_name
-from .builders.pipe_offload import UNMEASURED
+from .builders.grouped import UNMEASURED
 from .costs import Costs
 from .draw import draw
 from .passes.offload import OffloadReport, offload_activations, offload_share
-from .passes.reduce import add_reductions
+from .passes.reduce import Tail, add_reductions, tails
 from .passes.transfer import (
     add_transfers,
     forward_only,
@@ -31,12 +31,15 @@ from .passes.transfer import (
 from .recipe import Recipe, accept
 from .schedule import Schedule
 from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
-from .simulation.memory import memory_changes, part_sizes, peak_host_memory, peak_memory
-from .simulation.message_memory import peak_message_memory
-from .simulation.simulate import simulate
-from .simulation.steady_step import period_bubble, simulate_steps, steady_period
+from .simulation.memory import (
+    memory_changes,
+    part_sizes,
+    peak_host_memory,
+    peak_memory,
+    peak_message_memory,
+)
+from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
 from .sum_order import sums_alike
-from .tails import Tail, tails
 from .timeline import Event, Timeline
 from .validate import validate
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from .builders.classic import gpipe, interleaved_1f1b, one_f_one_b
-from .builders.grouped import gis, gis_h, grouped, uniform
-from .builders.pipe_offload import po_f, po_h
+from .builders.classic import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_h2
+from .builders.grouped import gis, gis_h, grouped, po_f, po_h, uniform
 from .builders.v_adaptive import v
 from .builders.v_shape import one_f_one_b_v, v_half, v_min
 from .builders.zb import zb, zb_1p, zb_2p
 from .builders.zb_v import zb_v
-from .builders.zero_bubble import zb_h1, zb_h2
 from .placement import v as down_and_up
 from .recipe import Recipe
 

@@ -16,7 +16,6 @@ from .actions import MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of
 from .costs import Costs
 from .families import FAMILIES
-from .lower_bound import earliest_end, most_work
 from .passes.offload import OffloadReport, offload_activations
 from .passes.reduce import add_reductions
 from .passes.transfer import split_every_backward, split_fused_backward
@@ -24,8 +23,8 @@ from .quantities import share_text
 from .recipe import Recipe, build_by
 from .schedule import Schedule
 from .search.problem import ROUNDING
-from .simulation.simulate import simulate
-from .simulation.steady_step import period_bubble, steady_period
+from .simulation.simulate import period_bubble, simulate, steady_period
+from .solver.plan_problem import earliest_end, most_work
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 

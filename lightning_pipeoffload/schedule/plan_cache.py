@@ -19,8 +19,7 @@ from typing import Any
 
 from .actions import ScheduleError
 from .costs import Costs
-from .plan_numbers import from_numbers, to_numbers
-from .schedule import Schedule
+from .schedule import Schedule, from_numbers, to_numbers
 from .validate import validate
 
 __all__ = ["CachedPlan", "PlanCache", "PlanQuestion"]

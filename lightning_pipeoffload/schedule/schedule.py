@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -11,7 +11,7 @@ from pathlib import Path
 from .actions import COPIES, TRANSFERS, Action, Kind
 from .torch_csv import read_csv, write_csv
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "from_numbers", "to_numbers"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,3 +140,33 @@ class Schedule:
     def crosses_ranks(self, stage: int) -> bool:
         """Whether a stage and the next one are on different ranks, so that a message is needed."""
         return 0 <= stage < self.num_stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
+
+
+_KINDS = tuple(Kind)
+
+
+def to_numbers(schedule: Schedule) -> list[list[int]]:
+    """Return three numbers for each action of each rank: of its kind, its stage, its microbatch."""
+    return [
+        [number for a in rank for number in (_KINDS.index(a.kind), *a[1:])] for rank in schedule
+    ]
+
+
+def from_numbers(ranks: Sequence[Sequence[int]], name: str) -> Schedule:
+    """Return the plan that :func:`to_numbers` has written; it may be none that is valid.
+
+    Args:
+        ranks: The numbers of each rank.
+        name: What the schedule is called.
+
+    Raises:
+        ValueError: They are not three for each action.
+        IndexError: There is no such kind of action.
+    """
+    return Schedule.of(
+        (
+            [Action(_KINDS[kind], *place) for kind, *place in zip(*[iter(rank)] * 3, strict=True)]
+            for rank in ranks
+        ),
+        name,
+    )

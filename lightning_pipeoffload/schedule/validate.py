@@ -13,8 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from .actions import COMPUTE, COPIES, TRANSFERS, Action, Kind, ScheduleError
-from .dependencies import replay
-from .grid import grid_around
+from .dependencies import grid_around, replay
 from .messages import RECVS, SENDS, recv_of, send_after, send_of
 from .schedule import Schedule
 

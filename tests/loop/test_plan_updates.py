@@ -11,8 +11,8 @@ import pytest
 from lightning_pipeoffload.planning import plan_solver
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.schedule import Costs, accept
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
 from tests.support.solved_fits import twice_and_never, with_solver
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
@@ -80,7 +80,7 @@ def test_it_finds_plans_that_are_valid_and_better(tmp_path):
 PARENT = """
 import sys, time
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from tests.loop.test_plan_updates import PROBLEM
 solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 600.0, sys.argv[1])
 print(solver._process.pid, flush=True)

@@ -16,8 +16,8 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.candidates import Option, best_of, options
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
 from tests.support.pairs import first
 
 SIZES = (2, 6)

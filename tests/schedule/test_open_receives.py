@@ -4,11 +4,11 @@ from lightning_pipeoffload.schedule import SCHEDULES, build, lower
 from lightning_pipeoffload.schedule.messages import (
     RECVS,
     SENDS,
+    OpenReceives,
     recv_before,
     send_of,
     sends_before,
 )
-from lightning_pipeoffload.schedule.open_receives import OpenReceives
 
 
 class Edges:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_pipeoffload.schedule import Costs, build, lower, offload_activations
-from lightning_pipeoffload.schedule.plan_numbers import from_numbers, to_numbers
+from lightning_pipeoffload.schedule.schedule import from_numbers, to_numbers
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "po_f"])

@@ -1,11 +1,13 @@
-"""Interleaved schedules that repeat one building block: GIS, GIS-H, any group size, and uniform.
+"""Interleaved schedules that repeat one block: GIS, GIS-H, any group size, and PipeOffload.
 
 Each rank has several stages. A group of microbatches goes through the first of them, then through
 the second, and on; backwards likewise. B and W are apart, and W follows its B at once. What differs
 is the size of the group: the smaller it is, the less memory, and the more bubble. Where the size
 does not divide the microbatches, which the paper leaves open, W may wait and fill what is idle.
 
-Source: Wan et al., "PipeOffload", ICML 2025, section 4. Building takes n log n of the actions.
+Source: Wan et al., "PipeOffload", ICML 2025, sections 3 and 4. Building takes n log n of the
+actions. PO-H keeps about a quarter of the uniform block's peak, PO-F a number of activations that
+does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from typing import NamedTuple
 
 from ..actions import Action, Kind, ScheduleError
 from ..costs import Costs
+from ..passes.offload import offload_activations
 from ..placement import loop, stages_on
 from ..schedule import Schedule
-from ..search.fill_gaps import fill_gaps
-from ..search.fixed_order import FixedOrder
+from ..search.list_schedule import fill_gaps
+from ..search.order_rules import FixedOrder
 from ..search.problem import Problem
 from ..simulation.memory import peak_memory
 
-__all__ = ["gis", "gis_h", "grouped", "uniform"]
+__all__ = ["UNMEASURED", "gis", "gis_h", "grouped", "po_f", "po_h", "uniform"]
 
 
 def gis(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -216,3 +219,44 @@ def _slots(
             for place, microbatch in enumerate(group.microbatches):
                 slot = group.start + group.room * offset + place
                 yield from ((slot, Action(kind, stage, microbatch)) for kind in kinds)
+
+
+UNMEASURED = Costs(1.0, 1.0, 1.0, offload=1.5, reload=1.5)
+"""Before anything is known: k = 1, at which copies of everything are just about hidden."""
+
+
+def po_h(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """Build PO-H: half of each rank's stages are offloaded, those that live longest.
+
+    Of two ranks with two stages each, the first does this; a copy that OFFLOAD or RELOAD starts
+    runs on a lane of its own, beside the F, B and W that follow::
+
+        0F0 0OFFLOAD0 2F0 0FREE0 0F1 0OFFLOAD1 2B0 0RELOAD0 2W0 0FREE1 2F1 0B0 0W0 0RELOAD1 ...
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank, 2 or more.
+        costs: The costs of the stages, copies among them; None: k = 1.
+    """
+    return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "half")
+
+
+def po_f(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+) -> Schedule:
+    """Build PO-F: everything is offloaded that comes back in time.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one step.
+        num_chunks: Stages per rank, 2 or more.
+        costs: The costs of the stages, copies among them; None: k = 1.
+    """
+    return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "full")
+
+
+def _offloaded(schedule: Schedule, costs: Costs | None, amount: str) -> Schedule:
+    return offload_activations(schedule, costs or UNMEASURED, amount)[0]

@@ -20,8 +20,7 @@ from ..costs import Costs
 from ..placement import v as v_placement
 from ..schedule import Schedule
 from ..search.block_search import SearchSetting, best_schedule
-from ..search.building_block import BuildingBlock
-from .v_block import INTERVAL, v_block
+from ..search.building_block import INTERVAL, BuildingBlock, v_block
 
 __all__ = ["fitting_blocks", "v"]
 

@@ -12,9 +12,8 @@ from ..costs import Costs
 from ..placement import v
 from ..schedule import Schedule
 from ..search.block_search import SearchSetting, best_schedule, simpler_times
-from ..search.building_block import BuildingBlock, walk
+from ..search.building_block import INTERVAL, BuildingBlock, v_block, walk
 from .v_adaptive import fitting_blocks
-from .v_block import INTERVAL, v_block
 
 __all__ = ["one_f_one_b_v", "v_half", "v_min"]
 

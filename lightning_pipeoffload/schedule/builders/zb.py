@@ -13,7 +13,7 @@ from ..costs import Costs
 from ..placement import loop
 from ..schedule import Schedule
 from ..search.best_candidate import Search
-from ..search.in_flight import InFlight
+from ..search.order_rules import InFlight
 from ..search.problem import Problem
 
 __all__ = ["zb", "zb_1p", "zb_2p"]
@@ -29,7 +29,7 @@ def zb_1p(
 ) -> Schedule:
     """The shortest schedule in the memory of 1F1B: p activations of the first stage (ZB-1p).
 
-    For equal times it is ZB-H1: see :func:`~.zero_bubble.zb_h1` for its drawing.
+    For equal times it is ZB-H1: see :func:`~.classic.zb_h1` for its drawing.
 
     Args:
         num_ranks: Ranks of the pipeline.

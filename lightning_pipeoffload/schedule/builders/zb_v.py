@@ -1,27 +1,91 @@
 """ZB-V: two stages per rank in a V, no bubble at equal times, and the same memory on every rank.
 
+What a search finds for a few microbatches per rank holds for any larger number: warm-up and
+cool-down stay, and so does the bubble that they leave; the steady middle is repeated.
+
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..actions import Kind
+from ..actions import Action, Kind
 from ..costs import Costs
 from ..placement import v
 from ..schedule import Schedule
 from ..search.best_candidate import Search
-from ..search.fixed_order import FixedOrder
-from ..search.in_flight import InFlight
-from ..search.lengthen import lengthen
+from ..search.order_rules import FixedOrder, InFlight
 from ..search.problem import ROUNDING, Problem
 from ..simulation.simulate import simulate
 
-__all__ = ["zb_v"]
+__all__ = ["lengthen", "zb_v"]
+
+
+# Microbatches that one round of the steady middle may hold; it is that of a few ranks together.
+ROUNDS = (1, 2, 4)
+
+
+def lengthen(schedule: Schedule, num_microbatches: int) -> Schedule | None:
+    """Repeat on every rank a round of the steady middle until there are so many microbatches.
+
+    The result may be no valid schedule where the middle is not steady: a rank may come to wait for
+    ever. Takes time proportional to its number of actions.
+
+    Args:
+        schedule: A schedule of compute actions, without copies; each stage takes its microbatches
+            in order.
+        num_microbatches: At least those of ``schedule``.
+
+    Returns:
+        The longer schedule; None where the middle of some rank has no round.
+    """
+    extra = num_microbatches - schedule.num_microbatches
+    ranks = []
+    for actions in schedule:
+        order = [(action.kind, action.stage) for action in actions]
+        longer = _repeat_round(order, extra)
+        if longer is None:
+            return None
+        ranks.append(_number(longer))
+    return Schedule.of(ranks)
+
+
+def _repeat_round(order: list[tuple[Kind, int]], extra: int) -> list[tuple[Kind, int]] | None:
+    """Insert ``extra`` microbatches next to the middle, in the order of the round found there."""
+    actions = set(order)
+    for size in (size for size in ROUNDS if extra % size == 0):
+        length = size * len(actions)
+        start = _round_near(order, len(order) // 2 - length // 2, length)
+        if start is not None:
+            middle = order[start : start + length]
+            return order[:start] + middle * (extra // size) + order[start:]
+    return None
+
+
+def _round_near(order: Sequence[tuple[Kind, int]], middle: int, length: int) -> int | None:
+    """Return where, near ``middle``, this many actions hold each action equally often."""
+    num_actions = len(set(order))
+    # No farther, as the warm-up and the cool-down are at the ends.
+    for distance in range(len(order) // 4):
+        for start in (middle - distance, middle + distance):
+            counts = Counter(order[start : start + length])
+            if len(counts) == num_actions and len(set(counts.values())) == 1:
+                return start
+    return None
+
+
+def _number(order: Sequence[tuple[Kind, int]]) -> list[Action]:
+    seen: Counter[tuple[Kind, int]] = Counter()
+    actions = []
+    for kind, stage in order:
+        actions.append(Action(kind, stage, seen[kind, stage]))
+        seen[kind, stage] += 1
+    return actions
+
 
 # What the search varies: activations that a rank holds less than it could, and, in shares of an F,
 # how long a rank waits through short gaps, and how long to start a B in time.

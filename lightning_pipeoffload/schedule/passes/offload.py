@@ -23,8 +23,7 @@ from ..simulation.memory import peak_memory
 from ..simulation.simulate import simulate
 from .copy_slots import Turns
 from .paging import least_memory, paged
-from .postpone import postponed
-from .rank_offload import RankOffload, RankPlan
+from .rank_offload import RankOffload, RankPlan, postponed
 
 __all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from ..schedule import Schedule
-from .fill_gaps import Filled, OrderRule, fill_gaps
-from .fill_rounds import fill_rounds
-from .fixed_order import FixedOrder
+from .list_schedule import Filled, OrderRule, fill_gaps, fill_rounds
+from .order_rules import FixedOrder
 from .problem import ROUNDING, Problem
 
 __all__ = ["Search"]

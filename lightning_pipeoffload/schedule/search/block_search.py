@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from ..costs import Costs
 from ..schedule import Schedule
-from .building_block import BuildingBlock, Order
-from .order_timing import OrderTiming
+from .building_block import BuildingBlock, Order, OrderTiming
 from .squeeze import POLICIES, Policy, squeeze
 
 __all__ = ["SearchSetting", "best_schedule", "simpler_times"]

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from .building_block import Order, Visit
-from .order_timing import OrderTiming
+from .building_block import Order, OrderTiming, Visit
 
 __all__ = ["POLICIES", "Policy", "squeeze"]
 

@@ -1,15 +1,27 @@
-"""How much memory each action of a rank takes or gives back, on the device or on the host."""
+"""Memory of each rank's device and host: changes, peaks, curves over time, and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from ..actions import HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind, MemoryEffect, Part, ScheduleError
 from ..costs import Costs
+from ..messages import RECVS, SENDS, OpenReceives, arrived_before, recv_before, send_of
 from ..schedule import Schedule
+from ..timeline import COMPUTE_LANE, Event, Timeline
 
-__all__ = ["memory_changes", "part_sizes", "peak_host_memory", "peak_memory"]
+__all__ = [
+    "Curve",
+    "host_memory_curves",
+    "memory_changes",
+    "memory_curves",
+    "part_sizes",
+    "peak_host_memory",
+    "peak_memory",
+    "peak_message_memory",
+]
+
 
 PartSizes = list[float]
 """Memory of every set of parts of a stage, by the set's number."""
@@ -86,3 +98,110 @@ def memory_changes(
 
 def _peak(changes: Iterator[float]) -> float:
     return max(accumulate(changes, initial=0.0))
+
+
+Curve = list[tuple[float, float]]
+"""Times and the memory from then on."""
+
+
+def memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
+    """Return for each rank the times at which its memory changes, and the memory from then on.
+
+    What an action adds in all counts at its start, what it takes away at its end.
+
+    Args:
+        timeline: What ``simulate`` gave for these costs.
+        costs: Memory of an activation and of a weight residue.
+    """
+    return _curves(timeline, costs, MEMORY_EFFECTS)
+
+
+def host_memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
+    """Return the same for what each rank has on the host, from the start of the copy there on."""
+    return _curves(timeline, costs, HOST_EFFECTS)
+
+
+def _curves(timeline: Timeline, costs: Costs, effects: Mapping[Kind, MemoryEffect]) -> list[Curve]:
+    num_stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
+    sizes = part_sizes(costs, num_stages)
+    ranks: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        if event.lane == COMPUTE_LANE or event.action.kind in (Kind.OFFLOAD, Kind.OFFLOAD_W):
+            ranks[event.rank].append(event)
+    return [_summed(_changes_of_rank(events, sizes, effects)) for events in ranks]
+
+
+def _changes_of_rank(
+    events: list[Event], sizes: list[list[float]], effects: Mapping[Kind, MemoryEffect]
+) -> Curve:
+    changes = memory_changes((event.action for event in events), sizes, effects)
+    found = [
+        (event.start if change > 0 else event.end, change)
+        for event, change in zip(events, changes, strict=True)
+        if event.action.kind in effects
+    ]
+    # A copy may start after what its rank does next.
+    return sorted(found, key=lambda change: change[0])
+
+
+def _summed(changes: Curve) -> Curve:
+    """Add up the changes; of those at one time only the sum and what is highest are kept."""
+    curve = [(0.0, 0.0)]
+    for time, change in changes:
+        memory = curve[-1][1] + change
+        if time == curve[-1][0] and change >= 0:
+            curve.pop()
+        curve.append((time, memory))
+    return curve
+
+
+def peak_message_memory(plan: Schedule, size: Callable[[Action], float]) -> tuple[float, ...]:
+    """Return the largest sum of each rank's messages at a time.
+
+    A message takes memory from its SEND on until the rank knows that it has arrived, or from its
+    receive on until the action that needs it.
+
+    Args:
+        plan: A lowered plan.
+        size: A function that returns the memory of what a SEND sends.
+    """
+    return tuple(_peak_of_messages(plan, rank, size) for rank in range(plan.num_ranks))
+
+
+def _peak_of_messages(plan: Schedule, rank: int, size: Callable[[Action], float]) -> float:
+    walk = _Walk(plan, rank, size)
+    return max(map(walk.run, plan[rank]), default=0.0)
+
+
+class _Walk:
+    """One rank's way through its plan."""
+
+    def __init__(self, plan: Schedule, rank: int, size: Callable[[Action], float]) -> None:
+        self._plan, self._size = plan, size
+        self._arrived = arrived_before(plan, rank)
+        self._receives = OpenReceives(plan, rank, self._post)
+        self._receives.expect(plan[rank])
+        self._held = 0.0
+        self._taken: set[Action] = set()
+
+    def run(self, action: Action) -> float:
+        """Run an action; return the memory of messages after it."""
+        needed = recv_before(self._plan, action)
+        if action.kind in SENDS:
+            self._held += self._size(action)
+            self._receives.count_send()
+        elif action.kind in RECVS:
+            self._receives.reach(action)
+        elif needed is not None:
+            self._take(needed)
+        return self._held
+
+    def _post(self, receive: Action, source: int) -> None:
+        self._held += self._size(send_of(receive))
+
+    def _take(self, needed: Action) -> None:
+        if needed not in self._taken:
+            for taken in self._receives.until(needed):
+                self._taken.add(taken)
+                self._held -= sum(map(self._size, self._arrived.get(taken, ())))
+        self._held -= self._size(send_of(needed))

@@ -1,12 +1,43 @@
-"""A CP-SAT model each of whose variables has a hint, so that the solver starts from a plan."""
+"""A CP-SAT model each of whose variables has a hint, so that the solver starts from a plan.
+
+OR-tools is an extra: it is imported where a plan is solved, and nowhere else.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from .cp_sat import cp_model
+from ..actions import ScheduleError
 
-__all__ = ["HintedModel", "Hinted"]
+__all__ = ["Hinted", "HintedModel", "check_solver", "cp_model"]
+
+
+def check_solver() -> None:
+    """Check that there is a solver, without loading it.
+
+    Raises:
+        ScheduleError: OR-tools is not installed.
+    """
+    if find_spec("ortools") is None:
+        raise ScheduleError(
+            "schedule=optpipe needs OR-tools, which is not installed; run: "
+            "pip install 'lightning-pipeoffload[solver]', or use schedule=auto"
+        )
+
+
+@cache
+def cp_model() -> Any:
+    """Return the module in which models are written.
+
+    Raises:
+        ScheduleError: OR-tools is not installed.
+    """
+    check_solver()
+    from ortools.sat.python import cp_model as module  # noqa: PLC0415 - an extra
+
+    return module
 
 
 class Hinted(NamedTuple):

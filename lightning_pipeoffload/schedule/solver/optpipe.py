@@ -6,21 +6,169 @@ starts from the best plan that the families of schedules have, and so never give
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from math import isfinite
 from os import PathLike
+from time import monotonic
 from typing import Any
 
-from ..actions import ScheduleError
+from ..actions import MemoryLimitError, ScheduleError
+from ..builders.classic import late_weight_gradients
+from ..candidates import options
 from ..costs import Costs
+from ..make_plan import PlanRequest, make_plan
+from ..passes.offload import offload_activations
+from ..passes.transfer import split_every_backward
 from ..placement import loop, v
 from ..plan_cache import PlanCache, PlanQuestion
 from ..schedule import Schedule
-from .cp_sat import check_solver
-from .improve import Improvement
+from ..simulation.memory import peak_memory
+from ..validate import validate
+from .hinted_model import check_solver
+from .plan_model import PlanModel, SolverLimits
 from .plan_problem import PlanProblem
-from .starts import best_of_families
+from .whole_costs import WholeCosts
 
-__all__ = ["SolvedPlans", "check_solver_seconds", "optpipe", "optpipe_placement", "solved"]
+__all__ = [
+    "Improvement",
+    "SolvedPlans",
+    "best_of_families",
+    "best_start",
+    "check_solver_seconds",
+    "optpipe",
+    "optpipe_placement",
+    "solved",
+]
+
+
+_ABOUT_EQUAL = 1 + 1e-6
+_MOST_STEPS = 8  # orders between two families that are tried
+
+
+def best_of_families(problem: PlanProblem) -> Schedule:
+    """Return the fastest plan that ``auto`` would find within a limit, with W apart from B.
+
+    Of equal ones it is that which keeps least.
+
+    Args:
+        problem: What it is sought for.
+
+    Raises:
+        ScheduleError: No family has a plan within the limit.
+    """
+    asked = options([problem.num_microbatches], num_chunks=problem.num_chunks)
+    wanted = [o for o in asked if o.placement(problem.num_ranks) == problem.placement]
+    request = PlanRequest(
+        problem.num_ranks,
+        wanted,
+        lambda option: problem.costs,
+        problem.memory_limit,
+        has_barrier=lambda option: problem.has_barrier,
+    )
+    candidates = make_plan(request).candidates
+    found = [c.schedule for c in candidates if c.schedule is not None]
+    plans = [replace(split_every_backward(plan), name="optpipe") for plan in found]
+    fitting = {plan: problem.seconds(plan) for plan in plans if problem.keeps(plan)}
+    if not fitting:
+        assert problem.memory_limit is not None
+        needed = min(max(peak_memory(plan, problem.costs)) for plan in plans)
+        sentence = "{limit} is less than the {needed} that W apart from B needs; use at least that"
+        raise MemoryLimitError(sentence, problem.memory_limit, needed)
+    enough = min(fitting.values()) * _ABOUT_EQUAL
+    fast = (plan for plan, seconds in fitting.items() if seconds <= enough)
+    return min(fast, key=lambda plan: max(peak_memory(plan, problem.costs)))
+
+
+def best_start(problem: PlanProblem, known: Schedule) -> Schedule:
+    """Return the fastest of a plan and those between families, which take longer to try.
+
+    Args:
+        problem: What it is sought for.
+        known: A plan that keeps the limit.
+    """
+    if problem.num_chunks > 1 or problem.memory_limit is None:
+        return known
+    steps = range(0, problem.num_ranks, max(1, problem.num_ranks // _MOST_STEPS))
+    sizes = problem.num_ranks, problem.num_microbatches
+    between = (late_weight_gradients(*sizes, *late) for late in product((1, 2), steps))
+    plans = (_within(problem, order) for order in between)
+    return min((known, *filter(None, plans)), key=problem.seconds)
+
+
+def _within(problem: PlanProblem, order: Schedule) -> Schedule | None:
+    if problem.keeps(order):
+        return order
+    try:
+        return offload_activations(order, problem.costs, "auto", problem.memory_limit)[0]
+    except ScheduleError:
+        return None
+
+
+_ENOUGH = 1 + 1e-6  # times what no plan is faster than
+
+
+class Improvement:
+    """The best plan so far of a problem.
+
+    Args:
+        problem: What the plan is for.
+        start: A plan that keeps the limit, with B and W apart.
+        on_better: Called with every plan that is better than all before.
+
+    Attributes:
+        plan: The best plan.
+        seconds: How long it takes.
+        is_final: Whether none is shorter, as far as times are told apart.
+    """
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        start: Schedule,
+        on_better: Callable[[Schedule], None] = lambda plan: None,
+    ) -> None:
+        self._problem, self._on_better = problem, on_better
+        self.plan, self.seconds = start, problem.seconds(start)
+        self._enough = problem.lower_bound * _ENOUGH
+        self.is_final = self.seconds <= self._enough
+
+    def go_on(self, seconds: float) -> None:
+        """Look for better plans.
+
+        Args:
+            seconds: What it may take.
+        """
+        deadline = monotonic() + seconds
+        self._consider(best_start(self._problem, self.plan))
+        if self.is_final or monotonic() >= deadline:
+            return
+        costs = self._problem.costs
+        whole = WholeCosts.of(costs, self._problem.placement, self._problem.memory_limit)
+        model = PlanModel(whole, costs, self.plan, self._problem.has_barrier)
+        left = deadline - monotonic()
+        if left > 0 and model.solve(SolverLimits(left), self._consider):
+            self.is_final = True
+
+    def _consider(self, plan: Schedule) -> bool:
+        """Take a plan if it is better, by its real costs; return whether to go on."""
+        if self._is_right(plan):
+            seconds = self._problem.seconds(plan)
+            if seconds < self.seconds:
+                self.plan, self.seconds = plan, seconds
+                self.is_final = seconds <= self._enough
+                self._on_better(plan)
+        return not self.is_final
+
+    def _is_right(self, plan: Schedule) -> bool:
+        # The solver counts in whole numbers, and what they hide is seen here.
+        try:
+            validate(plan)
+        except ScheduleError:
+            return False
+        return self._problem.keeps(plan)
+
 
 # A plan that was sought for about as long is not sought again.
 _ABOUT_AS_LONG = 0.9

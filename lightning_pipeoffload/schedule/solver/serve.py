@@ -17,10 +17,8 @@ from typing import Any
 
 from ..costs import Costs
 from ..plan_cache import PlanCache
-from ..plan_numbers import from_numbers, to_numbers
-from ..schedule import Schedule
-from .improve import Improvement
-from .optpipe import SolvedPlans
+from ..schedule import Schedule, from_numbers, to_numbers
+from .optpipe import Improvement, SolvedPlans
 from .plan_problem import PlanProblem
 
 __all__ = ["BOOT", "answer", "main", "request"]

@@ -3,7 +3,7 @@ import pytest
 from lightning_pipeoffload.schedule import Costs
 from lightning_pipeoffload.schedule.placement import loop
 from lightning_pipeoffload.schedule.search.best_candidate import Search
-from lightning_pipeoffload.schedule.search.in_flight import InFlight
+from lightning_pipeoffload.schedule.search.order_rules import InFlight
 from lightning_pipeoffload.schedule.search.problem import Problem
 
 PROBLEM = Problem(loop(4, 1), 8, Costs.unit())

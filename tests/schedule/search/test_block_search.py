@@ -1,11 +1,11 @@
 from lightning_pipeoffload.schedule import Costs, simulate
-from lightning_pipeoffload.schedule.builders.v_block import v_block
 from lightning_pipeoffload.schedule.placement import v
 from lightning_pipeoffload.schedule.search.block_search import (
     SearchSetting,
     best_schedule,
     simpler_times,
 )
+from lightning_pipeoffload.schedule.search.building_block import v_block
 
 SHALLOW = v_block([1] * 3, turns=(1, 1, 1))
 STEEP = v_block([5] * 3, turns=(4, 1, 3))

@@ -3,9 +3,8 @@ import pytest
 from lightning_pipeoffload.schedule import Costs, Kind, simulate, validate
 from lightning_pipeoffload.schedule.builders.zb_v import hand_made
 from lightning_pipeoffload.schedule.placement import loop, v
-from lightning_pipeoffload.schedule.search.fill_gaps import fill_gaps
-from lightning_pipeoffload.schedule.search.fill_rounds import fill_rounds
-from lightning_pipeoffload.schedule.search.fixed_order import FixedOrder
+from lightning_pipeoffload.schedule.search.list_schedule import fill_gaps, fill_rounds
+from lightning_pipeoffload.schedule.search.order_rules import FixedOrder
 from lightning_pipeoffload.schedule.search.problem import Problem
 
 

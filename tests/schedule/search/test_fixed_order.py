@@ -2,8 +2,8 @@ import pytest
 
 from lightning_pipeoffload.schedule import Costs, Kind, validate
 from lightning_pipeoffload.schedule.placement import v
-from lightning_pipeoffload.schedule.search.fill_gaps import fill_gaps
-from lightning_pipeoffload.schedule.search.fixed_order import FixedOrder
+from lightning_pipeoffload.schedule.search.list_schedule import fill_gaps
+from lightning_pipeoffload.schedule.search.order_rules import FixedOrder
 from lightning_pipeoffload.schedule.search.problem import Problem
 
 F, B = Kind.F, Kind.B

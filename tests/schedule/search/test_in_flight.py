@@ -2,8 +2,8 @@ import pytest
 
 from lightning_pipeoffload.schedule import Costs, Kind, build
 from lightning_pipeoffload.schedule.placement import loop, v
-from lightning_pipeoffload.schedule.search.fill_gaps import fill_gaps
-from lightning_pipeoffload.schedule.search.in_flight import InFlight
+from lightning_pipeoffload.schedule.search.list_schedule import fill_gaps
+from lightning_pipeoffload.schedule.search.order_rules import InFlight
 from lightning_pipeoffload.schedule.search.problem import Problem
 
 

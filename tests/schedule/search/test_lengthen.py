@@ -9,7 +9,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     validate,
 )
-from lightning_pipeoffload.schedule.search.lengthen import lengthen
+from lightning_pipeoffload.schedule.builders.zb_v import lengthen
 
 STEADY = ["1f1b", "zb_h1", "zb_v"]
 

@@ -2,8 +2,7 @@ import pytest
 
 from lightning_pipeoffload.schedule import Costs, build, simulate
 from lightning_pipeoffload.schedule.placement import loop, v
-from lightning_pipeoffload.schedule.search.building_block import BuildingBlock
-from lightning_pipeoffload.schedule.search.order_timing import OrderTiming
+from lightning_pipeoffload.schedule.search.building_block import BuildingBlock, OrderTiming
 from lightning_pipeoffload.schedule.search.squeeze import squeeze
 
 PER_STAGE = Costs(

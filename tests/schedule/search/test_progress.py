@@ -1,7 +1,7 @@
 from lightning_pipeoffload.schedule import Costs, Kind
 from lightning_pipeoffload.schedule.placement import loop
+from lightning_pipeoffload.schedule.search.list_schedule import Progress
 from lightning_pipeoffload.schedule.search.problem import Problem
-from lightning_pipeoffload.schedule.search.progress import Progress
 
 
 def test_what_runs_is_handed_on_after_a_hop():

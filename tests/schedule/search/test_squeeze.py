@@ -1,10 +1,8 @@
 import pytest
 
 from lightning_pipeoffload.schedule import Costs, simulate, validate
-from lightning_pipeoffload.schedule.builders.v_block import v_block
 from lightning_pipeoffload.schedule.placement import loop, v
-from lightning_pipeoffload.schedule.search.building_block import BuildingBlock
-from lightning_pipeoffload.schedule.search.order_timing import OrderTiming
+from lightning_pipeoffload.schedule.search.building_block import BuildingBlock, OrderTiming, v_block
 from lightning_pipeoffload.schedule.search.squeeze import POLICIES, Policy, squeeze
 
 BLOCK = v_block([1] * 3, turns=(1, 1, 1))

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Timeline, build, simulate
-from lightning_pipeoffload.schedule.simulation.memory_curve import host_memory_curves, memory_curves
+from lightning_pipeoffload.schedule.simulation.memory import host_memory_curves, memory_curves
 from tests.support.plans import plan
 
 

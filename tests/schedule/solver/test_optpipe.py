@@ -15,12 +15,11 @@ from lightning_pipeoffload.schedule import (
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.solver import cp_sat, improve, optpipe
+from lightning_pipeoffload.schedule.solver import hinted_model, optpipe
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_model import PlanModel, SolverLimits
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.start_times import StartTimes
-from lightning_pipeoffload.schedule.solver.starts import best_of_families
-from lightning_pipeoffload.schedule.solver.whole_costs import WholeCosts
+from lightning_pipeoffload.schedule.solver.whole_costs import StartTimes, WholeCosts
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 
@@ -61,7 +60,7 @@ def test_where_ranks_do_not_wait_between_steps_the_period_becomes_shorter():
     problem = PlanProblem(6, (0, 1, 2), costs, 34.0, has_barrier=False)
     family = best_of_families(problem)
     better = []
-    improvement = improve.Improvement(problem, family, better.append)
+    improvement = optpipe.Improvement(problem, family, better.append)
     improvement.go_on(2.0)
     accept(improvement.plan, costs, 34.0)
     periods = [steady_period(plan, costs, has_barrier=False) for plan in (family, *better)]
@@ -94,7 +93,7 @@ def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
     first = solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12)
     build_once = recipe._build_once
     build_once.cache_clear()
-    monkeypatch.setattr(improve.Improvement, "go_on", refuse_to_solve)
+    monkeypatch.setattr(optpipe.Improvement, "go_on", refuse_to_solve)
     assert solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12) == first
     build_once.cache_clear()
     with pytest.raises(AssertionError, match="solved"):
@@ -104,7 +103,7 @@ def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
 
 
 def test_where_a_family_is_at_the_bound_nothing_is_solved(tmp_path, monkeypatch):
-    monkeypatch.setattr(improve.Improvement, "go_on", refuse_to_solve)
+    monkeypatch.setattr(optpipe.Improvement, "go_on", refuse_to_solve)
     plan = solve(COSTS, None, tmp_path, 60, num_ranks=4, num_microbatches=8)
     assert simulate(plan, COSTS).makespan == 725
     assert not list(tmp_path.iterdir())
@@ -112,7 +111,7 @@ def test_where_a_family_is_at_the_bound_nothing_is_solved(tmp_path, monkeypatch)
 
 def test_a_near_plan_is_a_start(tmp_path, monkeypatch):
     near = solve(COSTS, 34.0, tmp_path, 4, num_ranks=3, num_microbatches=6)
-    monkeypatch.setattr(improve, "PlanModel", refuse_to_solve)
+    monkeypatch.setattr(optpipe, "PlanModel", refuse_to_solve)
     costs = replace(COSTS, forward=32.0)
     plan = solve(costs, 34.0, tmp_path, 0.0, num_ranks=3, num_microbatches=6)
     assert simulate(plan, costs).makespan <= simulate(near, costs).makespan
@@ -130,7 +129,7 @@ def test_seconds_that_cannot_be_are_refused(seconds, tmp_path):
 
 
 def test_without_the_extra_it_is_refused_with_the_line_for_pip(tmp_path, monkeypatch):
-    monkeypatch.setattr(cp_sat, "find_spec", lambda name: None)
+    monkeypatch.setattr(hinted_model, "find_spec", lambda name: None)
     with pytest.raises(ScheduleError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
         solve(COSTS, 34.0, tmp_path, 1)
 

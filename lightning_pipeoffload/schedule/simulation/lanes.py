@@ -1,4 +1,4 @@
-"""The copy lanes of every rank while a schedule is timed: when what is copied, and who waits.
+"""The lanes beside compute while a schedule is timed: copies, the links they share, and reductions.
 
 What B needs comes back first, and B waits for no more::
 
@@ -8,16 +8,66 @@ What B needs comes back first, and B waits for no more::
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..actions import RELOADS, Action, Kind
 from ..costs import Costs
-from ..timeline import COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, Event
-from .intervals import Interval, earliest
+from ..passes.reduce import tails
+from ..schedule import Schedule
+from ..timeline import COMPUTE_LANE, OFFLOAD_LANE, REDUCE_LANE, RELOAD_LANE, TOLERANCE, Event
 
-__all__ = ["SimulatedCopies"]
+__all__ = ["Interval", "SimulatedCopies", "SimulatedReductions", "disjoint", "earliest", "latest"]
+
+
+Interval = tuple[float, float]
+"""From a time until another, in seconds."""
+
+
+def disjoint(taken: Iterable[Interval]) -> list[Interval]:
+    """Return the same times in intervals that do not meet, by their start."""
+    intervals: list[Interval] = []
+    for start, end in sorted(taken):
+        if intervals and start <= intervals[-1][1] + TOLERANCE:
+            intervals[-1] = intervals[-1][0], max(end, intervals[-1][1])
+        else:
+            intervals.append((start, end))
+    return intervals
+
+
+def earliest(start: float, seconds: float, taken: Sequence[Interval]) -> float:
+    """Return the first time from ``start`` on from which so many seconds are free.
+
+    Args:
+        start: Not before this.
+        seconds: How long.
+        taken: Disjoint, by their start.
+    """
+    for taken_from, taken_until in taken[max(0, bisect_left(taken, (start,)) - 1) :]:
+        if start + seconds <= taken_from + TOLERANCE:
+            break
+        start = max(start, taken_until)
+    return start
+
+
+def latest(end: float, seconds: float, taken: Sequence[Interval]) -> float:
+    """Return the last time from which so many seconds are free that are over at ``end``.
+
+    It may be before 0.
+
+    Args:
+        end: Not after this.
+        seconds: How long.
+        taken: Disjoint, by their start.
+    """
+    for index in range(bisect_left(taken, (end,)) - 1, -1, -1):
+        taken_from, taken_until = taken[index]
+        if end - seconds >= taken_until - TOLERANCE:
+            break
+        end = min(end, taken_from)
+    return end - seconds
+
 
 _WAITS_FOR = {
     Kind.FREE: (Kind.OFFLOAD,),
@@ -93,3 +143,39 @@ class SimulatedCopies:
         start = earliest(start, seconds, taken)
         insort(taken, (start, start + seconds))
         return start
+
+
+class SimulatedReductions:
+    """When the lane of each rank is free.
+
+    The W's of a tail complete equal shares of the stage's gradients, so a REDUCE has as many
+    shares, and each waits for its W and for the share before it. Without a tail it is one share.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        """Start with free lanes.
+
+        Args:
+            schedule: What is timed.
+            costs: Seconds of the reductions.
+        """
+        self._seconds = costs.per_stage("reduce", schedule.num_stages)
+        self._weights = {tail.reduction: tail.weights for rank in schedule for tail in tails(rank)}
+        self._free = [0.0] * schedule.num_ranks
+
+    def run(self, rank: int, action: Action, now: float, ended: Mapping[Action, float]) -> Event:
+        """Return the event of a REDUCE to which its rank has come.
+
+        Args:
+            rank: The rank.
+            action: The REDUCE.
+            now: When the rank has come to it.
+            ended: When actions before it have ended, its tail's among them.
+        """
+        completed = [ended[weight] for weight in self._weights[action]] or [now]
+        share = self._seconds[action.stage] / len(completed)
+        start = end = max(self._free[rank], completed[0])
+        for time in completed:
+            end = max(end, time) + share
+        self._free[rank] = end
+        return Event(rank, REDUCE_LANE, action, start, end)
