@@ -80,7 +80,7 @@ class StepCalls:
             watching = nullcontext() if call.is_probe else self.watching()
             self.is_probing = call.is_probe
             try:
-                with loggers_quiet, print_quiet, capturing, watching:
+                with watching, loggers_quiet, print_quiet, capturing:
                     result = plain(part, *rest, **kwargs)
             finally:
                 self.is_probing = False

@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeoffload.loop.hooks.late_writes import OF_LIGHTNING, LateWrites
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
     OutputsElsewhere,
@@ -39,22 +40,15 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
     GONE,
-    REGISTRIES,
     Place,
     Variable,
 )
 from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
 from lightning_pipeoffload.runtime.users_code.snapshot import (
-    Look,
-    Parts,
-    is_same_look,
-    look_at,
     refill,
 )
 
-_OF_LIGHTNING = REGISTRIES | frozenset(vars(pl.LightningModule())) | {"log"}
 _REFILLED = (list, dict, set, deque)
-_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
 
 
 class CollectedValues:
@@ -82,6 +76,7 @@ class CollectedValues:
         self._logged: list[str] = []
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
         self._seen_probes: list[Probe] = []
+        self._late_writes = LateWrites(module, self._known, self._metrics, self._learn)
         self._told_kinds = {""}
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # of a run before this one
@@ -219,19 +214,7 @@ class CollectedValues:
         if self._seen_probes is not self._pipeline.batch_probes:
             self._seen_probes = self._pipeline.batch_probes
             self._written_in_batch()  # which makes it known
-        return _Watch(self)
-
-    def look(self) -> dict[str, Look]:
-        """Look at all that no step has been seen to write yet."""
-        attributes = vars(self._module)
-        found: dict[str, Look] = {}
-        for name in attributes.keys() - _OF_LIGHTNING:
-            if f"self.{name}" not in self._known:
-                found[f"self.{name}"] = _look(attributes[name])
-        for path, metric in self._metrics():
-            if f"self.{path}._update_count" not in self._known:
-                found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
-        return found
+        return self._late_writes
 
     def _metrics(self) -> list[tuple[str, Metric]]:
         key = [*map(id, self._module._modules.values())]  # private: hooks make metrics
@@ -240,7 +223,7 @@ class CollectedValues:
             self._found_metrics = key, [(path, p) for path, p in parts if isinstance(p, Metric)]
         return self._found_metrics[1]
 
-    def learn(self, label: str) -> None:
+    def _learn(self, label: str) -> None:
         """Take it that the step that runs writes a variable."""
         owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
@@ -367,30 +350,9 @@ class CollectedValues:
 
 
 def _is_sent(variable: Variable) -> bool:
-    if isinstance(variable.part, pl.LightningModule) and variable.name in _OF_LIGHTNING:
+    if isinstance(variable.part, pl.LightningModule) and variable.name in OF_LIGHTNING:
         return False
     if isinstance(variable.part, Metric):
         return variable.name in (*variable.part.metric_state, "_update_count", "_computed")
     library = type(variable.part).__module__.partition(".")[0]
     return library not in ("torch", "lightning")
-
-
-def _look(value: Any) -> Look:
-    found = look_at(value, longest=_MOST_PARTS)
-    parts = [part for _, state in found if isinstance(state, Parts) for part in state]
-    return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]
-
-
-class _Watch:
-    """A class, not a generator: a step that leaves through here would be thrown into it."""
-
-    def __init__(self, collected: CollectedValues) -> None:
-        self._collected = collected
-
-    def __enter__(self) -> None:
-        self._before = self._collected.look()
-
-    def __exit__(self, *error: object) -> None:
-        for label, after in self._collected.look().items():
-            if not is_same_look(self._before.get(label, []), after):
-                self._collected.learn(label)

@@ -62,7 +62,7 @@ def look_at(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Look
         depth: How deep to look.
         longest: Of a container with more parts the number tells enough.
     """
-    if type(value) in _PLAIN:
+    if is_plain(value):
         return [(value, 0)]
     found: Look = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), depth, longest):
@@ -72,6 +72,11 @@ def look_at(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Look
         found.append((container, parts))
         found += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
     return found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether nothing in a value can change: a number, a string, a function."""
+    return type(value) in _PLAIN
 
 
 def is_same_look(before: Look, after: Look) -> bool:

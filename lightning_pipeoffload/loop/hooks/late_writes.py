@@ -1,0 +1,92 @@
+"""What a step writes that no probe has seen: a branch that the first batches did not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from operator import is_
+from typing import Any
+
+import lightning.pytorch as pl
+from torchmetrics import Metric
+
+from lightning_pipeoffload.runtime.users_code.attributes import GONE
+from lightning_pipeoffload.runtime.users_code.snapshot import (
+    Look,
+    Parts,
+    is_plain,
+    is_same_look,
+    look_at,
+)
+
+OF_LIGHTNING = frozenset(dir(pl.LightningModule()))
+"""Names among a module's attributes that torch and Lightning write, and hooks that are wrapped."""
+
+_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+
+
+class LateWrites:
+    """A context around each forward of a step: compares the module's attributes before and after.
+
+    A class, not a generator: a step that leaves through here would be thrown into it.
+
+    Args:
+        module: The module whose step runs.
+        known: Labels of what need not be looked at, "self.count".
+        metrics: Returns the module's metrics with their paths.
+        learn: Called with the label of what the step has written.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        known: Container[str],
+        metrics: Callable[[], list[tuple[str, Metric]]],
+        learn: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._known = known
+        self._metrics = metrics
+        self._learn = learn
+        self._attributes: dict[str, Any] = {}  # the same object while none of them is another
+        self._holding: list[str] = []  # those of which more can change than which object it is
+
+    def __enter__(self) -> None:
+        self._look_at_attributes()
+        self._before = self._attributes
+        self._inside = self._look_inside()
+
+    def __exit__(self, *error: object) -> None:
+        self._look_at_attributes()
+        if self._attributes is not self._before:
+            for name in self._attributes.keys() - OF_LIGHTNING:
+                was, now = self._before.get(name, GONE), self._attributes[name]
+                if f"self.{name}" not in self._known and not is_same_look([(was, 0)], [(now, 0)]):
+                    self._learn(f"self.{name}")
+        for label, after in self._look_inside().items():
+            if not is_same_look(self._inside.get(label, []), after):
+                self._learn(label)
+
+    def _look_at_attributes(self) -> None:
+        now, seen = vars(self._module), self._attributes
+        # Each forward comes here twice: no line of Python for each attribute.
+        if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
+            return
+        self._attributes = now.copy()
+        self._holding = [n for n in now.keys() - OF_LIGHTNING if not is_plain(now[n])]
+
+    def _look_inside(self) -> dict[str, Look]:
+        found = {
+            f"self.{name}": _look(self._attributes[name])
+            for name in self._holding
+            if f"self.{name}" not in self._known
+        }
+        for path, metric in self._metrics():
+            if f"self.{path}._update_count" not in self._known:
+                found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
+        return found
+
+
+def _look(value: Any) -> Look:
+    found = look_at(value, longest=_MOST_PARTS)
+    parts = [part for _, state in found if isinstance(state, Parts) for part in state]
+    return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]
