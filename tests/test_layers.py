@@ -41,7 +41,6 @@ LAYERS = (
     "runtime/replicas",
     "runtime/gradient_reduction",
     "runtime/saved_buffers",
-    "runtime/rank_messages",
     "runtime/executor",
     "runtime/in_process",
     "runtime/groups",

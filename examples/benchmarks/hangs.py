@@ -375,14 +375,18 @@ class Variant:
         stages: Any = {stage: ModelStage(host, stage, num_stages) for stage in own}
         executor = Executor(mesh.rank, stages, transport, ActionTimer(CPU), memory)
         reduction = ModelReduction(host, mesh.rank, self.num_replicas)
-        executor.reduction = reduction if self.num_replicas > 1 else None  # type: ignore[assignment]
+        reduces: Any = reduction if self.num_replicas > 1 else None
         microbatches: Any = [
             SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
         ]
         for host.step, step_plan in plans.items():
             memory.measures_rooms = host.step == COLD
-            for _ in executor.steps(step_plan, microbatches):
-                host.is_in_plan = True  # from the first action on, before which memory is reserved
+            executor.start(step_plan, microbatches, reduces)
+            executor.expect(step_plan[mesh.rank])
+            host.is_in_plan = True  # from the first action on, before which memory is reserved
+            for action in step_plan[mesh.rank]:
+                executor.execute(action)
+            executor.end()
             host.is_in_plan = False
             if not step_plan.is_forward_only:
                 self._end_step(host, mesh, reduction)

@@ -22,6 +22,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks, users_ho
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.step_boundary import StepBoundary, is_watched
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
+from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     has_forward_hooks,
@@ -88,20 +89,23 @@ class BetweenSteps:
         # Private: no public name tells the hook that runs.
         return self._module._current_fx_name == "configure_gradient_clipping"
 
-    def start_ahead(self) -> ExitStack:
-        """Begin a batch before the weights are final, if what runs can be taken back."""
-        boundary, executor, muted = self.boundary, self._run.executor, ExitStack()
-        executor.settle = None
+    def start_ahead(self) -> tuple[ExitStack, Settle | None]:
+        """Begin a batch before the weights are final, if what runs can be taken back.
+
+        Returns:
+            What is in force while the batch runs, and what its executor is to settle by.
+        """
+        boundary, muted = self.boundary, ExitStack()
         if not boundary.is_open:
-            return muted
+            return muted, None
         if self._run.pipeline.leaves_trace or self._has_forward_hooks:
             boundary.settle()
         elif not has_forward_hooks(self._module):
-            executor.settle = boundary.settle
+            return muted, boundary.settle
         elif boundary.settle():  # other ranks may have no hooks, and send what they take back
             muted.enter_context(without_forward_hooks(self._module))
-            executor.settle = partial(self._begin_again, muted)
-        return muted
+            return muted, partial(self._begin_again, muted)
+        return muted, None
 
     def _begin_again(self, muted: ExitStack) -> bool:
         muted.close()

@@ -33,5 +33,5 @@ def _compile(pipeline: Pipeline) -> None:
     local = [pipeline.partition[stage] for stage in pipeline.local_stages]
     for index in [index for stage in local for index in stage.blocks]:
         with calls[index].with_zeros() as (args, kwargs):
-            call = partial(chain.run_block, index, *args, **kwargs)
+            call = partial(chain.plain_call(index), *args, **kwargs)
             pipeline.compiler.compile_ahead(chain.blocks[index], call)

@@ -280,10 +280,11 @@ class FitRun:
             if self._stop is not None:
                 self._stop.start_batch(len(slices))
             device = self._strategy.root_device
-            with self.between.start_ahead(), sharing_casts(device), self._counted():
+            muted, settle = self.between.start_ahead()
+            with muted, sharing_casts(device), self._counted():
                 self._first_batches.start_step()
                 start, differentiate = self._start_backward, backward.differentiate
-                done = run.train(inputs, slices, accumulation, start, differentiate)
+                done = run.train(inputs, slices, accumulation, start, differentiate, settle)
             self._log(done, self._trainer.accumulate_grad_batches)
         return backward.end(done.value, accumulation)
 

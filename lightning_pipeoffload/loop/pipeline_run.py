@@ -18,7 +18,7 @@ from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
 from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
+from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor, Settle
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
@@ -77,8 +77,8 @@ class PipelineRun:
             group.transport,
             ActionTimer(device),
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
+            group.replicas.under_way,
         )
-        self.executor.under_way = group.replicas.under_way
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
         self._training, self.report = self.plans.training, self.plans.report
@@ -151,6 +151,7 @@ class PipelineRun:
         accumulation: Accumulation,
         before_backward: BeforeBackward,
         differentiate: Callable[[Tensor], None],
+        settle: Settle | None,
     ) -> StepOutput:
         """Run a batch.
 
@@ -161,17 +162,20 @@ class PipelineRun:
             before_backward: Called before the first backward, with what steps have returned by
                 then.
             differentiate: Starts the backward from a microbatch's weighted loss.
+            settle: Waits for the step's final weights; None: they are final.
         """
         self._training.expect(self.pipeline.is_new)
         self.plans.before_plan(accumulation.is_first)
-        self.executor.reduction = self.reduction if accumulation.is_last else None
-
-        def execute(shares: Sequence[Any]) -> list[Any]:
-            weights = [share / accumulation.num_batches for share in shares]
-            microbatches = make_microbatches(slices, weights, differentiate)
-            return self._training.run(microbatches, before_backward, accumulation.is_last)
-
-        return self._run(inputs, slices, execute)
+        sizes, shares = self._begin(inputs, slices)
+        weights = [share / accumulation.num_batches for share in shares]
+        results = self.executor.run(
+            self._training.of_training(len(slices), accumulation.is_last),
+            make_microbatches(slices, weights, differentiate),
+            before_backward,
+            settle,
+            self.reduction if accumulation.is_last else None,
+        )
+        return _step_output(results, sizes, shares)
 
     def finish_reduction(self) -> None:
         """Let gradients be the means over the replicas, where there are several."""
@@ -188,9 +192,11 @@ class PipelineRun:
             self._runs_whole[key] = not could_be_cut
         else:
             self._training.expect(self.pipeline.is_new)
+            sizes, shares = self._begin(inputs, slices)
             plan = self._training.of_evaluation(len(slices))
-            microbatches = make_microbatches(slices)
-            done = self._run(inputs, slices, lambda _: self.executor.run(plan, microbatches))
+            results = self.executor.run(plan, make_microbatches(slices))
+            self.exchange.turn(Told(), trains=False)
+            done = _step_output(results, sizes, shares)
         if inputs.kind == "predict_step" and self._cuts_predictions is None:
             has_rows = not self._group.is_root or has_row_for_each(done.value, sum(done.sizes))
             self._cuts_predictions = self._group.agree(has_rows, unanimous=True)
@@ -239,20 +245,14 @@ class PipelineRun:
         whole = values[0] if len(values) == 1 else merge_outputs(values, shares)
         return StepOutput(whole, sizes, shares), could_be_cut
 
-    def _run(
-        self,
-        inputs: StepInputs,
-        slices: list[BatchSlice],
-        execute: Callable[[Sequence[Any]], list[Any]],
-    ) -> StepOutput:
+    def _begin(
+        self, inputs: StepInputs, slices: list[BatchSlice]
+    ) -> tuple[list[int], Sequence[Any]]:
+        """Compare the batch with the other ranks'; return each slice's samples and its share."""
         self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
         parts = [cut.part for cut in slices]
         sizes = [*map(batch_size, parts)]
-        shares = self._weights.shares(parts, sizes)
-        results = execute(shares)
-        if inputs.kind != "training_step":
-            self.exchange.turn(Told(), trains=False)
-        return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
+        return sizes, self._weights.shares(parts, sizes)
 
     def finish_checking(self) -> None:
         """Compare the last batches of the ranks, and what the optimizers have now; all call it.
@@ -308,6 +308,10 @@ class PipelineRun:
         self._cuts_predictions = None
         self.exchange = StepExchange(self.pipeline, self._group, self._on_accelerator)
         self._weights.forget()
+
+
+def _step_output(results: list[Any], sizes: list[int], shares: Sequence[Any]) -> StepOutput:
+    return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
 
 
 def _size_of(batch: Any) -> int:

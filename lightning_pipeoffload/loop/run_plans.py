@@ -125,7 +125,8 @@ class RunPlans:
         if not self._pipeline.is_split:
             self._group.place(self.training.schedule)
             self._pipeline.cut_anew(self._group.rank, self.settings.cut_settings(self._group))
-            self._executor.join(self._group.rank, self._group.transport)
+            self._executor.rank = self._group.rank
+            self._executor.transport = self._group.transport
 
     def begin(self) -> None:
         """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
@@ -282,4 +283,4 @@ class RunPlans:
         """Leave the plan under way, after an error in the middle of a step too."""
         self._updates.close()
         self._told = Told()
-        self.training.abandon()
+        self._executor.abandon()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
+from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.schedule import (
     Costs,
     OffloadReport,
@@ -103,6 +101,15 @@ class TrainingPlan:
         """Return the lowered plan of the forwards of so many microbatches."""
         return self._lowered(self._order, num_microbatches, training=False, reduces=False)
 
+    def of_training(self, num_microbatches: int, steps: bool) -> Schedule:
+        """Return the lowered plan of a batch of so many microbatches.
+
+        Args:
+            num_microbatches: As many as the schedule has, or fewer.
+            steps: Whether the optimizer steps after it.
+        """
+        return self._of_training(self._order, num_microbatches, steps)
+
     def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
         reduces = self._reduces and steps
         return self._lowered(order, num_microbatches, training=True, reduces=reduces)
@@ -149,27 +156,6 @@ class TrainingPlan:
             offloaded: What it offloads and why, where that was planned.
         """
         self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
-
-    def run(
-        self, microbatches: list[Microbatch], before_backward: BeforeBackward, steps: bool
-    ) -> list[Any]:
-        """Run a batch by the schedule in use.
-
-        Args:
-            microbatches: The microbatches of the batch.
-            steps: Whether the optimizer steps after it.
-            before_backward: Called before the first backward, or at the end, with what steps have
-                returned by then.
-
-        Returns:
-            What the user's step returned for each microbatch; empty without the last stage.
-        """
-        plan = self._of_training(self._order, len(microbatches), steps)
-        return self._executor.run(plan, microbatches, before_backward)
-
-    def abandon(self) -> None:
-        """Leave the plan under way as it is, after an error say."""
-        self._executor.abandon()
 
 
 def _lower(schedule: Schedule, count: int, training: bool, reduces: bool) -> Schedule:

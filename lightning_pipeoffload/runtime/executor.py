@@ -4,14 +4,15 @@ What each kind does is one method, found in a table; where the plan came from ma
 Of one stage in the middle and one microbatch::
 
     plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
+    messages  posted -> taken     sent ->   posted -> taken     sent ->
     memory              [==== the activation ========][== what waits =====]
 
-F and B wait for their messages; RECV itself does not.
+A message is received as soon as its edge is free for it; F and B wait for theirs, RECV does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.rank_messages import RankMessages
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
@@ -29,12 +29,21 @@ from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.ahead import actions_ahead
-from lightning_pipeoffload.schedule.messages import RECVS, SENDS
+from lightning_pipeoffload.schedule.messages import (
+    RECVS,
+    SENDS,
+    OpenReceives,
+    arrived_before,
+    recv_of,
+)
 
 _BACKWARD = {Kind.B, Kind.BW}
 
-
 BeforeBackward = Callable[[list[Any]], None]
+
+Settle = Callable[[], bool]
+"""Waits until the weights of the step that comes are final, and says whether they have changed by
+that and no message is under way."""
 
 
 class Executor:
@@ -46,17 +55,8 @@ class Executor:
         transport: Moves messages to and from the other ranks.
         timer: Measures the actions.
         memory: Where activations are kept.
-
-    Attributes:
-        reduction: What gives the replicas one gradient; None where there is one replica.
         under_way: Weights that have to be there before the first F of a step.
-        settle: A function that waits until the weights of the step that comes are final, and says
-            whether they have changed by that and no message is under way; None: they are final.
     """
-
-    reduction: GradientReduction | None = None
-    under_way: WeightsUnderWay | None = None
-    settle: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -65,50 +65,32 @@ class Executor:
         transport: Transport,
         timer: ActionTimer,
         memory: ActivationMemory,
+        under_way: WeightsUnderWay | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.transport = transport
+        self.timer = timer
         self.memory = memory
         self.current: Action | None = None
-        self._messages = RankMessages(timer)
-        self._results: dict[int, Any] = {}
-        self._computations: dict[Kind, Callable[[Action], None]] = {
+        self._under_way = under_way
+        self._reduction: GradientReduction | None = None
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.BW: self._backward,
             Kind.W: self._weight,
-        }
-        self._handlers: dict[Kind, Callable[[Action], None]] = {
-            **dict.fromkeys(self._computations, self._compute),
-            **dict.fromkeys(COPIES, self._move),
-            **dict.fromkeys(SENDS, self._messages.send),
-            **dict.fromkeys(RECVS, self._messages.receive),
-            Kind.W: self._weights,
             Kind.REDUCE: self._reduce,
+            **dict.fromkeys(COPIES, self._move),
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECVS, self._receive),
         }
-        self._tails: dict[Action, tuple[Action, ...]] = {}
+        self._inbox: dict[Action, list[Tensor]] = {}
+        self._outbox: dict[Action, list[Tensor]] = {}
+        self._results: dict[int, Any] = {}
+        self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
-        self._ahead: list[Action] | None = None
-
-    @property
-    def timer(self) -> ActionTimer:
-        """What measures the actions; another may take its place between two steps."""
-        return self._messages.timer
-
-    @timer.setter
-    def timer(self, timer: ActionTimer) -> None:
-        self._messages.timer = timer
-
-    def join(self, rank: int, transport: Transport) -> None:
-        """Be another rank of the pipeline from the next step on.
-
-        Args:
-            rank: The rank's place in the plan.
-            transport: Moves messages to and from the other ranks.
-        """
-        self.rank, self.transport = rank, transport
 
     @property
     def results(self) -> list[Any]:
@@ -130,6 +112,8 @@ class Executor:
         plan: Schedule,
         microbatches: Sequence[Microbatch],
         before_backward: BeforeBackward | None = None,
+        settle: Settle | None = None,
+        reduction: GradientReduction | None = None,
     ) -> list[Any]:
         """Execute the rank's actions.
 
@@ -137,52 +121,75 @@ class Executor:
             plan: A lowered plan; one without backwards evaluates.
             microbatches: The microbatches of the batch.
             before_backward: Called once, before the first backward, with what steps have returned.
+            settle: Called once what needs no final weights has run; None: the weights are final.
+            reduction: What gives the replicas one gradient; None where there is one replica.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
         """
-        self._begin(plan)
+        self.start(plan, microbatches, reduction)
         actions: Sequence[Action] = plan[self.rank]
-        if self.settle is not None:
-            actions = self._run_ahead(self.settle, actions, microbatches)
-            self.settle = None
-        for _ in self._go_on(actions, microbatches, before_backward):
-            pass
-        self._end()
+        if settle is not None:
+            actions = self._run_ahead(settle, actions)
+        self.expect(actions)
+        for action in actions:
+            self.current = action
+            if before_backward is not None and action.kind in _BACKWARD:
+                before_backward(self.results)
+                before_backward = None
+            self._handlers[action.kind](action)  # as execute(), with one frame less
+        self.end()
         return self.results
 
-    def steps(
+    def start(
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        before_backward: BeforeBackward | None = None,
-    ) -> Iterator[Action]:
-        """Execute action by action; yields each before it runs, so that ranks can take turns."""
-        self._begin(plan)
-        yield from self._go_on(plan[self.rank], microbatches, before_backward)
-        self._end()
-
-    def _begin(self, plan: Schedule) -> None:
+        reduction: GradientReduction | None = None,
+    ) -> None:
+        """Begin a step; :meth:`execute` runs its actions one by one, where ranks take turns."""
         # By identity: step after step it is the same object, and comparing all actions takes time.
         if plan is not self._plan:
-            self._plan = plan
-            self._messages.use(plan, self.rank)
-            found = (tail.weights for tail in tails(plan[self.rank]))
-            self._tails = {weights[0]: weights for weights in found if weights}
-            self._ahead = None
-        self._messages.start_step(self.transport, self.stages)
+            self._use(plan)
+        self._reduction = reduction
         self._keep = not plan.is_forward_only
-        self._microbatches: dict[int, Microbatch] = {}
+        self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
+        self._start_messages()
         if self._keep:
             self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
 
-    def _run_ahead(
-        self,
-        settle: Callable[[], bool],
-        actions: Sequence[Action],
-        microbatches: Sequence[Microbatch],
-    ) -> list[Action]:
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Receive what the next actions receive, each edge's messages in this order."""
+        self._receives.expect(actions)
+
+    def execute(self, action: Action) -> None:
+        """Run one action of a step that has started; its rank's actions run in their order."""
+        self.current = action
+        self._handlers[action.kind](action)
+
+    def end(self) -> None:
+        """End a step, whose actions have all run."""
+        self.current = None
+        if self._keep:
+            self.timer.end_step()
+        self.transport.finish_step()
+
+    def _use(self, plan: Schedule) -> None:
+        self._plan = plan
+        found = (tail.weights for tail in tails(plan[self.rank]))
+        self._tails = {weights[0]: weights for weights in found if weights}
+        self._ahead: list[Action] | None = None
+        self._arrived_before = arrived_before(plan, self.rank)
+        self._receives = OpenReceives(plan, self.rank, self._post)
+
+    def _start_messages(self) -> None:
+        self._receives.start_step()
+        self._results.clear()
+        self._inbox.clear()
+        self._outbox.clear()
+
+    def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
         """Run what needs no final weights, and again if they change; returns what is left."""
         if self._ahead is None:
             self._ahead = actions_ahead(self._plan)[self.rank]
@@ -190,142 +197,157 @@ class Executor:
         ahead = [action for action in self._ahead if action in there]
         there.difference_update(ahead)
         put_back = next(iter(self.stages.values())).keep_writes()
-        self._run_forwards(ahead, microbatches)
+        self._run_forwards(ahead)
         if settle():
             self._take_back()
             put_back()
-            self._run_forwards(ahead, microbatches)
+            self._run_forwards(ahead)
         return [action for action in actions if action in there]
 
-    def _run_forwards(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
-        for _ in self._go_on(actions, microbatches, None):
-            pass
+    def _run_forwards(self, actions: Sequence[Action]) -> None:
+        self.expect(actions)
+        for action in actions:
+            self.execute(action)
+        self.current = None
 
     def _take_back(self) -> None:
-        """Be where the step has begun, as all ranks are then."""
-        self._messages.take_back()
+        """Be where the step has begun, as all ranks are then, once what they have sent has come."""
+        for receive in self._receives.rest():
+            self.transport.wait(receive)
+        self.transport.take_back()
+        self._start_messages()
         for stage in self.stages.values():
             stage.take_back()
         self.memory.take_back()
         self.timer.start_step()
         forget_casts()
 
-    def _end(self) -> None:
-        if self._keep:
-            self.timer.end_step()
-        self.transport.finish_step()
-
     def abandon(self) -> None:
         """Leave a step where it is, after an error."""
         self.current = None
         self._regrouped.clear()
-        self._messages.forget()
+        self._inbox.clear()
+        self._outbox.clear()
         self.memory.abandon()
         for stage in self.stages.values():
             stage.abandon()
 
-    def _go_on(
-        self,
-        actions: Sequence[Action],
-        microbatches: Sequence[Microbatch],
-        before_backward: BeforeBackward | None,
-    ) -> Iterator[Action]:
-        self._results.clear()
-        self._microbatches.update((microbatch.index, microbatch) for microbatch in microbatches)
-        self._messages.expect(actions, self._microbatches)
-        for action in actions:
-            yield action
-            self.current = action
-            if before_backward is not None and action.kind in _BACKWARD:
-                before_backward(self.results)
-                before_backward = None
-            self._handlers[action.kind](action)
-        self.current = None
+    # What each kind of action does
 
-    def _compute(self, action: Action) -> None:
+    def _begin(self, *actions: Action) -> None:
         # Before the clock starts: as for messages, a wait is no part of what computing takes.
-        self.memory.arrive(action)
+        for action in actions:
+            self.memory.arrive(action)
         self.timer.start()
-        self._computations[action.kind](action)
-        if self._keep:
-            self.timer.record(action)
-            self.memory.record(action)
 
-    def _move(self, action: Action) -> None:
-        self.memory.move(action)
-        self.memory.record(action)
+    def _finish(self, *actions: Action) -> None:
+        if self._keep:
+            self.timer.record(*actions)
+            for action in actions:
+                self.memory.record(action)
 
     def _forward(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        microbatch = self._microbatches[action.microbatch]
+        self._begin(action)
+        stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
         # Taken as late as the stage asks for it, which has prepared its F by then.
-        receive: Callable[[], list[Tensor]] = partial(self._messages.take, _input_of(action))
-        if self.under_way:
+        message = Action(Kind.RECV_F, action.stage, action.microbatch)
+        receive: Callable[[], list[Tensor]] = partial(self._take, message)
+        if self._under_way:
             receive = self._with_weights(stage, receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
             self._results[action.microbatch] = output
         else:
-            send = Action(Kind.SEND_F, action.stage, action.microbatch)
-            self._messages.pass_on(send, output)
+            self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
+        self._finish(action)
 
     def _with_weights(
         self, stage: StageRunner, receive: Callable[[], list[Tensor]]
     ) -> Callable[[], list[Tensor]]:
         """Wait for the message first, where there is one, and then for weights on their way."""
-        assert self.under_way is not None
+        assert self._under_way is not None
         received = [] if stage.is_first else receive()
         self.timer.pause()
-        self.under_way.settle()
+        self._under_way.settle()
         self.timer.resume()
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        gradients = [] if stage.is_last else self._messages.take(_gradient_of(action))
-        gradients = stage.backward(
-            self._microbatches[action.microbatch], gradients, fused=action.kind is Kind.BW
-        )
+        self._begin(action)
+        stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
+        message = Action(Kind.RECV_B, action.stage, action.microbatch)
+        gradients = [] if stage.is_last else self._take(message)
+        gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
         if not stage.is_first:
-            send = Action(Kind.SEND_B, action.stage, action.microbatch)
-            self._messages.pass_on(send, gradients)
+            self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
+        self._finish(action)
 
-    def _weights(self, action: Action) -> None:
+    def _weight(self, action: Action) -> None:
         """Run a W; the first of a REDUCE's tail with the others, regrouped by parameter."""
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
-        elif self.reduction is None or not tail:
-            self._compute(action)
-        else:
+        elif self._reduction is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
+        else:
+            self._begin(action)
+            self.stages[action.stage].weight(self._microbatches[action.microbatch])
+            self._finish(action)
 
     def _run_tail(self, actions: list[Action]) -> None:
-        assert self.reduction is not None
+        assert self._reduction is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        for action in actions:
-            self.memory.arrive(action)
-        self.timer.start()
-        self.stages[first.stage].last_weights(microbatches, self.reduction)
-        self.timer.record(*actions)
-        for action in actions:
-            self.memory.record(action)
+        self._begin(*actions)
+        self.stages[first.stage].last_weights(microbatches, self._reduction)
+        self._finish(*actions)
         self._regrouped.update(others)
 
     def _reduce(self, action: Action) -> None:
         """Take all gradients of the stage for final; nothing waits for the others' here."""
-        if self.reduction is not None:
-            self.reduction.expect(action.stage)
+        if self._reduction is not None:
+            self._reduction.expect(action.stage)
 
-    def _weight(self, action: Action) -> None:
-        self.stages[action.stage].weight(self._microbatches[action.microbatch])
+    def _move(self, action: Action) -> None:
+        self.memory.move(action)
+        self.memory.record(action)
 
+    # Messages
 
-def _input_of(forward: Action) -> Action:
-    return Action(Kind.RECV_F, forward.stage, forward.microbatch)
+    def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
+        """Put a result where its SEND finds it, or right into the inbox of a stage of this rank."""
+        receive = recv_of(send)
+        if receive.stage in self.stages:
+            self._inbox[receive] = tensors
+        else:
+            self._outbox[send] = tensors
 
+    def _send(self, action: Action) -> None:
+        peer = self._plan.rank_of(recv_of(action).stage)
+        self.transport.send(action, peer, self._outbox.pop(action))
+        self._receives.count_send()
 
-def _gradient_of(backward: Action) -> Action:
-    return Action(Kind.RECV_B, backward.stage, backward.microbatch)
+    def _receive(self, action: Action) -> None:
+        """See that the message can come; the F or B that needs it waits for it."""
+        self._receives.reach(action)
+
+    def _post(self, receive: Action, peer: int) -> None:
+        microbatch, stage = self._microbatches[receive.microbatch], self.stages[receive.stage]
+        if receive.kind is Kind.RECV_F:
+            specs = stage.payload_in(microbatch)
+        else:
+            specs = [spec for spec in stage.payload_out(microbatch) if spec.gets_gradient]
+        self.transport.post(receive, peer, specs)
+
+    def _take(self, receive: Action) -> list[Tensor]:
+        """Return a message, once it is there; those before it on its edge come with it."""
+        if receive not in self._inbox:
+            self.timer.pause()
+            for taken in self._receives.until(receive):
+                self._inbox[taken] = self.transport.wait(taken)
+                # The peer has waited for these before it sent this message.
+                for send in self._arrived_before.get(taken, ()):
+                    self.transport.release(send)
+            self.timer.resume()
+        return self._inbox.pop(receive)

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.step.batch_slice import Microbatch, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_part
@@ -85,7 +85,7 @@ class InProcessPipeline:
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
             microbatches = make_microbatches(slices, weights)
             executor.stages = pipeline.stages
-            runs.append(executor.steps(self.plan, microbatches))
+            runs.append(_actions(executor, self.plan, microbatches))
         for pipeline in self.ranks:
             if not pipeline.committed:
                 pipeline.commit()
@@ -130,11 +130,23 @@ def _call(
     return step(module, part)
 
 
+def _actions(
+    executor: Executor, plan: Schedule, microbatches: Sequence[Microbatch]
+) -> Iterator[Action]:
+    """Execute action by action; yield each before it runs."""
+    executor.start(plan, microbatches)
+    executor.expect(plan[executor.rank])
+    for action in plan[executor.rank]:
+        yield action
+        executor.execute(action)
+    executor.end()
+
+
 def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:
     """Let each rank go on until what it needs has not been sent yet, again and again.
 
     Args:
-        ranks: What each executor's ``steps`` returned.
+        ranks: The actions of each rank.
         transport: The transport of all of them.
 
     Raises:

@@ -32,14 +32,14 @@ class Plans:
     def __init__(self):
         self.are_cold, self.allocations = [], []
 
-    def begin(self, executor, plan, begin=Executor._begin):
-        begin(executor, plan)
+    def start(self, executor, plan, *args, start=Executor.start):
+        start(executor, plan, *args)
         self.before = executor.memory.settings.host.num_allocations
         if not plan.is_forward_only:
             order = [a.microbatch for a in plan[executor.rank] if a.kind in COMPUTE]
             self.are_cold.append(order == sorted(order))
 
-    def end(self, executor, end=Executor._end):
+    def end(self, executor, end=Executor.end):
         end(executor)
         self.allocations.append(executor.memory.settings.host.num_allocations - self.before)
 
@@ -67,8 +67,8 @@ def train(as_accelerator, accumulate, options):
     with (
         patch.object(TrainingPlan, "__init__", make),
         patch.object(ActivationMemory, "on", memory_of_all),
-        patch.object(Executor, "_begin", lambda *args: plans.begin(*args)),
-        patch.object(Executor, "_end", lambda *args: plans.end(*args)),
+        patch.object(Executor, "start", lambda *args: plans.start(*args)),
+        patch.object(Executor, "end", lambda *args: plans.end(*args)),
     ):
         trainer.fit(module, data)
     weights = [p.detach() for p in module.parameters() if not isinstance(p, ShapeOnly)]

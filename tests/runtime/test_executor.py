@@ -46,14 +46,13 @@ def watch(monkeypatch):
     """Call a function with executor and action before each action of any rank."""
 
     def install(look):
-        plain = Executor.steps
+        plain = Executor.execute
 
-        def steps(self, *args):
-            for action in plain(self, *args):
-                look(self, action)
-                yield action
+        def execute(self, action):
+            look(self, action)
+            plain(self, action)
 
-        monkeypatch.setattr(Executor, "steps", steps)
+        monkeypatch.setattr(Executor, "execute", execute)
 
     return install
 

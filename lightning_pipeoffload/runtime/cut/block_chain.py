@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -75,21 +77,15 @@ class BlockChain:
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         return next((self._index[path] for path in prefixes if path in self._index), None)
 
-    def run_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Call a block as its own class does."""
+    def plain_call(self, index: int) -> Callable[..., Any]:
+        """Return what calls a block as its own class does."""
         block = self.blocks[index]
-        return own_class(block).__call__(block, *args, **kwargs)
+        return MethodType(own_class(block).__call__, block)
 
     @property
     def is_running(self) -> bool:
         """Whether a run of the user's step is under way."""
         return self._pass is not None
-
-    def call(self, block: nn.Module, call: Callable[[], Any], arguments: Any) -> Any:
-        """Route the call of a block to the pass under way."""
-        if self._pass is None:
-            return call()
-        return self._pass.call_block(self._place[id(block)], call, arguments)
 
     def running(self, step_pass: Pass) -> AbstractContextManager[None]:
         """Let ``step_pass`` decide about the blocks' calls."""
@@ -239,7 +235,10 @@ def _spread(container: nn.Module) -> tuple[int, int]:
 
 def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return chain.call(self, lambda: plain.__call__(self, *args, **kwargs), (args, kwargs))
+        if chain._pass is None:
+            return plain.__call__(self, *args, **kwargs)
+        run = partial(plain.__call__, self, *args, **kwargs)
+        return chain._pass.call_block(chain._place[id(self)], run, (args, kwargs))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Not copyreg.__newobj__, with which pickle insists on the object's own class.

@@ -278,7 +278,7 @@ class Lending:
         """Run a block with what it needs."""
         args, kwargs = arguments
         with self._lent(self._inside[index]):
-            output = self._chain.run_block(index, *args, **kwargs)
+            output = self._chain.plain_call(index)(*args, **kwargs)
         self._calls.append(index)
         self._seed_segment()
         return output

@@ -210,7 +210,7 @@ class StepPass:
         return self._trace.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
-        return self.chain.run_block(index, *args, **kwargs)
+        return self.chain.plain_call(index)(*args, **kwargs)
 
     def _look(self, place: Place) -> None:
         if self._looks:

@@ -223,11 +223,11 @@ class _MeasuringPass(StepPass):
     @override
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         if self._recompute != "full" or index in self._part.flow.opened:
-            return self.chain.run_block(index, *args, **kwargs)
+            return self.chain.plain_call(index)(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._again_in_block() if self._is_backward else nullcontext():
-                return self.chain.run_block(index, *args, **kwargs)
+                return self.chain.plain_call(index)(*args, **kwargs)
 
         return run_checkpointed(self.chain.blocks[index], run, args, kwargs)
 

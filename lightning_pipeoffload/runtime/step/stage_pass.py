@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -134,31 +134,28 @@ class StagePass:
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last one its result."""
-        seed, generators = mix_seed(self._microbatch.seed, 0), self._context.generators
+        context, generators = self._context, self._context.generators
+        seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
-        with self._context.writes.of_stage(self._context.stage.index), generators.kept():
+        with context.writes.of_stage(context.stage.index), generators.kept():
             generators.seed(seed)
-            output = self._run_step()
-            self.left = self._context.writes.look()
-            return output
-
-    def _run_step(self) -> Any:
-        context = self._context
-        if context.is_first:
-            context.ownership.show(context.stage.index)
-        else:
-            context.ownership.hide()
-        try:
-            with context.chain.running(self), self._counter or _NOTHING:
-                result = self._microbatch.run(context.call)
-        except StageExit as leaving:
-            leaving.__traceback__ = None  # it keeps every frame, and so every activation
-            return leaving.payload
-        except ValueNeededError as error:
-            raise ValueError(self._explain(error)) from None
-        finally:
-            context.ownership.restore()
-        return self._check_result(result)
+            if context.is_first:
+                context.ownership.show(context.stage.index)
+            else:
+                context.ownership.hide()
+            try:
+                with context.chain.running(self), self._counter or _NOTHING:
+                    result = self._microbatch.run(context.call)
+                output = self._check_result(result)
+            except StageExit as leaving:
+                leaving.__traceback__ = None  # it keeps every frame, and so every activation
+                output = leaving.payload
+            except ValueNeededError as error:
+                raise ValueError(self._explain(error)) from None
+            finally:
+                context.ownership.restore()
+            self.left = context.writes.look()
+        return output
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Run an owned block; hand on what was received; else return shapes."""
@@ -181,14 +178,21 @@ class StagePass:
             return self._hand_over(index, output)
 
     def _run_owned(self, index: int, arguments: Any) -> Any:
-        name = self._context.chain.block_name(index)
+        chain, name = self._context.chain, self._context.chain.block_name(index)
         if has_shapes(arguments):
             arguments = give_values(arguments)
             for leaf in shape_only_leaves(arguments):
                 raise ValueNeededError(name, leaf.origins)
+        args, kwargs = arguments
+        run, is_open = chain.plain_call(index), self._is_open(index)
         self._called, self._is_in_block = name, True
-        with _NOTHING if self._is_open(index) else self._paused():
-            output = self._call_owned(index, arguments)
+        with _NOTHING if is_open else self._paused():
+            # What an open block lets out would come from the first run of it alone.
+            if self._context.recompute != "full" or self._received is None or is_open:
+                output = run(*args, **kwargs)
+            else:
+                written = self._context.written_tensors()
+                output = run_checkpointed(chain.blocks[index], run, args, kwargs, written)
         self._is_in_block = False
         output = self._leave_block(index, output)
         if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
@@ -199,16 +203,6 @@ class StagePass:
 
     def _is_open(self, index: int) -> bool:
         return index in self._microbatch.flow.opened
-
-    def _call_owned(self, index: int, arguments: Any) -> Any:
-        args, kwargs = arguments
-        chain = self._context.chain
-        run = partial(chain.run_block, index)
-        # What an open block lets out would come from the first run of it alone.
-        if self._context.recompute != "full" or self._received is None or self._is_open(index):
-            return run(*args, **kwargs)
-        written = self._context.written_tensors()
-        return run_checkpointed(chain.blocks[index], run, args, kwargs, written)
 
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
         output = self._microbatch.flow.outputs[index]
