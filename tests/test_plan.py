@@ -298,6 +298,8 @@ def test_the_command_leaves_nothing_behind(command, tmp_path):
         ("speed=3", "Could not override 'speed'"),
         ("schedule=nonsense", "Could not find 'schedule/nonsense'"),
         ("costs.speed=3", "Could not override 'costs.speed'"),
+        ("modle=gpt_tiny", "Could not override 'modle'; did you mean model?"),
+        ("costs.forwrd=3", "Could not override 'costs.forwrd'; did you mean costs.forward?"),
         ("speed", "Error parsing override 'speed'"),
         ("num_ranks=0", "num_ranks (0) must be a whole number"),
         ("schedule=interleaved_1f1b num_microbatches=6", "must be a multiple of num_ranks (4)"),
@@ -314,6 +316,16 @@ def test_a_refusal_is_status_2_and_one_line(command, argument, words):
 def test_an_unknown_name_lists_the_known_ones_and_no_paths(command):
     *_, err = command("offload=nonsense")
     assert err.endswith("Available options in 'offload': auto full half none\n")
+
+
+@pytest.mark.parametrize("given", [{}, {"depth": 2}])
+def test_arguments_of_a_demo_go_with_its_class(monkeypatch, given):
+    own = [f"model.{name}={value}" for name, value in given.items()]
+    arguments = ["model=gpt_tiny", "model._target_=my.Module", *own]
+    monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *arguments])
+    found = {}
+    run_hydra_app("plan", lambda config: found.update(config.model))
+    assert found == {"_target_": "my.Module", **given}
 
 
 def test_a_refusal_leaves_out_the_drawing_of_the_place(monkeypatch, capsys):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,27 +75,47 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
 
     directory = str(configuration_directory())
     app = hydra.main(version_base=None, config_path=directory, config_name=config_name)
+
+    @functools.wraps(task)
+    def own_task(config: DictConfig) -> None:
+        _leave_demo_arguments(config)
+        task(config)
+
     if os.environ.get(FULL_ERROR) == "1":
-        app(task)()
+        app(own_task)()
         return
 
     @functools.wraps(task)
     def refusing_task(config: DictConfig) -> None:
         os.environ.pop(FULL_ERROR, None)
-        with _refusals_of_one_line():
-            task(config)
+        with _refusals_of_one_line(config_name):
+            own_task(config)
 
     # Hydra prints several lines for what it cannot compose, unless it is told to raise.
     os.environ[FULL_ERROR] = "1"
     try:
-        with _refusals_of_one_line():
+        with _refusals_of_one_line(config_name):
             app(refusing_task)()
     finally:
         os.environ.pop(FULL_ERROR, None)
 
 
+def _leave_demo_arguments(config: DictConfig) -> None:
+    """Leave out the arguments of a demo's class where the command line names another class."""
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - see the module's docstring
+    from omegaconf import open_dict  # noqa: PLC0415
+
+    given = [one.lstrip("+").partition("=")[0] for one in HydraConfig.get().overrides.task]
+    for group in ("model", "data"):
+        if f"{group}._target_" in given:
+            with open_dict(config):
+                for name in [*config[group]]:
+                    if not any(f"{one}.".startswith(f"{group}.{name}.") for one in given):
+                        del config[group][name]
+
+
 @contextmanager
-def _refusals_of_one_line() -> Iterator[None]:
+def _refusals_of_one_line(config_name: str) -> Iterator[None]:
     from hydra.errors import HydraException  # noqa: PLC0415 - see the module's docstring
     from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
 
@@ -101,6 +123,7 @@ def _refusals_of_one_line() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         message, *_ = str(error).partition("Config search path:")
+        message = _name_similar(message, config_name)
         is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
         _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
     except ValueError as error:
@@ -108,6 +131,24 @@ def _refusals_of_one_line() -> Iterator[None]:
         _refuse(str(error).partition("\n")[0])
     except SweepJobError as error:
         _refuse(str(error), FAILED)
+
+
+def _name_similar(message: str, config_name: str) -> str:
+    """Let the refusal of an unknown name end with one that is there, if one is like it."""
+    from hydra import compose, initialize_config_dir  # noqa: PLC0415 - see the module's docstring
+    from omegaconf import OmegaConf  # noqa: PLC0415
+
+    found = re.match(r"Could not override '([^']+)'", message)
+    if found is None:
+        return message
+    path, _, name = found[1].rpartition(".")
+    with initialize_config_dir(str(configuration_directory()), version_base=None):
+        there = OmegaConf.select(compose(config_name), path) if path else compose(config_name)
+    groups = [] if path else [each.name for each in configuration_directory().iterdir()]
+    names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
+    similar = get_close_matches(name, names, n=1)
+    place = f"{path}." if path else ""
+    return f"{found[0]}; did you mean {place}{similar[0]}?" if similar else message
 
 
 def _refuse(message: str, status: int = REFUSED) -> NoReturn:
