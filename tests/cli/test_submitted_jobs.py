@@ -77,7 +77,7 @@ def test_the_extra_is_named_where_it_is_missing(capsys):
     message = (
         "In 'hydra/config': Could not find 'hydra/launcher/submitit_slurm'\n\nAvailable: basic"
     )
-    with pytest.raises(SystemExit) as ended, _refusals_of_one_line():
+    with pytest.raises(SystemExit) as ended, _refusals_of_one_line("train"):
         raise MissingConfigException(message)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(": basic; pip install lightning-pipeoffload[slurm]\n")
