@@ -140,7 +140,7 @@ class SpinThread:
         return SimpleNamespace(wait=self._thread.submit(_pass_on, *arguments).result)
 
 
-def _pass_on(  # noqa: PLR0913 - those of the kernel
+def _pass_on(
     awaited: Tensor, least: int, to: Tensor, source: Tensor, size: int, told: Tensor, number: int
 ) -> None:
     while awaited.item() < least:

@@ -46,7 +46,7 @@ class MinibatchSampler(Sampler[list[int]]):
         ValueError: A sample is too long, or an argument cannot be.
     """
 
-    def __init__(  # noqa: PLR0913 - the interface
+    def __init__(
         self,
         lengths: Sequence[int],
         max_tokens: int,

@@ -71,7 +71,7 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
 
     strategy_name = "odc"
 
-    def __init__(  # noqa: PLR0913 - the interface
+    def __init__(
         self,
         blocks: str | Sequence[str] | None = None,
         deterministic: bool = False,

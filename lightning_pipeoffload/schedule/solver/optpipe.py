@@ -174,7 +174,7 @@ class Improvement:
 _ABOUT_AS_LONG = 0.9
 
 
-def optpipe(  # noqa: PLR0913 - each is an option of build
+def optpipe(
     num_ranks: int,
     num_microbatches: int,
     num_chunks: int,
