@@ -221,7 +221,6 @@ class FitRun:
             self._collected = CollectedValues(
                 self._module, self.run.pipeline, group, self._connector
             )
-            self._steps.watching = self._collected.watching
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
 
     def _refuse_metric(self, metric: Metric) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,6 @@ class StepCalls:
     """The steps of one module, for a fit or an evaluation.
 
     Attributes:
-        watching: A function that makes the context in which each call of a step that computes runs.
         is_probing: Whether a step is looked at right now.
         end_step: A function that is called when a step has come to its end, which it does on the
             last stage.
@@ -64,7 +63,6 @@ class StepCalls:
         self._module = module
         self._seed = seed
         self._capture = LogCapture(module)
-        self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
         self.end_step: Callable[[], None] = lambda: None
         self.is_probing = False
 
@@ -77,10 +75,9 @@ class StepCalls:
             loggers_quiet = nullcontext() if call.is_last else LoggersQuiet(self._module)
             print_quiet = nullcontext() if call.is_last_local else PrintQuiet()
             capturing = self._capture.capturing(call.is_last, call.is_probe)
-            watching = nullcontext() if call.is_probe else self.watching()
             self.is_probing = call.is_probe
             try:
-                with watching, loggers_quiet, print_quiet, capturing:
+                with loggers_quiet, print_quiet, capturing:
                     result = plain(part, *rest, **kwargs)
             finally:
                 self.is_probing = False

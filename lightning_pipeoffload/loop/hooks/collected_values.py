@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,8 +75,10 @@ class CollectedValues:
         self._warned: set[str] = set()
         self._logged: list[str] = []
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
-        self._seen_probes: list[Probe] = []
-        self._late_writes = LateWrites(module, self._known, self._metrics, self._learn)
+        # Global rank 0 comes to the end of the step, and so to every line that writes.
+        self._late_writes = (
+            LateWrites(module, self._known, self._metrics, self._learn) if group.is_root else None
+        )
         self._told_kinds = {""}
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # of a run before this one
@@ -92,8 +94,8 @@ class CollectedValues:
         Args:
             kind: The name of the step; "": what runs is left of steps before.
         """
-        self._show()
         self._kind = kind
+        self._begin_step()
         try:
             yield
         except BaseException:
@@ -114,9 +116,17 @@ class CollectedValues:
         try:
             yield
         finally:
-            self._show()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._show()
+        if self._late_writes is not None and self._kind:
+            self._late_writes.begin()
 
     def _end_step(self) -> None:
+        if self._late_writes is not None and self._kind:
+            self._written_in_batch()  # which makes it known
+            self._late_writes.end()
         for label, place in self._written_in_batch().items():
             self._due.add(label)
             if self._has(place):
@@ -206,15 +216,6 @@ class CollectedValues:
     @property
     def _end(self) -> int:
         return max(self._segments[-1])
-
-    def watching(self) -> AbstractContextManager[None]:
-        """On global rank 0, note what a step writes that no probe has seen."""
-        if not self._group.is_root or not self._kind:
-            return nullcontext()
-        if self._seen_probes is not self._pipeline.batch_probes:
-            self._seen_probes = self._pipeline.batch_probes
-            self._written_in_batch()  # which makes it known
-        return self._late_writes
 
     def _metrics(self) -> list[tuple[str, Metric]]:
         key = [*map(id, self._module._modules.values())]  # private: hooks make metrics

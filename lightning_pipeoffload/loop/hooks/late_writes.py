@@ -25,9 +25,7 @@ _MOST_PARTS = 64  # a longer container is a table, of which the length tells eno
 
 
 class LateWrites:
-    """A context around each forward of a step: compares the module's attributes before and after.
-
-    A class, not a generator: a step that leaves through here would be thrown into it.
+    """Compares the module's attributes before and after the steps of a batch.
 
     Args:
         module: The module whose step runs.
@@ -50,12 +48,12 @@ class LateWrites:
         self._attributes: dict[str, Any] = {}  # the same object while none of them is another
         self._holding: list[str] = []  # those of which more can change than which object it is
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         self._look_at_attributes()
         self._before = self._attributes
         self._inside = self._look_inside()
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
         self._look_at_attributes()
         if self._attributes is not self._before:
             for name in self._attributes.keys() - OF_LIGHTNING:
@@ -68,7 +66,7 @@ class LateWrites:
 
     def _look_at_attributes(self) -> None:
         now, seen = vars(self._module), self._attributes
-        # Each forward comes here twice: no line of Python for each attribute.
+        # Each batch comes here twice: no line of Python for each attribute.
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return
         self._attributes = now.copy()
