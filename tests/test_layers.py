@@ -37,7 +37,7 @@ LAYERS = (
     "runtime/transport",
     "runtime/host_group",
     "runtime/buckets",
-    "runtime/weights_under_way",
+    "runtime/pending_parameters",
     "runtime/replicas",
     "runtime/gradient_reduction",
     "runtime/saved_buffers",

@@ -72,7 +72,7 @@ class CheckpointHooks(PipelineProcesses):
 
     def settle_weights(self) -> None:
         """Have all weights, before anything reads them."""
-        self.group.replicas.under_way.settle()
+        self.group.replicas.pending.settle()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

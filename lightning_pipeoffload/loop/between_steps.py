@@ -24,11 +24,11 @@ from lightning_pipeoffload.loop.step_boundary import StepBoundary, is_watched
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters, SettlingMode
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     has_forward_hooks,
     without_forward_hooks,
 )
-from lightning_pipeoffload.runtime.weights_under_way import SettlingMode, WeightsUnderWay
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class BetweenSteps:
         self._run, self._group = run, group
         self.boundary = StepBoundary(group, run.pipeline.gradient_age)
         self.gradient_hooks: GradientHooks | None = None
-        self._watch = _WeightsWatch(group.replicas.under_way, self.boundary.weights)
+        self._watch = _WeightsWatch(group.replicas.pending, self.boundary.weights)
         self._has_forward_hooks = False
 
     def has_barrier(self) -> bool:
@@ -70,7 +70,7 @@ class BetweenSteps:
         Args:
             may_take_back: Whether steps may be taken for right, and taken back.
         """
-        self._group.replicas.under_way.may_wait = _may_travel(self._trainer)
+        self._group.replicas.pending.may_wait = _may_travel(self._trainer)
         self._watch.is_on = True
         self._run.pipeline.before_look = self.settle
         if may_take_back and self._group.num_ranks > 1:
@@ -126,7 +126,7 @@ class BetweenSteps:
     def settle(self) -> None:
         """Have all weights of this rank."""
         self.stop_watching()
-        self._group.replicas.under_way.settle()
+        self._group.replicas.pending.settle()
         self.boundary.weights.settle()
 
     def settle_together(self) -> None:
@@ -138,7 +138,7 @@ class BetweenSteps:
 class _WeightsWatch:
     """Lets weights become final while the next batch begins."""
 
-    def __init__(self, *weights: WeightsUnderWay) -> None:
+    def __init__(self, *weights: PendingParameters) -> None:
         self._weights = weights
         self._mode = SettlingMode(*weights)
         self.is_on = self._is_watching = False

@@ -77,7 +77,7 @@ class PipelineRun:
             group.transport,
             ActionTimer(device),
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
-            group.replicas.under_way,
+            group.replicas.pending,
         )
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
@@ -300,7 +300,7 @@ class PipelineRun:
         self.plans.leave()
         if self.reduction is not None:
             self.reduction.abandon()
-        self._group.replicas.under_way.forget()
+        self._group.replicas.pending.forget()
         self._forget_batches()
         self.pipeline.detach()
 

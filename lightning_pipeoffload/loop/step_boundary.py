@@ -35,9 +35,9 @@ from torch.optim.optimizer import (
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, is_torchs
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
-from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class StepBoundary:
     def __init__(self, group: PipelineGroup, age: GradientAge) -> None:
         self._group = group
         self._age = age
-        self.weights = WeightsUnderWay()
+        self.weights = PendingParameters()
         self.weights.may_wait = True
         self.is_open = self.keeps_copies = False
         self.num_taken_back = 0
@@ -233,7 +233,7 @@ class StepBoundary:
     def _mend(self, own: Tensor, total: Tensor) -> None:
         """Have the weights that a rank has that waits."""
         assert self._kept is not None
-        copies = self._group.replicas.under_way
+        copies = self._group.replicas.pending
         copies.settle()  # they would overwrite what is put back
         if not total[0]:
             self._kept.repeat(partial(self._clip, total))

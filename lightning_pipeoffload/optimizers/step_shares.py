@@ -65,7 +65,7 @@ class StepShares:
     def gather(self) -> None:
         """Let all replicas have what each has made of its parameters; all of them call it.
 
-        They are under way then, as :class:`WeightsUnderWay` says.
+        They are under way then, as :class:`PendingParameters` says.
         """
         replicas = self._group.replicas
         copies = [
@@ -78,7 +78,7 @@ class StepShares:
             for copy in copies:
                 copy.end()
 
-        replicas.under_way.add(end, self._stepping)
+        replicas.pending.add(end, self._stepping)
 
     def _values_by_bucket(self, replica: int) -> Iterable[list[Tensor]]:
         values = [p.detach() for p in self._stepping if self._owners[p] == replica and p.numel()]

@@ -19,13 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
-from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.ahead import actions_ahead
@@ -55,7 +55,7 @@ class Executor:
         transport: Moves messages to and from the other ranks.
         timer: Measures the actions.
         memory: Where activations are kept.
-        under_way: Weights that have to be there before the first F of a step.
+        pending: Parameters that the first F of a step waits for.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Executor:
         transport: Transport,
         timer: ActionTimer,
         memory: ActivationMemory,
-        under_way: WeightsUnderWay | None = None,
+        pending: PendingParameters | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -73,7 +73,7 @@ class Executor:
         self.timer = timer
         self.memory = memory
         self.current: Action | None = None
-        self._under_way = under_way
+        self._pending = pending
         self._reduction: GradientReduction | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -253,7 +253,7 @@ class Executor:
         # Taken as late as the stage asks for it, which has prepared its F by then.
         message = Action(Kind.RECV_F, action.stage, action.microbatch)
         receive: Callable[[], list[Tensor]] = partial(self._take, message)
-        if self._under_way:
+        if self._pending:
             receive = self._with_weights(stage, receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if stage.is_last:
@@ -266,10 +266,10 @@ class Executor:
         self, stage: StageRunner, receive: Callable[[], list[Tensor]]
     ) -> Callable[[], list[Tensor]]:
         """Wait for the message first, where there is one, and then for weights on their way."""
-        assert self._under_way is not None
+        assert self._pending is not None
         received = [] if stage.is_first else receive()
         self.timer.pause()
-        self._under_way.settle()
+        self._pending.settle()
         self.timer.resume()
         return lambda: received
 

@@ -13,9 +13,9 @@ from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.message_links import as_bytes
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
-from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
 
 _Value = TypeVar("_Value")
 
@@ -33,7 +33,7 @@ class Replicas:
         counterparts: Their global ranks, in the order of the replicas.
         host: The same processes, over gloo; where there are others.
         in_probe: A function that says whether a step is only looked at, by this rank for itself.
-        under_way: The weights that they are sending each other.
+        pending: The weights that they are sending each other.
     """
 
     group: Any = None
@@ -42,7 +42,7 @@ class Replicas:
         self.num = mesh.num_replicas
         self.own = mesh.replica
         self.in_probe: Callable[[], bool] = lambda: False
-        self.under_way = WeightsUnderWay()
+        self.pending = PendingParameters()
         self.counterparts = mesh.counterparts
         self._mesh = mesh
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.weights_under_way import WeightsUnderWay
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 
 
 class ThreadedReplicas:
@@ -25,7 +25,7 @@ class ThreadedReplicas:
     def __init__(self, own: int, barrier: Barrier, board: dict[str, Any]) -> None:
         self.own = own
         self.num = barrier.parties
-        self.under_way = WeightsUnderWay()
+        self.pending = PendingParameters()
         self._barrier = barrier
         self._board = board
 

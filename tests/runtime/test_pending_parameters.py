@@ -1,4 +1,4 @@
-"""Who waits for weights that are on their way."""
+"""The first use of a pending parameter waits for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.weights_under_way import SettlingMode, WeightsUnderWay
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters, SettlingMode
 
 COMING = nn.Parameter(torch.zeros(2, 3))
 OTHER = torch.zeros(3)
@@ -18,12 +18,12 @@ ROW = COMING.detach()[0]
 def settles(call):
     """Return whether a call waits, and what it has then."""
     COMING.data.zero_()
-    weights = WeightsUnderWay()
-    weights.may_wait = True
-    weights.add(lambda: COMING.data.fill_(1.0), [COMING])
-    with SettlingMode(weights):
+    pending = PendingParameters()
+    pending.may_wait = True
+    pending.add(lambda: COMING.data.fill_(1.0), [COMING])
+    with SettlingMode(pending):
         call()
-    return not weights
+    return not pending
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_others_go_on(call):
 
 def test_where_nothing_may_wait_they_are_there_at_once():
     come = []
-    weights = WeightsUnderWay()
-    weights.add(lambda: come.append(1), [COMING])
+    pending = PendingParameters()
+    pending.add(lambda: come.append(1), [COMING])
     assert come == [1]
-    assert not weights
+    assert not pending
