@@ -31,8 +31,13 @@ from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.run_checks import check_run
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.planning.argument_checks import check_backend, check_flag, check_timeout
-from lightning_pipeoffload.planning.settings import PipelineSettings, ScheduleLike
+from lightning_pipeoffload.planning.settings import (
+    PipelineSettings,
+    ScheduleLike,
+    check_backend,
+    check_flag,
+    check_timeout,
+)
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
 from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule

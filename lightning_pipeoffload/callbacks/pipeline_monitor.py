@@ -22,7 +22,7 @@ from lightning_pipeoffload.callbacks.step_figures import (
 )
 from lightning_pipeoffload.callbacks.timeline_files import DrawnStep, TimelineFiles
 from lightning_pipeoffload.metrics.rank_figures import RankFigures
-from lightning_pipeoffload.planning.report_text import print_timeline
+from lightning_pipeoffload.planning.report import print_timeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.strategy import PipeOffloadStrategy

@@ -18,7 +18,7 @@ from lightning_pipeoffload.checkpoints.stored_weights import (
     WEIGHTS_FILE,
     open_weights,
 )
-from lightning_pipeoffload.planning.memory_limit import parse_bytes
+from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.runtime.stored_tensor import value_of
 
 

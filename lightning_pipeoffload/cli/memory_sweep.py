@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.given_plan import GivenPlans
 from lightning_pipeoffload.cli.plan_output import Units, bare_table
-from lightning_pipeoffload.planning.candidate_table import lines_by_reason
+from lightning_pipeoffload.planning.figures import lines_by_reason
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, best_of
 from lightning_pipeoffload.schedule.families import FAMILIES

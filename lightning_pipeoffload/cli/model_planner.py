@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
 from lightning_pipeoffload.cli.given_plan import steps_of
 from lightning_pipeoffload.cli.model_probe import ModelProbe
-from lightning_pipeoffload.planning.memory_limit import parse_bytes
+from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings

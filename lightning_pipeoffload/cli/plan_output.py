@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.pictures.picture_file import Drawn
-from lightning_pipeoffload.planning.candidate_table import choice_table, lines_of_refused
+from lightning_pipeoffload.planning.figures import choice_table, lines_of_refused
 from lightning_pipeoffload.schedule import (
     Costs,
     OffloadReport,

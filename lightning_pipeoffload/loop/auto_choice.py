@@ -16,7 +16,7 @@ from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for

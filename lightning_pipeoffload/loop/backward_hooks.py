@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
-from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from lightning_pipeoffload.planning.report_text import print_line
+from lightning_pipeoffload.planning.report import print_line
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 

@@ -41,7 +41,7 @@ from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.step_options import StepOptions
-from lightning_pipeoffload.planning.accumulation import Accumulation
+from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.processes.rank_differences import (
     describe_module,
     describe_optimizers,

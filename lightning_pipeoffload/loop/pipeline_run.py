@@ -15,9 +15,9 @@ from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_sam
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
-from lightning_pipeoffload.planning.accumulation import Accumulation
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor, Settle
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup

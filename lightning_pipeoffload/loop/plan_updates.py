@@ -7,11 +7,11 @@ decide by the same numbers.
 
 from __future__ import annotations
 
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import keeps_limits
 from lightning_pipeoffload.planning.plan_solver import PlanSolver
-from lightning_pipeoffload.planning.report_text import print_gain
+from lightning_pipeoffload.planning.report import print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.groups import PipelineGroup

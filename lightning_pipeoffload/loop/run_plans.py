@@ -13,7 +13,7 @@ from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.loop.step_exchange import Told
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import (
     keeps_limits,
@@ -21,7 +21,7 @@ from lightning_pipeoffload.planning.plan_request import (
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.report_text import print_anew
+from lightning_pipeoffload.planning.report import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor

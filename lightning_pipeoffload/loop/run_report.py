@@ -11,11 +11,12 @@ from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.optimizers.kept_step import bytes_usable
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.figures import PlannedStep
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
-from lightning_pipeoffload.planning.report import predict
-from lightning_pipeoffload.planning.report_text import (
+from lightning_pipeoffload.planning.report import (
+    predict,
     print_accumulation,
     print_choice,
     print_measurement,
@@ -27,7 +28,7 @@ from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.schedule import Schedule, period_bubble, simulate
+from lightning_pipeoffload.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class RunReport:
         if not self._pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
         plan = self._training.plan
-        report = predict(plan, self._pipeline, self._training.costs, self._training.period)
+        barrier = self._training.has_barrier()
+        report = predict(plan, self._pipeline, self._training.costs, barrier)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
         report["steps_taken_back"] = self.boundary.num_taken_back if self.boundary else 0
@@ -138,7 +140,5 @@ class RunReport:
         if self._measurements.end_training(self._training.may_copy) and self._group.reports:
             costs = self._measurements.costs_at_end
             assert costs is not None
-            plan = self._training.plan
-            timeline = simulate(plan, costs)
-            bubble = period_bubble(timeline, self._training.period(plan, costs))
-            print_measurement(self.make(), timeline.peak_memory, bubble)
+            step = PlannedStep(self._training.plan, costs, self._training.has_barrier())
+            print_measurement(self.make(), step.timeline.peak_memory, step.bubble)

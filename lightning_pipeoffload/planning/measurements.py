@@ -1,13 +1,12 @@
-"""What the steps of one rank have cost, what its machine has left, and all ranks' of both."""
+"""Measured costs of steps, and the memory that machines have left, of one rank and of all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lightning_pipeoffload.pictures.measured_step import MeasuredStep, join_ranks
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
-from lightning_pipeoffload.planning.memory_limit import device_limit
-from lightning_pipeoffload.planning.rank_step import times_of
+from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
+from lightning_pipeoffload.planning.limits import MachineLimits, device_limit
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -35,15 +34,10 @@ _NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
 
 
 class Measurements:
-    """What was measured on this rank, and with it what the other ranks measured.
-
-    Args:
-        executor: The executor of this rank.
-        pipeline: This rank's part of the module.
-        group: The pipeline's processes.
+    """The measurements of this rank; the ``gather`` methods are called by all ranks, between steps.
 
     Attributes:
-        costs_at_end: What the stages of all ranks cost, once training has ended; None before.
+        costs_at_end: Costs of all ranks' stages, once training has ended; None before.
     """
 
     def __init__(self, executor: Executor, pipeline: Pipeline, group: PipelineGroup) -> None:
@@ -65,30 +59,18 @@ class Measurements:
         return self._executor.timer.num_steps >= _STEPS_TO_MEASURE
 
     def gather_costs(self, schedule: Schedule, may_copy: bool = True) -> Costs:
-        """Return what the stages of all ranks cost, the hops between them and copies included.
-
-        All ranks call it, between two steps.
-
-        Args:
-            schedule: Which rank has which stage.
-            may_copy: Whether to measure copies too.
-        """
+        """Return the costs of all ranks' stages, with P2P latencies, and copies if ``may_copy``."""
         self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
         replicas = self._group.replicas.gather(self._group.gather(self._costs(may_copy)))
-        # All replicas run one plan, and wait for the slowest of them.
+        # All replicas run one plan, at the pace of the slowest.
         return join_costs(map(slowest_costs, zip(*replicas, strict=True)))
 
     def gather_step(self, step: TimedStep) -> tuple[MeasuredStep, float] | None:
-        """Bring together what each rank did when in a step; all ranks call it at its end.
-
-        They wait for each other, and for their accelerators.
-
-        Args:
-            step: The last step of this rank.
+        """Gather the last step of all ranks, which wait for each other and for their accelerators.
 
         Returns:
-            On the root the step, with times of its clock, and the seconds by which these may err;
-            None elsewhere.
+            On the root the step in times of its clock, and the seconds by which these may err; None
+            elsewhere.
         """
         offsets = compare_clocks(self._group)
         read, error = self._executor.timer.clock.to_host()
@@ -100,11 +82,7 @@ class Measurements:
         return measured, max(own + offset.error for (_, own), offset in pairs)
 
     def gather_limits(self, keeps_device_limit: bool) -> MachineLimits:
-        """Say what the devices and hosts of all ranks have, as far as the plan is to heed it.
-
-        Args:
-            keeps_device_limit: Whether the plan is to heed what the devices have.
-        """
+        """Return the memory that all ranks' hosts have, and devices if a plan has to keep that."""
         memory = self._executor.memory
         left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
         budget = memory.settings.host.budget
@@ -117,25 +95,14 @@ class Measurements:
         return MachineLimits(min(self._group.replicas.gather(least)), budgets)
 
     def start_anew(self, num_copy_lanes: int) -> None:
-        """Measure another plan from now on.
-
-        Args:
-            num_copy_lanes: Lanes that its copies run on.
-        """
+        """Measure another plan from now on, whose copies run on so many lanes."""
         device = self._pipeline.device
         self._executor.timer = ActionTimer(device)
         self._executor.memory.ledger = Ledger()
         self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
 
     def end_training(self, may_copy: bool) -> bool:
-        """Bring the measurements of all ranks together; all ranks call it.
-
-        Args:
-            may_copy: Whether to measure copies too.
-
-        Returns:
-            Whether there are any measurements.
-        """
+        """Gather the measurements of all ranks; False: there are none."""
         if not self._executor.timer.num_steps:
             return False
         ranks = self._group.gather((self._mine(), self._costs(may_copy)))
@@ -156,11 +123,7 @@ class Measurements:
         return measure(self._executor, self._pipeline.weight_flops)
 
     def copy_speed(self, may_copy: bool) -> CopySpeed:
-        """Return how fast this rank copies while all others do; all ranks call it.
-
-        Args:
-            may_copy: Whether anything is going to be copied; else copies take no time.
-        """
+        """Return how fast this rank copies while all others do; all ranks call it."""
         if not may_copy:
             return _NO_COPIES
         # Of all replicas: devices that share a link to the host then copy at once.
@@ -168,3 +131,27 @@ class Measurements:
 
     def _costs(self, may_copy: bool) -> RankCosts:
         return measure_costs(self._executor, self.copy_speed(may_copy), self._hops)
+
+
+def times_of(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:
+    """Read the times of a step; actions that ran as one get equal shares, in their order.
+
+    Args:
+        step: The last step of a rank.
+        ledger: The memory that the rank has recorded in it.
+        read: Returns the host's time of an event.
+    """
+    counts: dict[int, int] = {}
+    actions = []
+    for action, spans, shared_by in step.actions:
+        index = counts.get(id(spans), 0)
+        counts[id(spans)] = index + 1
+        times = [(read(start), read(end)) for start, end in spans]
+        actions.append((action, [_share(*span, index, shared_by) for span in times]))
+    held = [(entry.action, float(entry.held.device)) for entry in ledger.entries]
+    return RankStep(actions, held)
+
+
+def _share(start: float, end: float, index: int, count: int) -> tuple[float, float]:
+    seconds = (end - start) / count
+    return start + index * seconds, start + (index + 1) * seconds

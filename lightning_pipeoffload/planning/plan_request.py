@@ -1,15 +1,15 @@
-"""What a run asks the planner, and the plan that all ranks get.
+"""A run's requests to the planner; a plan is made on one process and sent to all.
 
-Before anything has run, a plan that was asked to offload does so as if a copy there and back took
-as long as its stage's computing, and one that has a limit to keep needs as little memory as there
-can be. After the first steps it is made anew, with the costs that were measured.
+The first steps run before costs are known: a plan that was asked to offload does so as if a copy
+there and back took as long as its stage's computing, and one with a memory limit needs as little
+memory as possible. After them the plan is made again with measured costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.schedule import (
@@ -37,23 +37,17 @@ def first_plan(
 ) -> tuple[Schedule, OffloadReport | None]:
     """Build the schedule of the first steps; under a limit they run one microbatch at a time.
 
-    Args:
-        settings: The strategy's settings.
-        num_ranks: The number of ranks of the pipeline.
-        num_microbatches: The number of microbatches of a batch.
-        on_accelerator: Whether the ranks' devices have a memory of their own.
-
     Raises:
         ScheduleError: There is no schedule for these numbers, or it offloads of its own accord.
     """
     schedule = settings.make_schedule(num_ranks, num_microbatches)
-    if settings.offload not in ("auto", "none") and schedule.has_copies:
-        raise ScheduleError(
-            f"schedule {schedule.name} says itself what it offloads, and offload="
-            f"{settings.offload!r} was asked for; leave that at auto, or use a schedule without "
-            f"copies, such as uniform"
-        )
     if settings.offload not in ("auto", "none"):
+        if schedule.has_copies:
+            raise ScheduleError(
+                f"schedule {schedule.name} says itself what it offloads, and offload="
+                f"{settings.offload!r} was asked for; leave that at auto, or use a schedule "
+                f"without copies, such as uniform"
+            )
         return offload_activations(schedule, UNMEASURED, settings.offload)
     if settings.is_limited(on_accelerator) and not schedule.has_copies:
         return one_at_a_time(schedule), None
@@ -68,16 +62,10 @@ def request_for(
     limits: MachineLimits = _NO_LIMITS,
     has_barrier: Callable[[Option], bool] = lambda option: False,
 ) -> PlanRequest:
-    """Return what a run asks the planner.
+    """Return a run's request; costs are in seconds and bytes.
 
-    Args:
-        settings: The strategy's settings.
-        num_ranks: The number of ranks of the pipeline.
-        options: What to choose among.
-        costs_of: Returns what the stages of an option cost, in seconds and bytes.
-        limits: The limits of the machines. Where a single option is planned and the limit is the
-            device's own, the plan that offloads the most is returned if none keeps it.
-        has_barrier: Returns whether no rank begins a step before all have ended the one before.
+    Where a single option is planned and the limit is the device's own, the plan that offloads the
+    most is returned if none keeps that limit.
     """
     keeps_device = settings.offload == "auto"
     return PlanRequest(
@@ -101,7 +89,7 @@ def request_by_name(
     limits: MachineLimits = _NO_LIMITS,
     has_barrier: bool = False,
 ) -> PlanRequest:
-    """Return the request for the schedule that the settings name; arguments as above."""
+    """Return the request for the schedule that the settings name."""
     options = [settings.option(num_microbatches)]
     given = settings, num_ranks, options, lambda option: costs, limits
     return request_for(*given, lambda option: has_barrier)
@@ -148,14 +136,7 @@ def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
 def keeps_limits(
     schedule: Schedule, costs: Costs, memory_limit: float | None, limits: MachineLimits
 ) -> bool:
-    """Whether a plan needs no more than there is, by these costs.
-
-    Args:
-        schedule: The plan.
-        costs: Costs in seconds and bytes.
-        memory_limit: Bytes that each rank may use for activations; None: any.
-        limits: The limits of the machines.
-    """
+    """Whether a plan keeps the memory limit and the hosts', by costs in seconds and bytes."""
     try:
         accept(split_fused_backward(schedule), costs, memory_limit)
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""The process that looks for better plans while training goes on."""
+"""The process that searches for better plans during training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PlanSolver:
     """A solver at low priority, on this machine; it ends with this process, however that ends.
 
     Args:
-        problem: What plans are for.
+        problem: The costs and limits of plans.
         start: The plan in use.
-        seconds: What the solver may take.
+        seconds: The time limit of the solver.
         folder: The folder of plans that were found; None: the user's.
 
     Attributes:
@@ -44,7 +44,7 @@ class PlanSolver:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended already, which is told with its status
+        with suppress(BrokenPipeError):  # it has ended already; its status is logged later
             self._process.stdin.write(request(problem, start, seconds, folder).encode() + b"\n")
             self._process.stdin.flush()
         self._output = self._process.stdout
@@ -54,7 +54,7 @@ class PlanSolver:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, and all that it has found is known."""
+        """Whether it has ended; all that it has found has been read then."""
         if self._process.poll() is None:
             return False
         self.look()
@@ -66,13 +66,12 @@ class PlanSolver:
         return True
 
     def look(self) -> None:
-        """See what it has found, without waiting."""
+        """Read the plans that it has found, without waiting."""
         read = self._output.read()
-        if not read:
-            return
-        *lines, self._unread = (self._unread + read).split(b"\n")
-        if lines:
-            self.best = from_numbers(json.loads(lines[-1]), "optpipe")
+        if read:
+            *lines, self._unread = (self._unread + read).split(b"\n")
+            if lines:
+                self.best = from_numbers(json.loads(lines[-1]), "optpipe")
 
     def close(self) -> None:
         """End it."""

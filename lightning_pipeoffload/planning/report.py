@@ -1,39 +1,46 @@
-"""What the strategy tells about the pipeline, as a dict."""
+"""What a run says of its pipeline: the report as a dict, and the lines that are printed.
+
+Lines go to standard output by way of the logger ``lightning_pipeoffload.report``: level DEBUG adds
+tables of plans, stages and ranks, WARNING silences all. Tables fit 80 columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
+from io import StringIO
+from statistics import mean
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pipeoffload.planning.figures import PlannedStep, choice_table, lines_of_refused
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import (
-    Costs,
-    Schedule,
-    copy_ratios,
-    free_share,
-    period_bubble,
-    simulate,
-)
+from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share
+from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
 
-PeriodOf = Callable[[Schedule, Costs], float]
+_NUM_COLUMNS = 80  # of the text that other handlers get
+_NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these
 
 
 def predict(
-    plan: Schedule, pipeline: Pipeline, measured: Costs | None, period_of: PeriodOf
+    plan: Schedule, pipeline: Pipeline, measured: Costs | None, has_barrier: bool
 ) -> dict[str, Any]:
-    """Say what the plan promises.
+    """Return the predicted figures of a lowered plan.
 
     Args:
         plan: The lowered plan.
         pipeline: What runs the plan.
         measured: Costs in seconds and bytes; None: the pipeline's estimate, in units of an average
             block's work and activation.
-        period_of: Returns the time from one step to the next.
+        has_barrier: Whether no rank begins a step before all have ended the one before.
     """
     costs = measured or pipeline.costs
-    timeline = simulate(plan, costs)
-    period = period_of(plan, costs)
+    step = PlannedStep(plan, costs, has_barrier)
+    timeline = step.timeline
     return {
         "schedule": plan.name,
         "num_ranks": plan.num_ranks,
@@ -51,8 +58,8 @@ def predict(
         "has_copies": plan.has_copies,
         "bubble": timeline.bubble,
         "makespan": timeline.makespan,
-        "period": period,
-        "period_bubble": period_bubble(timeline, period),
+        "period": step.period,
+        "period_bubble": step.bubble,
         "peak_memory": list(timeline.peak_memory),
         "peak_host_memory": list(timeline.peak_host_memory),
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
@@ -61,13 +68,12 @@ def predict(
 
 
 def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
-    """Say what one rank measured: seconds, bytes, and the share of weight gradients left for W.
+    """Return the measured figures of one rank: seconds, bytes, and the operations left for W.
 
     The bubble is the idle share of a step's period, which ends where the next step starts, the
     median over steps; ``between_steps`` is the share of what comes after the step itself.
     ``live_bytes`` are those of the last step after each action that can change them: seconds since
-    the step's start on the host's clock, bytes on the device, on the host, and in copies that
-    nobody has waited for.
+    the step's start on the host's clock, bytes on the device, on the host, and in pending copies.
     """
     memory = {index: runner.memory for index, runner in executor.stages.items()}
     deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
@@ -88,3 +94,242 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
 def join_measurements(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Turn one dict for each rank into one list for each figure, in pipeline order."""
     return {name: [part[name] for part in parts] for name in parts[0]}
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints the tables and lines of a record, as wide and as colorful as standard output is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console = Console()
+        for part in record.parts:  # type: ignore[attr-defined] # of this module's own records
+            console.print(part, highlight=False)
+
+
+# Users silence these names, which do not depend on where this module lies.
+_PACKAGE = "lightning_pipeoffload"
+log = logging.getLogger(f"{_PACKAGE}.report")
+log.addHandler(_ConsoleHandler())
+log.propagate = False  # a script's own handlers would print each line a second time
+_package_log = logging.getLogger(_PACKAGE)
+_package_log.setLevel(_package_log.level or logging.INFO)
+
+
+def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
+    """Log tables and lines; a handler gets them as text."""
+    if not log.isEnabledFor(level):
+        return
+    text = StringIO()
+    for part in parts:
+        Console(file=text, width=_NUM_COLUMNS).print(part, highlight=False)
+    log.log(level, "%s", text.getvalue().strip(), extra={"parts": parts})
+
+
+def print_line(line: str) -> None:
+    """Print a line on the progress of something that takes long."""
+    _tell(line)
+
+
+def print_choice(plan: Plan, is_measured: bool) -> None:
+    """Print what was chosen among how many plans; the table of all is logged for debugging.
+
+    Args:
+        plan: The plan that was chosen.
+        is_measured: Whether times are in seconds, not in an average block's.
+    """
+
+    def seconds(value: float) -> str:
+        return seconds_text(value) if is_measured else f"{value:.1f}"
+
+    num_fitting = sum(candidate.fits for candidate in plan.candidates)
+    _tell(
+        f"Chosen {plan.best.option.schedule} among {num_fitting} plans that fit, of "
+        f'{len(plan.candidates)}; all are in strategy.report()["candidates"].'
+    )
+    refused = lines_of_refused(plan.candidates)
+    _tell("", choice_table(plan, seconds, bytes_text), *refused, level=logging.DEBUG)
+
+
+def print_gain(before: float, after: float) -> None:
+    """Print what a better plan gains, by the seconds of a step."""
+    _tell(
+        f"The solver's plan takes {seconds_text(after)} a step instead of {seconds_text(before)}, "
+        f"{share_text(1 - after / before)} less, and runs from now on."
+    )
+
+
+def print_anew(name: str, after: float | None) -> None:
+    """Print that a microbatch needs more memory than planned, and which plan runs from now on.
+
+    Args:
+        name: The schedule that runs from now on.
+        after: Seconds of a step by the new plan; None where the plan in use stays.
+    """
+    outgrown = "A microbatch keeps more than any that was planned for, and than the limit allows. "
+    if after is None:
+        _tell(f"{outgrown}The plan in use stays: {name}.")
+    else:
+        _tell(f"{outgrown}Planned anew, {name} takes {seconds_text(after)} a step.")
+
+
+def print_prediction(report: dict[str, Any]) -> None:
+    """Print what is predicted; the table of the stages is logged for debugging."""
+    is_measured = report["k"] is not None
+    _tell(f"Pipeline: {_headline(report)}. {_prediction(report, is_measured)}")
+    unit = "" if is_measured else "\n(blocks)"
+    table = Table(title=f"Stages: {_headline(report)}", title_justify="left")
+    for column in ("stage", "rank", "blocks", "parameters", f"peak memory{unit}"):
+        table.add_column(column, justify="left" if column == "blocks" else "right")
+    for index, stage in enumerate(report["stages"]):
+        blocks, peak = span_of(stage["blocks"]), report["peak_memory"][stage["rank"]]
+        memory = bytes_text(peak) if is_measured else f"{peak:.1f}"
+        parameters = f"{stage['num_parameters']:,}"
+        table.add_row(str(index), str(stage["rank"]), blocks, parameters, memory)
+    _tell("", table, level=logging.DEBUG)
+
+
+def _prediction(report: dict[str, Any], is_measured: bool) -> str:
+    bubble = share_text(report["period_bubble"])
+    if not is_measured:
+        return f"Predicted by operations: a bubble of {bubble}. The rest is still to be measured."
+    return (
+        f"Predicted by measured blocks: a step every {seconds_text(report['period'])}, a bubble of "
+        f"{bubble}, at most {bytes_text(max(report['peak_memory']))} of activations on a rank."
+    )
+
+
+def span_of(names: Sequence[str]) -> str:
+    """Name a stage's first and last block, and their container once if it is the same."""
+    first, last = names[0], names[-1]
+    container, _, index = last.rpartition(".")
+    if first == last:
+        return _shortened(first, _NAME_WIDTH)
+    if first.rpartition(".")[0] == container:
+        end = f" .. {index}"
+        return _shortened(first, _NAME_WIDTH - len(end)) + end
+    width = (_NAME_WIDTH - len(" .. ")) // 2
+    return f"{_shortened(first, width)} .. {_shortened(last, width)}"
+
+
+def _shortened(name: str, width: int) -> str:
+    """Shorten a name to a width: without its outer modules, or without its middle."""
+    if len(name) <= width:
+        return name
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        shorter = f"…{'.'.join(parts[start:])}"
+        if len(shorter) <= width:
+            return shorter
+    tail = (width - 1) // 2
+    return f"{name[: width - 1 - tail]}…{name[-tail:]}"
+
+
+def print_accumulation(num_batches: int, num_microbatches: int) -> None:
+    """Print what to set in place of ``accumulate_grad_batches=num_batches``."""
+    _tell(
+        f"accumulate_grad_batches={num_batches}: each batch has a plan of its own, after which the "
+        f"pipeline is empty. Faster, with the same microbatches: accumulate_grad_batches=1, a "
+        f"batch of {num_batches} times the samples and num_microbatches="
+        f"{num_batches * num_microbatches}."
+    )
+
+
+def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
+    """Print the files that show a step, and by how many seconds two ranks' times may differ."""
+    _tell(
+        f"The timeline of step {step} is in {', '.join(paths)}; the ranks' clocks are compared to "
+        f"±{seconds_text(error)}."
+    )
+
+
+def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
+    """Print what is offloaded from now on, and what is not and why.
+
+    Args:
+        report: The report of the plan, with measured costs.
+        limit: Bytes of a device that activations may take; None: any.
+    """
+    peak = max(report["peak_memory"])
+    lines = [
+        f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
+        f"{share_text(report['period_bubble'])} and a peak of {bytes_text(peak)} of activations."
+    ]
+    if limit is not None and peak > limit:
+        lines.append(
+            f"No plan fits the {bytes_text(limit)} that every device has left for activations; the "
+            f"one that needs least is tried."
+        )
+    _tell(*lines, *_about_copies(report, limit))
+
+
+def _about_copies(report: dict[str, Any], limit: float | None) -> list[str]:
+    offload = report.get("offload", {})
+    reason = [f"{offload['reason']}."] if offload.get("reason") else []
+    if not report["has_copies"]:
+        is_met = limit is not None and max(report["peak_memory"]) <= limit
+        return [f"Offloaded: nothing{', order alone meets the limit' if is_met else ''}.", *reason]
+    ratio = (
+        f"k = (offload + reload) / (F + B + W) is at most {max(report['k']):.2f}: while the ranks "
+        f"compute, {share_text(report['free_share'])} of the activations can be copied."
+    )
+    if not offload:
+        return [f"Offloaded: what {report['schedule']} says.", ratio]
+    wanted, away, queued = (sum(offload[n]) for n in ("wanted", "offloaded", "queued"))
+    counts = f"of {wanted} activations of a step {away} from F to B, {queued} from B to W"
+    return [f"Offloaded: {counts}.", ratio, *reason]
+
+
+def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: float) -> None:
+    """Print what was measured, and why that is not what was predicted; ranks are for debugging.
+
+    Args:
+        report: The report of the plan.
+        peaks: The memory of each rank by the plan with the costs that were measured.
+        planned: The idle share of a step's period by the same.
+    """
+    measured = report["measured"]
+    taken = measured["peak_activation_bytes"]
+    rank = max(range(len(taken)), key=lambda rank: taken[rank])
+    _tell(
+        f"Measured: {_headline(report)}: {report['samples_per_second']:.1f} samples/s, a step "
+        f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
+        f"took at most {bytes_text(taken[rank])}, on rank {rank}; "
+        f"planned were {bytes_text(peaks[rank])}."
+    )
+    table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
+    columns = ("rank", "step", "bubble", "peak memory", "planned", "gradients\nleft for W")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank, seconds in enumerate(measured["step_seconds"]):
+        flops = measured["weight_flops"][rank]
+        table.add_row(
+            str(rank),
+            seconds_text(seconds),
+            share_text(measured["bubble"][rank]),
+            bytes_text(taken[rank]),
+            bytes_text(peaks[rank]),
+            share_text(measured["deferred_flops"][rank] / flops) if flops else "-",
+        )
+    _tell("", table, level=logging.DEBUG)
+
+
+def _why(report: dict[str, Any], planned: float) -> str:
+    """Say what the measured bubble consists of, in shares of the time that a step takes."""
+    bubble, between = (mean(report["measured"][name]) for name in ("bubble", "between_steps"))
+    by_plan = (1 - bubble) * planned / (1 - planned) if planned < 1 else 0.0
+    rest = max(0.0, bubble - between - by_plan)
+    return (
+        f"The bubble was predicted as {share_text(report['period_bubble'])}, and is "
+        f"{share_text(bubble)}: {share_text(by_plan)} by the plan with the measured times, "
+        f"{share_text(between)} between steps (data, optimizer, hooks, validation), "
+        f"{share_text(rest)} waiting for messages and the host."
+    )
+
+
+def _headline(report: dict[str, Any]) -> str:
+    chunks = f" x {report['num_chunks']} chunks" if report["num_chunks"] > 1 else ""
+    num_replicas = report["num_replicas"]
+    replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
+    return (
+        f"{report['schedule']}, {replicas}{report['num_ranks']} ranks{chunks}, "
+        f"{report['num_microbatches']} microbatches"
+    )

@@ -1,31 +1,18 @@
-"""The strategy's arguments, and what follows from them."""
+"""The strategy's arguments, their checks, and what follows from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_pipeoffload.planning.argument_checks import (
-    check_blocks,
-    check_count,
-    check_decides_offload,
-    check_flag,
-    check_microbatch_weight,
-    check_num_microbatches,
-    check_offload,
-    check_optimizer_sync,
-    check_plan_cache,
-    check_rank_order,
-    check_schedule,
-    check_sharding,
-    check_split,
-    is_name,
-)
-from lightning_pipeoffload.planning.memory_limit import parse_bytes
+import torch.distributed as dist
+
+from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -38,6 +25,8 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     accept,
+    check_name,
+    offload_share,
 )
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.candidates import Option
@@ -48,13 +37,25 @@ from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
+_CHOICES = {
+    "rank_order": {
+        "pipeline_inner": "neighbouring global ranks are of one pipeline",
+        "data_inner": "they are replicas of one stage",
+    },
+    "sharding": {"none": "", "optimizer": "replicas share out its state and its step"},
+    "optimizer_sync": {
+        "barrier": "ranks wait where a norm, a loss scale or a hook needs all gradients",
+        "post_validation": "a step that was wrong is taken back",
+    },
+}
+
 
 @dataclass(frozen=True)
 class PipelineSettings:
     """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
 
     Raises:
-        ValueError: A value cannot be.
+        ValueError: An argument has a value that it cannot have.
     """
 
     pipeline_parallel_size: int | str = "auto"
@@ -78,29 +79,68 @@ class PipelineSettings:
     plan_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "data_parallel_size", "num_chunks"):
-            check_count(name, getattr(self, name))
-        check_rank_order(self.rank_order)
-        check_sharding(self.sharding)
-        check_num_microbatches(self.num_microbatches)
-        check_blocks(self.blocks)
-        check_split(self.split)
-        check_microbatch_weight(self.microbatch_weight)
-        check_optimizer_sync(self.optimizer_sync)
+        self._check_numbers()
+        self._check_kinds()
+        for name, meanings in _CHOICES.items():
+            words = (f'"{o}"' + f" ({meaning})" * bool(meaning) for o, meaning in meanings.items())
+            value = getattr(self, name)
+            _require(value in [*meanings], name, " or ".join(words), value)
         check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
         check_recompute(self.recompute)
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
-        if self.host_memory_limit is not None:
-            parse_bytes(self.host_memory_limit, "host_memory_limit")
-        check_offload(self.offload)
-        check_schedule(self.schedule)
+        for name in ("memory_limit", "host_memory_limit"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+        if self.offload != "auto":
+            offload_share(self.offload)
+        if _is_name(self.schedule) and self.schedule != "auto":
+            check_name(str(self.schedule), "auto", "the path of a .csv file")
         check_compile(self.compile)
         check_solver_seconds(self.solver_seconds)
-        check_plan_cache(self.plan_cache)
         if self.is_solved:
             check_solver()
-            check_decides_offload(self.offload)
+            if self.offload != "auto":
+                raise ValueError(
+                    f"schedule='optpipe' decides itself what it offloads under memory_limit, and "
+                    f"offload={self.offload!r} was asked for; leave that at 'auto'"
+                )
+
+    def _check_numbers(self) -> None:
+        sizes = "pipeline_parallel_size", "data_parallel_size", "num_chunks", "num_microbatches"
+        for name in sizes:
+            value = getattr(self, name)
+            is_count = _is_int(value) and value >= 1
+            _require(value == "auto" or is_count, name, '"auto" or a positive int', value)
+        if self.num_microbatches != "auto" and int(self.num_microbatches) > MOST_MICROBATCHES:
+            raise ValueError(
+                f"num_microbatches ({self.num_microbatches}) is more than {MOST_MICROBATCHES}, the "
+                f"most that messages between ranks can tell apart, and its plan would take long to "
+                f"build; use fewer, larger microbatches: a few for each rank fill a pipeline"
+            )
+
+    def _check_kinds(self) -> None:
+        schedule, blocks, split = self.schedule, self.blocks, self.split
+        _require(
+            isinstance(schedule, (str, PathLike, Schedule)) or callable(schedule),
+            "schedule",
+            "a name, a Schedule, a callable (num_ranks, num_microbatches) -> Schedule, or the path "
+            "of a .csv file",
+            schedule,
+        )
+        names = [blocks] if isinstance(blocks, str) else blocks
+        _require(
+            names is None or _is_filled(names, lambda name: isinstance(name, str) and name),
+            "blocks",
+            "the name of a ModuleList or Sequential, or a list of patterns of its blocks' names",
+            blocks,
+        )
+        is_split = split in ("auto", "even") or _is_filled(split, _is_int)
+        _require(is_split, "split", '"auto", "even" or a list of block counts', split)
+        weight = self.microbatch_weight
+        is_weight = weight in ("samples", "tokens") or callable(weight)
+        words = '"samples", "tokens" or a callable of the microbatch'
+        _require(is_weight, "microbatch_weight", words, weight)
+        is_folder = self.plan_cache is None or isinstance(self.plan_cache, (str, PathLike))
+        _require(is_folder, "plan_cache", "the path of a folder, or None", self.plan_cache)
 
     @property
     def is_chosen(self) -> bool:
@@ -126,15 +166,11 @@ class PipelineSettings:
         return self._sizes(world_size)[1]
 
     def num_replicas(self, world_size: int) -> int:
-        """Return the number of pipelines.
-
-        Raises:
-            ValueError: The devices do not make that many pipelines of that many ranks.
-        """
+        """Return the number of pipelines; refusals as above."""
         return self._sizes(world_size)[0]
 
     def num_sharing(self, num_replicas: int) -> int:
-        """Return how many replicas share out what an optimizer keeps; 1: each has all of it."""
+        """Return how many replicas share out the optimizer's state; 1: each has all of it."""
         return num_replicas if self.sharding == "optimizer" else 1
 
     def _sizes(self, world_size: int) -> tuple[int, int]:
@@ -145,21 +181,12 @@ class PipelineSettings:
         if not isinstance(ranks, int):
             ranks = world_size // replicas or 1
         if replicas * ranks != world_size:
-            raise ValueError(self._explain_sizes(world_size, replicas, ranks))
+            raise ValueError(_explain_sizes(world_size, replicas, ranks))
         return replicas, ranks
-
-    def _explain_sizes(self, world_size: int, replicas: int, ranks: int) -> str:
-        sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
-        instead = [f"devices={replicas * ranks}"]
-        for name, size in sizes.items():
-            if world_size % (replicas * ranks // size) == 0:
-                instead.append(f"{name}={world_size // (replicas * ranks // size)}")
-        product = " times ".join(f"{name} ({size})" for name, size in sizes.items())
-        return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
 
     @property
     def default_schedule(self) -> str:
-        """What "auto" and "optpipe" stand for until a schedule is chosen, and if none may be."""
+        """The schedule in place of "auto" and "optpipe" until one is chosen, or if none can be."""
         return DEFAULT_SCHEDULE if self.num_chunks in ("auto", 1) else "uniform"
 
     def cut_settings(self, group: PipelineGroup) -> CutSettings:
@@ -180,50 +207,40 @@ class PipelineSettings:
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
     def limit_on(self, device_limit: float | None) -> float | None:
-        """Return the same for a device that has so much; what is given counts before that."""
+        """Return the memory limit that was given, else the device's own."""
         return device_limit if self.limit_bytes is None else self.limit_bytes
 
     def host_budget(self, num_local_ranks: int) -> HostBudget | None:
-        """Return the most host memory of a rank, before any has taken some; None: any.
-
-        Args:
-            num_local_ranks: Ranks on this machine.
-        """
+        """Return the most host memory of a rank, one of so many on its machine; None: any."""
         if self.host_memory_limit is None:
             return HostBudget.share_of_machine(num_local_ranks)
         return HostBudget.given(parse_bytes(self.host_memory_limit, "host_memory_limit"))
 
-    def is_limited(self, on_accelerator: bool) -> bool:
-        """Whether a plan has a memory limit to keep, given or the devices' own.
+    # ``on_accelerator``: whether the devices have a memory of their own.
 
-        Args:
-            on_accelerator: Whether the devices have a memory of their own.
-        """
+    def is_limited(self, on_accelerator: bool) -> bool:
+        """Whether a plan has a memory limit to keep, given or the devices' own."""
         return self.memory_limit is not None or self.keeps_device_limit(on_accelerator)
 
     def keeps_device_limit(self, on_accelerator: bool) -> bool:
-        """Whether a plan is to fit what the devices have left, for want of a limit.
-
-        Args:
-            on_accelerator: Whether the devices have a memory of their own.
-        """
+        """Whether the limit is the memory that the devices have left."""
         return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
     def plans_memory(self, on_accelerator: bool) -> bool:
-        """Whether what is kept on the device is to be planned."""
+        """Whether activations may be offloaded, for a limit or because that is asked for."""
         return self.is_limited(on_accelerator) or self.offload not in ("auto", "none")
 
     def option(self, num_microbatches: int) -> Option:
-        """Return the schedule that was named, or stands for "auto" until one is chosen."""
+        """Return the schedule that was named, or the default until one is chosen."""
         name, recipe = self._recipe
-        is_asked = is_name(self.schedule) and isinstance(self.num_chunks, int)
+        is_asked = _is_name(self.schedule) and isinstance(self.num_chunks, int)
         num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
         return Option(name, num_chunks, num_microbatches, self.recompute)
 
     @property
     def own_recipe(self) -> dict[str, Recipe]:
-        """How a schedule is built that was given in place of a name; empty: none was."""
-        return {} if is_name(self.schedule) else dict([self._recipe])
+        """How a schedule is built that was given and not named; empty: it was named."""
+        return {} if _is_name(self.schedule) else dict([self._recipe])
 
     def make_schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Build the schedule for that many microbatches, without regard to costs and limits.
@@ -255,15 +272,13 @@ class PipelineSettings:
         Raises:
             ValueError: The batch cannot be cut so.
         """
+        fixed = None if isinstance(self.num_microbatches, int) else self._fixed_schedule()
         if isinstance(self.num_microbatches, int):
             wanted = self.num_microbatches
+        elif fixed:
+            wanted = fixed.num_microbatches
         else:
-            fixed = self._fixed_schedule()
-            wanted = (
-                fixed.num_microbatches
-                if fixed
-                else self._legal_divisor(num_ranks, batch_size, least_samples)
-            )
+            wanted = self._legal_divisor(num_ranks, batch_size, least_samples)
         if batch_size % wanted:
             raise ValueError(
                 f"a first batch of {batch_size} samples cannot be cut into {wanted} equal "
@@ -273,16 +288,10 @@ class PipelineSettings:
         return wanted
 
     def more_microbatches(self, num_microbatches: int, batch_size: int) -> int | None:
-        """Return the next number of microbatches worth trying: twice as many or more; None: none.
-
-        Args:
-            num_microbatches: What :meth:`choose_num_microbatches` has chosen.
-            batch_size: The samples of the batch.
-        """
+        """Return the next number of microbatches worth trying: at least twice as many."""
         if self.num_microbatches != "auto":
             return None
-        most = min(batch_size, MOST_MICROBATCHES) + 1
-        counts = range(2 * num_microbatches, most)
+        counts = range(2 * num_microbatches, min(batch_size, MOST_MICROBATCHES) + 1)
         return next((count for count in counts if batch_size % count == 0), None)
 
     def _legal_divisor(self, num_ranks: int, batch_size: int, least_samples: int) -> int:
@@ -304,14 +313,14 @@ class PipelineSettings:
     def _fixed_schedule(self) -> Schedule | None:
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        if callable(self.schedule) or is_name(self.schedule):
+        if callable(self.schedule) or _is_name(self.schedule):
             return None
         return Schedule.from_csv(self.schedule)
 
     @property
     def _recipe(self) -> tuple[str, Recipe]:
         """The schedule's name, and how it is built."""
-        if is_name(self.schedule):
+        if _is_name(self.schedule):
             name = self.default_schedule if self.is_chosen else str(self.schedule)
             return name, FAMILIES[name]
         given = self._fixed_schedule()
@@ -322,9 +331,55 @@ class PipelineSettings:
         return name if name.isidentifier() else "given", _recipe_calling(self.schedule)
 
 
-def _recipe_of(given: Schedule) -> Recipe:
-    """Return how to build a schedule that is there."""
+def check_flag(name: str, value: Any) -> None:
+    _require(isinstance(value, bool), name, "True or False", value)
 
+
+def check_timeout(timeout: Any) -> None:
+    is_time = isinstance(timeout, timedelta) and timeout > timedelta()
+    words = "a positive datetime.timedelta, such as timedelta(minutes=30)"
+    _require(timeout is None or is_time, "timeout", words, timeout)
+
+
+def check_backend(backend: Any) -> None:
+    """Refuse a backend, or one of "cpu:gloo,cuda:nccl", that this torch does not have."""
+    names = [part.split(":")[-1] for part in str(backend).split(",")]
+    if backend is not None and not all(map(dist.is_backend_available, names)):
+        raise ValueError(
+            f"process_group_backend={backend!r} is not there in this torch.distributed; leave it "
+            f"at None, which is gloo on CPUs and nccl on GPUs"
+        )
+
+
+def _require(is_right: bool, name: str, words: str, value: Any) -> None:
+    if not is_right:
+        raise ValueError(f"{name} must be {words}, not {value!r}")
+
+
+def _is_name(schedule: Any) -> bool:
+    return isinstance(schedule, str) and not schedule.endswith(".csv")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_filled(values: Any, is_right: Callable[[Any], Any]) -> bool:
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_list and len(values) > 0 and all(map(is_right, values))
+
+
+def _explain_sizes(world_size: int, replicas: int, ranks: int) -> str:
+    sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
+    instead = [f"devices={replicas * ranks}"]
+    for name, size in sizes.items():
+        if world_size % (replicas * ranks // size) == 0:
+            instead.append(f"{name}={world_size // (replicas * ranks // size)}")
+    product = " times ".join(f"{name} ({size})" for name, size in sizes.items())
+    return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
+
+
+def _recipe_of(given: Schedule) -> Recipe:
     def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
         return _checked(given, num_ranks, num_microbatches)
 
@@ -332,8 +387,6 @@ def _recipe_of(given: Schedule) -> Recipe:
 
 
 def _recipe_calling(function: Callable[[int, int], Schedule]) -> Recipe:
-    """Return how to build what a user's function returns."""
-
     def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
         given = function(num_ranks, num_microbatches)
         if not isinstance(given, Schedule):
@@ -347,6 +400,7 @@ def _recipe_calling(function: Callable[[int, int], Schedule]) -> Recipe:
 
 
 def _checked(given: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return a user's schedule if it is of these sizes, valid, and one to train by."""
     if (given.num_ranks, given.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
             f"schedule {given.name} is for {given.num_ranks} ranks and {given.num_microbatches} "
@@ -354,12 +408,6 @@ def _checked(given: Schedule, num_ranks: int, num_microbatches: int) -> Schedule
             f"num_microbatches to fit, or make it anew"
         )
     accept(given)
-    _refuse_no_schedule(given)
-    return given
-
-
-def _refuse_no_schedule(given: Schedule) -> None:
-    """Refuse what is valid, but no schedule to train by."""
     if given.is_forward_only:
         raise ScheduleError(
             f"schedule {given.name} has no backward, and trains nothing; give each stage BW, or B "
@@ -371,3 +419,4 @@ def _refuse_no_schedule(given: Schedule) -> None:
                 f"schedule {given.name} has {action}, which is put in when it is lowered; "
                 f"give it as it was before lower()"
             )
+    return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 from lightning_pipeoffload.planning.plan_request import first_plan
@@ -20,18 +21,30 @@ from lightning_pipeoffload.schedule import (
     steady_period,
 )
 
-# Changing a plan costs the ranks a wait: by less than this, of the plan's time, none does.
+# Ranks wait for each other where the plan changes, which must gain this share of its time.
 _LEAST_GAIN = 0.01
 
 
 def is_worth_changing(before: float, after: float) -> bool:
-    """Whether a plan gains enough over another one to be taken in its place.
-
-    Args:
-        before: Seconds of a step by the plan in use.
-        after: Seconds by the other one.
-    """
+    """Whether a plan of ``after`` seconds replaces one of ``before``."""
     return after <= before * (1 - _LEAST_GAIN)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """A batch among those whose gradients add up to one optimizer step; each has a plan.
+
+    Attributes:
+        num_batches: How many there are.
+        is_first: Whether gradients are set to zero before this batch's backward.
+        is_last: Whether the optimizer steps after it.
+        watched_by: Hooks of the user that may read gradients in between.
+    """
+
+    num_batches: int = 1
+    is_first: bool = True
+    is_last: bool = True
+    watched_by: tuple[str, ...] = ()
 
 
 class TrainingPlan:
@@ -47,14 +60,13 @@ class TrainingPlan:
             the module is cut.
 
     Attributes:
-        schedule: The schedule of a full training batch; until there is one, with a provisional
+        schedule: The schedule of a full training batch; before the first batch, with a provisional
             number of microbatches.
         offloaded: What the schedule offloads and why, where that was planned.
         costs: The measured costs by which it was planned; None before there are any.
-        has_barrier: What was given.
-        is_cold: Whether the shapes of the batch at hand are new on an accelerator. It runs one
-            microbatch at a time then: compiling, loading and allocating wait for all that the
-            device was given, for which of several microbatches ranks may wait in a circle.
+        is_cold: Whether the shapes of the current batch are new on an accelerator. It runs one
+            microbatch at a time then: compiling, loading and allocating wait for all queued work of
+            the device, which would be a deadlock between ranks with several microbatches.
     """
 
     def __init__(
@@ -84,12 +96,7 @@ class TrainingPlan:
         return self._of_training(self.schedule, self.schedule.num_microbatches, steps=True)
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
-        """Return the seconds from one step to the next, as this run's steps follow each other.
-
-        Args:
-            schedule: The plan of a batch.
-            costs: Seconds of its stages.
-        """
+        """Return the seconds from one step to the next, with a barrier where this run has one."""
         return steady_period(schedule, costs, self.has_barrier())
 
     @property
@@ -102,11 +109,9 @@ class TrainingPlan:
         return self._lowered(self._order, num_microbatches, training=False, reduces=False)
 
     def of_training(self, num_microbatches: int, steps: bool) -> Schedule:
-        """Return the lowered plan of a batch of so many microbatches.
+        """Return the lowered plan of a batch, of as many microbatches as the schedule or fewer.
 
-        Args:
-            num_microbatches: As many as the schedule has, or fewer.
-            steps: Whether the optimizer steps after it.
+        ``steps`` is whether the optimizer steps after it.
         """
         return self._of_training(self._order, num_microbatches, steps)
 
@@ -119,11 +124,7 @@ class TrainingPlan:
         return one_at_a_time(self.schedule) if self.is_cold else self.schedule
 
     def expect(self, shapes_are_new: bool) -> None:
-        """Know of a batch before it runs.
-
-        Args:
-            shapes_are_new: Whether no microbatch of such shapes has run yet.
-        """
+        """Prepare for a batch, before it runs."""
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measures_rooms = self.is_cold
         # A larger microbatch may break the limit: what each of these keeps is measured.
@@ -132,29 +133,19 @@ class TrainingPlan:
             stage.memory.measures_all = is_measured
 
     def use(self, settings: PipelineSettings) -> None:
-        """Plan by other settings from now on, before anything has run.
-
-        Args:
-            settings: What ``schedule="auto"`` stands for in this run.
-        """
+        """Plan by the settings that ``schedule="auto"`` stands for, before anything has run."""
         self._settings = settings
         self.schedule = settings.provisional_schedule(self._num_ranks)
 
     def make(self, num_microbatches: int) -> None:
-        """Make the schedule of so many microbatches, before anything is known of the costs."""
+        """Make the schedule of so many microbatches, before costs are known."""
         sizes = self._num_ranks, num_microbatches
         self.schedule, self.offloaded = first_plan(self._settings, *sizes, self._on_accelerator)
 
     def adopt(
         self, schedule: Schedule, costs: Costs, offloaded: OffloadReport | None = None
     ) -> None:
-        """Run by another schedule of as many microbatches from now on, between two steps.
-
-        Args:
-            schedule: What takes its place.
-            costs: The costs by which it was compared.
-            offloaded: What it offloads and why, where that was planned.
-        """
+        """Replace the schedule between two steps by one of as many microbatches."""
         self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
 
 

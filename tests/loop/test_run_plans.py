@@ -7,7 +7,7 @@ import torch
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.run_plans import RunPlans
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.plan_request import request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import (

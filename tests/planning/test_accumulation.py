@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload.planning import report_text
+from lightning_pipeoffload.planning import report
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from tests.support import fits
 from tests.support.pairs import slow
@@ -77,8 +77,8 @@ def test_batches_have_the_bits_that_they_have_where_a_hook_looks_in_between(rank
 
 def test_a_larger_batch_is_recommended(monkeypatch):
     said = []
-    monkeypatch.setattr(report_text, "_tell", said.append)
-    report_text.print_accumulation(3, 4)
+    monkeypatch.setattr(report, "_tell", said.append)
+    report.print_accumulation(3, 4)
     assert "a batch of 3 times the samples and num_microbatches=12." in said[0]
 
 

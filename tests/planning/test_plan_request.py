@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeoffload.planning.machine_limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.plan_request import first_plan, plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget

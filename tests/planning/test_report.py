@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from lightning_pipeoffload.planning.report_text import (
+from lightning_pipeoffload.planning.report import (
     print_measurement,
     print_offload,
     print_prediction,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.planning.memory_limit import device_limit, parse_bytes
+from lightning_pipeoffload.planning.limits import device_limit, parse_bytes
 from lightning_pipeoffload.runtime.message_links import BufferRing, Link
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from tests.runtime.test_message_links import LateGroup

@@ -1,6 +1,6 @@
 """One rank's step in times of its host."""
 
-from lightning_pipeoffload.planning.rank_step import times_of
+from lightning_pipeoffload.planning.measurements import times_of
 from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.timing import TimedStep
 from lightning_pipeoffload.schedule import Action, Kind

@@ -1,0 +1,151 @@
+"""The figures of a plan, the units they are written in, and tables of them.
+
+Commands and runs take step time, period and bubble from here. Neither torch nor lightning is
+imported, so that ``pipeoffload-plan`` answers in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rich.box import SIMPLE
+from rich.table import Column, Table
+
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Schedule,
+    Timeline,
+    period_bubble,
+    simulate,
+    steady_period,
+)
+from lightning_pipeoffload.schedule.candidates import Candidate
+from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
+
+Write = Callable[[float], str]
+
+
+class Units(NamedTuple):
+    """The units of costs.
+
+    Attributes:
+        time: "s", or "units" where F, B and W all take 1.
+        memory: "activations of a rank" (those of one microbatch on a rank's stages together),
+            "unit of costs.activation" where that is given, or "bytes".
+    """
+
+    time: str = "units"
+    memory: str = "activations of a rank"
+
+    @classmethod
+    def of(cls, costs: Costs) -> Units:
+        """Return the units of costs as the user gave them, of a rank's part of the model."""
+        times = costs.forward, costs.backward_input, costs.backward_weight
+        time = "units" if all(value == 1 for value in times) else "s"
+        return cls(time, cls().memory if costs.activation == 1 else "unit of costs.activation")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times are in seconds and memory in bytes; then each figure has its unit."""
+        return self == MEASURED
+
+    def write_time(self, value: float) -> str:
+        return seconds_text(value) if self.is_measured else f"{value:.6g}"
+
+    def write_memory(self, value: float) -> str:
+        return bytes_text(value) if self.is_measured else f"{value:.6g}"
+
+    def sentence(self, value: float) -> str:
+        """Write a time with its unit."""
+        return self.write_time(value) + ("" if self.is_measured else f" {self.time}")
+
+    @property
+    def words(self) -> str:
+        """The end of a table's title, where cells have no units."""
+        return "" if self.is_measured else f"; time in {self.time}, memory in {self.memory}"
+
+
+MEASURED = Units("s", "bytes")
+"""Of measured costs, and of a device's data sheet."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The figures of a schedule with its costs.
+
+    Attributes:
+        schedule: The schedule of a step, lowered or not.
+        costs: The costs of its stages.
+        has_barrier: Whether no rank begins a step before all have ended the one before.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    has_barrier: bool = False
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step alone; its makespan is the time of that."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def period(self) -> float:
+        """The time from one step to the next."""
+        return steady_period(self.schedule, self.costs, self.has_barrier)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the ranks' time in a period."""
+        return period_bubble(self.timeline, self.period)
+
+    @property
+    def peak_memory(self) -> float:
+        """The most that a rank keeps."""
+        return max(self.timeline.peak_memory)
+
+
+def bare_table(*columns: Column | str, title: str, is_narrow: bool = False) -> Table:
+    """Return an empty table with a line below its headings and none around it."""
+    padding = (0, 0) if is_narrow else (0, 1)
+    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=padding)
+
+
+def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
+    """Return a table of the candidates that fit, the fastest first."""
+    fitting = [c for c in plan.candidates if c.fits]
+    has_counts = len({c.option.num_microbatches for c in plan.candidates}) > 1
+    recomputes = len({c.option.recompute for c in plan.candidates}) > 1
+    varied = ["microbatches"] * has_counts + ["recompute"] * recomputes
+    columns = ("stages", *varied, "offload", "step", "bubble", "memory", "")
+    title = f"Plans that fit: {len(fitting)} of {len(plan.candidates)}"
+    table = bare_table(Column("schedule", no_wrap=True), *columns, title=title)
+    table.title_justify = "left"
+    for candidate in sorted(fitting, key=lambda c: (c is not plan.best, c.score)):
+        assert candidate.period is not None
+        assert candidate.peak_memory is not None
+        option = candidate.option
+        cells = [option.schedule, str(option.num_chunks)]
+        cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes
+        cells += [candidate.offload, seconds(candidate.period)]
+        cells += [share_text(candidate.bubble or 0.0), memory(candidate.peak_memory)]
+        table.add_row(*cells, candidate.reason or "taken")
+    return table
+
+
+def lines_of_refused(candidates: Sequence[Candidate]) -> list[str]:
+    """Say why options do not fit, those with one reason together."""
+    fitting = {candidate.option for candidate in candidates if candidate.fits}
+    others = (c for c in candidates if c.option not in fitting)
+    return [f"{line}." for line in lines_by_reason((c.option.schedule, c.reason) for c in others)]
+
+
+def lines_by_reason(refused: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each reason, with the names that it is given for."""
+    by_reason: dict[str, dict[str, None]] = {}
+    for name, reason in refused:
+        by_reason.setdefault(reason, {})[name] = None
+    return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]

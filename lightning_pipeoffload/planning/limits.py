@@ -1,0 +1,97 @@
+"""How much memory a plan may take: as people write it, and as devices and hosts have it left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
+from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
+from lightning_pipeoffload.schedule.quantities import bytes_text
+
+# The rest is for the allocator's fragments, and for memory that no plan counts.
+_SHARE_PLANNED = 0.9
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
+    """Read an amount of memory: bytes, or a number with a unit, "40GiB" or "500 MB".
+
+    Raises:
+        ValueError: The value is neither, or not positive; ``name`` is the argument in the message.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
+        raise ValueError(
+            f'{name}={value!r} is no amount of memory; use bytes, or a text such as "40GiB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def device_limit(device: torch.device, activation_bytes: int) -> int | None:
+    """Return the bytes that a device has for activations, after a step or more; None on CPU.
+
+    Everything else that was there at the peak (parameters, gradients, the optimizer's state,
+    temporaries) needs its memory again.
+
+    Args:
+        device: The device of this rank.
+        activation_bytes: The most that activations took of it so far.
+    """
+    if device.type == "cpu":
+        return None
+    free, _ = torch.accelerator.get_memory_info(device)
+    # The driver, NCCL and other processes have memory that torch does not count.
+    ours = free + torch.accelerator.memory_reserved(device)
+    others = torch.accelerator.max_memory_allocated(device) - activation_bytes
+    return max(0, int(_SHARE_PLANNED * ours) - others)
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """How much memory the ranks' devices and hosts have for a plan.
+
+    Attributes:
+        device: Bytes that each device has left for activations; None: no limit.
+        hosts: What each rank may take of its host's memory; None, or no entry: anything.
+    """
+
+    device: float | None = None
+    hosts: Sequence[HostBudget | None] = ()
+
+    def shortage(self, schedule: Schedule, costs: Costs) -> str:
+        """Name a rank that would take more of its host than it may; "" where none does."""
+        peaks = peak_host_memory(schedule, _in_slabs(costs, schedule.num_stages))
+        for rank, (peak, budget) in enumerate(zip(peaks, self.hosts, strict=False)):
+            if budget is not None and peak > budget.num_bytes:
+                return (
+                    f"rank {rank} of the pipeline would take {bytes_text(peak)} of host memory "
+                    f"for what {schedule.name} offloads, and {budget.origin}"
+                )
+        return ""
+
+
+def _in_slabs(costs: Costs, num_stages: int) -> Costs:
+    """Return the costs with memory rounded up to the slabs of the host's pool.
+
+    Where stages differ in size the pool may take more, for slabs of one size fit no other.
+    """
+    names = ("activation", "weight_input", "weight_residue")
+    sizes = [
+        (slab_bytes(kept - for_w), slab_bytes(for_w), slab_bytes(residue - for_w))
+        for kept, for_w, residue in zip(
+            *(costs.per_stage(name, num_stages) for name in names), strict=True
+        )
+    ]
+    return replace(
+        costs,
+        activation=[for_b + for_w for for_b, for_w, _ in sizes],
+        weight_input=[for_w for _, for_w, _ in sizes],
+        weight_residue=[for_w + gradient for _, for_w, gradient in sizes],
+    )
