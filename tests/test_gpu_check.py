@@ -55,12 +55,12 @@ def test_every_part_is_tried_here_and_they_end_in_time():
     assert sum(part.seconds for part in PARTS) < 480
 
 
-@pytest.mark.parametrize("part", first(3, ALONE), ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", first(2, ALONE), ids=lambda part: part.__name__)
 def test_a_part_runs(part):
     assert list(part(CPU))
 
 
-@pytest.mark.parametrize("part", first(1, IN_PAIRS), ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", first(0, IN_PAIRS), ids=lambda part: part.__name__)
 def test_a_part_of_two_processes_runs(part):
     assert list(part(CPU))
 

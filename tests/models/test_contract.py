@@ -16,9 +16,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.pairs import slow
 from tests.support.small_modules import Regression, call_step, descend
 
-SETTINGS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 2), ("zb_v", 1)]
+V = ("zb_v", 2)
+OTHERS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 1)]
 LOSSES, CACHE = [], {}
 
 
@@ -437,13 +439,15 @@ def assert_equal(found, expected):
         torch.testing.assert_close(found[name].detach(), value.detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS)
-@pytest.mark.parametrize("kind", TRAINS)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "num_ranks"),
+    [(kind, *V) for kind in TRAINS] + [slow((kind, *other)) for kind in TRAINS for other in OTHERS],
+)
 def test_trains_as_one_device(kind, schedule, num_ranks):
     assert_equal(train(kind, schedule, num_ranks), train(kind))
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS[1:])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [V, *map(slow, OTHERS[1:])])
 def test_draws_the_same_for_every_number_of_ranks(schedule, num_ranks):
     assert_equal(train(Draws, schedule, num_ranks), train(Draws, "gpipe", 1))
 

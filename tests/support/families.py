@@ -189,40 +189,6 @@ class SpeechClassifier(nn.Module):
         return self.head(self.encoder(x).last_hidden_state.mean(1))
 
 
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(8, 4, DEPTH, 2, 8, 16, num_classes=CLASSES)
-
-
-def vgg() -> nn.Module:
-    from torchvision.models.vgg import VGG, make_layers
-
-    model = VGG(make_layers([4, "M", 8, "M", 8, 8], batch_norm=True), CLASSES, dropout=0.0)
-    model.classifier = nn.Sequential(nn.Linear(8 * 7 * 7, 16), nn.ReLU(True), nn.Linear(16, 3))
-    return model
-
-
-def densenet() -> nn.Module:
-    from torchvision.models import DenseNet
-
-    return DenseNet(4, (2, 2), 4, bn_size=2, num_classes=CLASSES)
-
-
-def swin() -> nn.Module:
-    from torchvision.models import SwinTransformer
-
-    sizes = {"patch_size": [2, 2], "embed_dim": 4, "depths": [4, 3], "num_heads": [1, 2]}
-    options = {"window_size": [2, 2], "num_classes": CLASSES, "stochastic_depth_prob": 0.0}
-    return SwinTransformer(**sizes, **options)
-
-
-def resnet() -> nn.Module:
-    from torchvision.models.resnet import BasicBlock, ResNet
-
-    return ResNet(BasicBlock, [2, 2, 2, 2], CLASSES)
-
-
 def lightning_demo() -> nn.Module:
     from lightning.pytorch.demos import Transformer
 
@@ -274,7 +240,7 @@ class TextEncoder(nn.Module):
         return self.head(self.encoder(self.embed(x)).mean(1))
 
 
-# torchvision's families in a few lines each, for where it is not to be had for this torch.
+# torchvision's families in a few lines each.
 
 
 def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
@@ -401,7 +367,6 @@ FAMILIES = {
     "llama_checkpointed_reentrant": Family(
         llama(checkpointing={"use_reentrant": True}), PLAIN, tokens
     ),
-    "qwen2": Family(HF("Qwen2ForCausalLM", **TEXT, num_key_value_heads=1), PLAIN, tokens),
     "qwen3": Family(
         HF("Qwen3ForCausalLM", **TEXT, num_key_value_heads=1, head_dim=4), PLAIN, tokens
     ),
@@ -457,21 +422,4 @@ FAMILIES = {
     "dense_convolutions": Family(DenseConvolutions, classify, images),
     "windowed_transformer": Family(WindowedTransformer, classify, images),
     "patch_transformer": Family(PatchTransformer, classify, images),
-    "torchvision_vit": Family(torchvision_vit, classify, images),
-    "vgg": Family(vgg, classify, images),
-    "densenet": Family(densenet, classify, partial(images, size=32), blocks="model.features"),
-    "swin": Family(
-        swin,
-        classify,
-        images,
-        blocks=("model.features.1.*", "model.features.2", "model.features.3.*"),
-    ),
-    "resnet": Family(
-        resnet,
-        classify,
-        partial(images, size=16),
-        blocks=tuple(f"model.layer{index}.*" for index in range(1, 5)),
-    ),
 }
-
-NEEDS_TORCHVISION = {"torchvision_vit", "vgg", "densenet", "swin", "resnet"}

@@ -25,6 +25,15 @@ def first(count: int, values: Sequence[Any]) -> list[Any]:
     return [*values[:count], *map(slow, values[count:])]
 
 
+# One schedule of each shape: B and W apart, both at once, several stages per rank, a V, copies.
+SHAPES = ["zb_h1", "1f1b", "interleaved_1f1b", "zb_v", "po_h"]
+
+
+def by_shape(names: Iterable[str]) -> list[Any]:
+    """Return names of schedules of which one of each shape is for the default run."""
+    return [name if name in SHAPES else slow(name) for name in names]
+
+
 def slow(value: Any) -> Any:
     """Return a parameter that the default run leaves out."""
     return pytest.param(*values_of(value), marks=pytest.mark.slow)

@@ -24,7 +24,7 @@ from tests.models.test_forms import FORMS, loss
 from tests.models.test_forms import tokens as form_tokens
 from tests.support import fits
 from tests.support.comparison import NUM_MICROBATCHES, train
-from tests.support.families import FAMILIES, NEEDS_TORCHVISION, Family, Task
+from tests.support.families import FAMILIES, Family, Task
 from tests.support.offloaded import memory_of_all
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import MODELS, run_pipeline
@@ -67,10 +67,9 @@ def parts(value: Any) -> Iterator[bytes]:
 def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield a name and a step of each family and form, with each of a few schedules."""
     for place, (name, family) in enumerate(FAMILIES.items()):
-        if name not in NEEDS_TORCHVISION:
-            options = {"blocks": family.blocks} if family.blocks else {}
-            schedules = [STEPS[place % 3], STEPS[3]]
-            yield from of_schedules(name, partial(of_family, family), schedules, options)
+        options = {"blocks": family.blocks} if family.blocks else {}
+        schedules = [STEPS[place % 3], STEPS[3]]
+        yield from of_schedules(name, partial(of_family, family), schedules, options)
     for name, form in FORMS.items():
         yield from of_schedules(name, partial(of_form, form), STEPS, {})
     for name, case in MODELS.items():
