@@ -13,6 +13,7 @@ import torch
 
 from lightning_pipeoffload.loop.choice_cache import ChoiceCache
 from lightning_pipeoffload.loop.compilation import compile_ahead
+from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
@@ -31,7 +32,6 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.users_code.snapshot import hooked
 from lightning_pipeoffload.runtime.users_code.step_call import copy_part
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option, options
@@ -168,7 +168,7 @@ class AutoChoice:
         Where a hook of the user's would see what is measured, nothing is.
         """
         obstacle = "configure_model has made each rank its part" if self._pipeline.is_split else ""
-        hook = hooked(self._pipeline.module)
+        hook = find_hooked(self._pipeline.module)
         obstacle = obstacle or (hook and f"{hook} has a hook, which would see more microbatches")
         if not self._group.world.agree(not obstacle, unanimous=True):
             self._say(obstacle)

@@ -18,17 +18,18 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.loop.backward_hooks import scaler_of
-from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks, users_hooks
+from lightning_pipeoffload.loop.hooks.users_hooks import (
+    GradientHooks,
+    has_forward_hooks,
+    users_hooks,
+    without_forward_hooks,
+)
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.step_boundary import StepBoundary, is_watched
 from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters, SettlingMode
-from lightning_pipeoffload.runtime.users_code.snapshot import (
-    has_forward_hooks,
-    without_forward_hooks,
-)
 
 log = logging.getLogger(__name__)
 

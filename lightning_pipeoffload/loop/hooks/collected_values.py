@@ -38,15 +38,8 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import (
-    GONE,
-    Place,
-    Variable,
-)
-from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
-from lightning_pipeoffload.runtime.users_code.snapshot import (
-    refill,
-)
+from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere, Place, Variable
+from lightning_pipeoffload.runtime.users_code.snapshot import GONE, refill
 
 _REFILLED = (list, dict, set, deque)
 

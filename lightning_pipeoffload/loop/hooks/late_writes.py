@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torchmetrics import Metric
 
-from lightning_pipeoffload.runtime.users_code.attributes import GONE
 from lightning_pipeoffload.runtime.users_code.snapshot import (
+    GONE,
     Look,
     Parts,
     is_plain,

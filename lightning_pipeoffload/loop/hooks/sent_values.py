@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.elsewhere import Placeholder
+from lightning_pipeoffload.runtime.users_code.attributes import Placeholder
 
 MOST_BYTES = 2**28
 

@@ -8,13 +8,18 @@ epoch's end logs is what the root has logged, which publishes after each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_forward_hooks,  # private: hooks of all modules' forwards
+    _global_forward_pre_hooks,
+)
 
 from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -97,6 +102,44 @@ def _refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> Non
             f"{', '.join(root) or 'none'} on global rank 0, of {', '.join(mine) or 'none'} on "
             f"global rank {trainer.global_rank}; give every rank the same module and callbacks"
         )
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether forwards run hooks of the user's."""
+    return any(_forward_hooks(module))
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Run forwards whose results are dropped, without the user's hooks."""
+    found = [(hooks, [*hooks.items()]) for hooks in _forward_hooks(module) if hooks]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, registered in found:
+            hooks.update(registered)
+
+
+def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    # Private: no public name lists the hooks of a module, or those of all modules.
+    yield from (_global_forward_hooks, _global_forward_pre_hooks)
+    for part in module.modules():
+        yield from (part._forward_hooks, part._forward_pre_hooks)
+
+
+def find_hooked(module: nn.Module) -> str:
+    """Return the name of a parameter or module with a hook of the user's; "" if there is none."""
+    # Private: no public name lists the hooks of a tensor or a module.
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return name
+    for name, part in module.named_modules():
+        kinds = (part._forward_hooks, part._forward_pre_hooks)
+        if any((*kinds, part._backward_hooks, part._backward_pre_hooks)):
+            return name or type(part).__name__
+    return ""
 
 
 class _Wrapped:

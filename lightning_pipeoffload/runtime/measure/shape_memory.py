@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.step.seen_values import run_checkpointed
+from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory
 from lightning_pipeoffload.runtime.users_code.step_call import PROBE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots

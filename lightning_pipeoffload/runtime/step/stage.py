@@ -21,9 +21,9 @@ from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradient
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
-from lightning_pipeoffload.runtime.step.seen_values import SeenValues, refuse_late_writes
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.step.step_writes import Left
+from lightning_pipeoffload.runtime.step.step_writes import Left, refuse_late_writes
+from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.weight_grad.queue import (
     WeightGradQueue,
     deferring,
@@ -45,7 +45,7 @@ class _Alive:
     queue: WeightGradQueue
     store: ActivationStore | None = None
     loss: Tensor | None = None
-    seen: SeenValues | None = None
+    seen: TensorValues | None = None
     sent: list[GradientEdge] = field(default_factory=list)
     left: Left = field(default_factory=list)
 
@@ -228,7 +228,7 @@ class StageRunner:
         if tensors:
             torch.clear_autocast_cache()
         if tensors and self._last in self._alive:
-            self._alive[self._last].seen = SeenValues(tensors)
+            self._alive[self._last].seen = TensorValues(tensors)
 
     def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
         is_first = microbatch.index not in self._compared

@@ -40,7 +40,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
-from lightning_pipeoffload.runtime.step.seen_values import run_checkpointed
+from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators

@@ -1,19 +1,20 @@
-"""What steps write to attributes, and which stage finds it where.
+"""Attributes that steps write, as each stage of a rank has written them (rules 4 and 5).
 
-A step is called once for each microbatch and stage, and a line behind the cut runs on a later stage
-only. So an attribute that a stage lacks stands as a placeholder while the stage runs, which raises
-when it is used; and in a backward so does what other microbatches' forwards have written since.
+A step is called once for each microbatch and stage, and leaves where the stage ends. An attribute
+that is written only behind that point is a placeholder while the stage runs: to use it raises. So
+is, in a backward, an attribute that other microbatches' forwards have written since.
 
-Each stage of a rank runs the step's beginning on the one module that the rank has, and so would
-count every microbatch once more. So each stage has values of its own of what it has written, as if
-it were alone on a rank. The module has those of the rank's last stage, which comes farthest in the
-step; another stage's stand in their place while that stage runs. When all stages have run as many
-microbatches, the last one's are all that is left, so that what hooks write in between steps counts
-for every stage. What the first pass makes for all later ones, a flag or a cache, is made once.
+Each stage of a rank runs the beginning of the step on the rank's one module, and would count every
+microbatch once more. So each stage has its own values of the attributes that it has written. The
+module has those of the rank's last stage; another stage's are exchanged for them while that stage
+runs. When all stages have run the same number of microbatches, only the last stage's values remain,
+so that what hooks write between steps holds for every stage. What the first pass makes for all
+later ones, a flag or a cache, is made once.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,17 +30,18 @@ from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
-    GONE,
     REGISTRIES,
+    Elsewhere,
     Place,
-    Snapshot,
     Variable,
     Write,
 )
-from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
 from lightning_pipeoffload.runtime.users_code.snapshot import (
+    GONE,
     Attribute,
     Look,
+    Snapshot,
+    TensorValues,
     is_same_look,
     look_at,
     private_copy,
@@ -49,9 +51,9 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
 _SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers
-_Key = tuple[int, str]
+_Key = tuple[int, str]  # of a variable
 Left = list[tuple[Variable, Look]]
-"""What a forward has left of the attributes that steps write."""
+"""The attributes that steps write, as a forward has left them."""
 
 _NOTHING = nullcontext()
 _CONTAINERS = (list, dict, set, deque)
@@ -71,11 +73,11 @@ class StepWrites:
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
         self._by_users: dict[_Key, Variable] = {}
-        self._of_blocks: set[_Key] = set()  # which a block writes itself
+        self._of_blocks: set[_Key] = set()  # written in a block
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
         self._made_once: dict[int, tuple[str, Any]] = {}
-        self._weights: set[str] = set()  # that are written in place, by name
-        self._saved: set[Attribute] = set()  # of what is written in place, what backwards read
+        self._weights: set[str] = set()  # names of parameters that are written in place
+        self._saved: set[Attribute] = set()  # written in place, and saved for backwards
 
     @property
     def is_by_users(self) -> bool:
@@ -84,14 +86,14 @@ class StepWrites:
 
     @property
     def last_stage(self) -> int:
-        """The rank's stage that comes farthest in the step."""
+        """The last stage of the rank."""
         return max(self._num_passes)
 
     def expect(self, probe: Probe, stages: Sequence[Stage]) -> None:
-        """Learn what a step writes."""
+        """Take note of what a step writes."""
         self._weights.update(write.name for write in probe.weight_writes)
         self._saved.update(probe.saved_and_written)
-        # A copy of a registry would come in its place, for good, with copies of all its buffers.
+        # A registry, such as _buffers, would be replaced by a copy for good.
         in_place = {place for place in probe.written_in_place if place[1] not in REGISTRIES}
         self._in_place.update(in_place)
         for write in probe.writes:
@@ -108,9 +110,9 @@ class StepWrites:
     def _message(self, write: Write, stage: int) -> str:
         return (
             f"{write.variable.label} is written {self._where(write.place)}"
-            f"{in_brackets(write.line)}, where stage {stage} does not come, and stage {stage} uses "
-            f"what an earlier microbatch has left there: read it behind that line too, hand it on "
-            f"as a tensor, or write it in a hook, from what every rank has"
+            f"{in_brackets(write.line)}, which stage {stage} does not run, and stage {stage} uses "
+            f"what an earlier microbatch has written there: read it behind that line too, hand it "
+            f"on as a tensor, or write it in a hook, from values that every rank has"
         )
 
     def _where(self, place: Place) -> str:
@@ -145,11 +147,11 @@ class StepWrites:
         return _standing_for(missing.values()) if missing else _NOTHING
 
     def look(self) -> Left:
-        """Look at what a forward leaves of what the user's steps write."""
+        """Record the attributes that the user's steps write, at the end of a forward."""
         return [(variable, look_at(variable.value)) for variable in self._by_users.values()]
 
     def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
-        """Let what other forwards have written since raise while a backward runs."""
+        """Let attributes raise in a backward that other forwards have written since."""
         missing = self._missing[stage]
         changed = [
             v for v, look in left if v.key in missing or not is_same_look(look, look_at(v.value))
@@ -159,14 +161,14 @@ class StepWrites:
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep what there is when all stages have run as many microbatches, and some buffers.
+        """Take a snapshot of what steps write, and of buffers, at the start of a step.
 
         Returns:
-            A function that puts it back, as if none of them had run another one since.
+            A function that restores it, as if no stage had run a microbatch since.
         """
-        held = [v.value for v in self._written.values() if (v.part, v.name) in self._in_place]
-        tensors = [value for value in held if type(value) is Tensor]
-        kept = Snapshot(self._written.values(), [*tensors, *buffers])
+        held = [v.value for v in self._written.values() if v.attribute in self._in_place]
+        values = TensorValues([*(v for v in held if type(v) is Tensor), *buffers])
+        snapshot = Snapshot(v.attribute for v in self._written.values())
         places = [
             (space, name, space[name])
             for child, name in self._in_place
@@ -175,26 +177,27 @@ class StepWrites:
         ]
 
         def put_back() -> None:
-            for space, name, value in places:  # stages have had copies in their place
+            for space, name, value in places:  # stages have had copies there
                 space[name] = value
             self._own.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
-            kept.put_back()
+            snapshot.put_back()
+            values.put_back()
 
         return put_back
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """Let a block that runs again in a backward write what it writes; it leaves no trace."""
+        """Undo what a block writes that runs again in a backward."""
         found = [(v, v.value) for v in self._by_users.values()]
         for variable, value in found:
             if isinstance(value, Elsewhere) and variable.key in self._of_blocks:
                 variable.put(value.own)
-        kept = Snapshot(self._by_users.values())
+        snapshot = Snapshot(v.attribute for v in self._by_users.values())
         try:
             yield
         finally:
-            kept.put_back()
+            snapshot.put_back()
             for variable, value in found:
                 variable.put(value)
 
@@ -232,7 +235,7 @@ class StepWrites:
                 )
 
     def _spaces(self) -> Iterator[_SpaceOf]:
-        """Yield attributes, and the buffers where more than one stage writes some."""
+        """Yield attributes, and buffers of modules that write some in place outside of blocks."""
         for child in self._modules:
             yield child, False
         for child in {child for child, _ in self._in_place}:
@@ -242,9 +245,9 @@ class StepWrites:
     def _written_in(
         self, child: nn.Module, is_buffers: bool, before: _Values
     ) -> Iterator[tuple[_SpaceOf, str, Any, Any]]:
-        """Yield what a pass has written for its own stage alone: where, the value, the old one."""
+        """Yield what a pass has written that is its stage's own: where, new value, old value."""
         space = _space(child, is_buffers)
-        # By far most modules: not a line of Python for each of their attributes.
+        # Most modules are unchanged: no line of Python for each attribute.
         if (
             len(before) == len(space)
             and all(map(eq, before, space))
@@ -261,8 +264,31 @@ class StepWrites:
                 self._made_once[id(value)] = name, value
 
 
+# autograd's error for a saved tensor that was written since: its shape, and its version now.
+_WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
+
+
+def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
+    """Raise ``RuntimeError`` with the buffer's name if one was written before a backward reads it.
+
+    The first run of the step, which would have shown it, did not write it.
+    """
+    found = _WRITTEN.search(str(error))
+    for slot in ownership.slots if found else ():
+        tensor = slot.tensor
+        if slot.kind != "_buffers" or isinstance(tensor, ShapeOnly):
+            continue
+        if found and found.groups() == (str([*tensor.shape])[1:-1], str(tensor._version)):
+            raise RuntimeError(
+                f"the step writes the buffer {slot.name} in place, which it did not when it was "
+                f"first run, so other microbatches' backwards do not find what their forwards "
+                f"used; write it in every step, the first one too, or assign a new tensor "
+                f"(self.{slot.attribute} = self.{slot.attribute} * factor)"
+            ) from error
+
+
 def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) -> bool:
-    """Whether a stage comes to a place of the step."""
+    """Whether a stage runs a place of the step."""
     if not place.is_in_block:
         return stage is stages[-1] or place.segment < stage.blocks.stop
     output = probe.flow.outputs[place.segment]
@@ -272,10 +298,7 @@ def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) 
 
 
 class _Lacking(Elsewhere):
-    """Stands for an attribute of which a stage lacks what another one has written.
-
-    What only puts something into a container asks for nothing that is in it.
-    """
+    """Stands for an attribute that another stage writes; a container may be added to."""
 
     __slots__ = ("_variable",)
 
@@ -326,10 +349,10 @@ def _read_in_backward(variable: Variable) -> str:
 
 
 def _is_made_once(value: Any) -> bool:
-    """Whether a first pass has made it for all that follow: a flag that hooks are there, a cache.
+    """Whether a new attribute serves all later passes: a flag that hooks are registered, a cache.
 
-    Each stage would make it again, hooks too. A number or tensor that is new may be a count, and
-    from what is drawn from each stage has to draw.
+    Each stage would make it again, and register the hooks again. A new number or tensor may be a
+    count, and each stage has to draw from a generator.
     """
     return isinstance(value, bool) or not _goes_on(value)
 
@@ -339,7 +362,7 @@ def _goes_on(value: Any) -> bool:
 
 
 def _space(child: nn.Module, is_buffers: bool) -> _Values:
-    """Return attributes or buffers; a stage's buffers are another dict than the module's own."""
+    """Return a module's attributes, or its buffers; each stage has its own dict of these."""
     space = child.__dict__
     return space["_buffers"] if is_buffers else space
 

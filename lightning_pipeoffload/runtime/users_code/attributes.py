@@ -1,72 +1,70 @@
-"""Where a step writes: attributes of its module tree, and what Python modules and classes hold.
+"""Attributes that a step writes, and placeholders where another rank or stage has the value.
 
-Of the latter no rule of the contract knows: each stage would write it for itself, and so would
-every look at the step. So a step that writes it is refused: it is looked at before and after a
-second run of the step, which caches no more.
+State of Python modules and classes is no rule of the contract's: each stage would write it for
+itself. So a step that writes any is refused: it is compared before and after a second run of the
+step, which fills no more caches.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.users_code.snapshot import (
+    GONE,
+    Attribute,
     Look,
-    containers_in,
     is_same_look,
     look_at,
-    refill,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
+    in_brackets,
     is_librarys_file,
     is_users,
 )
 
-GONE = object()  # the value of a name that is not there
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """An attribute of a part of the user's module.
-
-    Attributes:
-        path: The name of the part.
-        part: The part.
-        name: The name of the attribute.
-    """
+    """The attribute ``name`` of ``part``, a submodule that the user's module calls ``path``."""
 
     path: str
     part: nn.Module
     name: str
 
     @property
+    def attribute(self) -> Attribute:
+        return self.part, self.name
+
+    @property
     def key(self) -> tuple[int, str]:
-        """What tells it from others."""
+        """Equal for the same attribute, always: the hash of a metric changes with its state."""
         return id(self.part), self.name
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return ".".join(filter(None, ("self", self.path, self.name)))
 
     @property
     def value(self) -> Any:
-        """The value that it has now."""
+        """Its present value; :data:`GONE` if there is no such attribute."""
         return vars(self.part).get(self.name, GONE)
 
     def put(self, value: Any) -> None:
-        """Give it a value, or take it away where that is :data:`GONE`."""
+        """Assign a value, or delete the attribute if that is :data:`GONE`."""
         if value is GONE:
             vars(self.part).pop(self.name, None)
         else:
@@ -80,31 +78,8 @@ def variables(module: nn.Module) -> Iterator[Variable]:
             yield Variable(path, part, name)
 
 
-class Snapshot:
-    """What attributes, the containers in them and some tensors hold at one moment."""
-
-    def __init__(self, variables: Iterable[Variable], tensors: Iterable[Tensor] = ()) -> None:
-        self._values = [(variable, variable.value) for variable in variables]
-        self._insides = [(c, c.copy()) for _, value in self._values for c in containers_in(value)]
-        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
-
-    def put_back(self) -> None:
-        """Let them hold it again."""
-        for variable, value in self._values:
-            variable.put(value)
-        for container, contents in self._insides:
-            refill(container, contents)
-        for tensor, value in self._tensors:
-            tensor.copy_(value)
-
-
 class Place(NamedTuple):
-    """A place in the step.
-
-    Attributes:
-        segment: The segment of the step.
-        is_in_block: Whether it is in the segment's block, not in the step around it.
-    """
+    """A segment of the step: its block, or what the step runs before it."""
 
     segment: int
     is_in_block: bool
@@ -114,10 +89,8 @@ class Write(NamedTuple):
     """A write to an attribute.
 
     Attributes:
-        variable: The attribute.
-        place: Where in the step.
-        line: The line of the user's code; "" where it was found later.
-        is_users: Whether the user's code writes, not a library's of its own.
+        line: The line of the user's code; "" for a change in place, which is found afterwards.
+        is_users: Whether the user's code writes it, not a library for itself.
     """
 
     variable: Variable
@@ -127,11 +100,7 @@ class Write(NamedTuple):
 
 
 class WriteWatch:
-    """Notes what one run of a step writes to attributes.
-
-    Attributes:
-        writes: The writes, in their order.
-    """
+    """Records in ``writes``, in order, which attributes one run of a step writes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -143,7 +112,7 @@ class WriteWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what is written inside."""
+        """Record what is written inside."""
         for variable in variables(self._module):
             self._see(variable)
         plain = nn.Module.__setattr__
@@ -171,7 +140,7 @@ class WriteWatch:
         self._seen[key] = variable, look_at(value) if key in self._held else [(value, 0)]
 
     def look(self, place: Place) -> None:
-        """Note what has changed otherwise since the last look, at the end of a place."""
+        """Record what was changed in place since the last look, at the end of ``place``."""
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:
                 if not is_same_look(before, look_at(variable.value)):
@@ -179,7 +148,7 @@ class WriteWatch:
         self._place = Place(place.segment + place.is_in_block, not place.is_in_block)
 
     def finish(self) -> None:
-        """Note what has changed in another way than by assigning to an attribute."""
+        """Record attributes that were made or replaced without ``setattr``, by ``__dict__`` say."""
         end = Place(self._place.segment, is_in_block=False)
         now = {variable.key: variable for variable in variables(self._module)}
         for key in now.keys() - self._seen.keys():
@@ -201,15 +170,72 @@ def _can_change(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and is_users(kind.__module__)
 
 
-# What Python modules and classes hold
+# Placeholders
 
+
+class Placeholder:
+    """Raises its message when it is used; copies and pickles are placeholders too."""
+
+    __slots__ = ()
+    message: str
+
+    def _use(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{self.message}{in_brackets(calling_line())}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for those of any object
+            raise AttributeError(name)
+        self._use()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _raise_first((args, kwargs or {}))
+
+    __iter__ = __len__ = __contains__ = __float__ = __int__ = __index__ = _use
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _use
+    __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = __matmul__ = __round__ = _use
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __call__ = __str__ = __format__ = _use
+    __getitem__ = __setitem__ = __delitem__ = _use
+
+    def __bool__(self) -> bool:
+        self._use()
+
+
+def _raise_first(tree: Any) -> NoReturn:
+    left = [tree]
+    while left:
+        part = left.pop(0)
+        if isinstance(part, Placeholder):
+            part._use()
+        if isinstance(part, (list, tuple)):
+            left.extend(part)
+        elif isinstance(part, dict):
+            left.extend(part.values())
+    raise RuntimeError("a value that another rank has is used")
+
+
+class Elsewhere(Placeholder):
+    """Stands for an attribute whose own value this rank or stage has in ``own``."""
+
+    __slots__ = ("message", "own")
+    __hash__ = object.__hash__
+
+    def __init__(self, message: str, own: Any) -> None:
+        self.message = message
+        self.own = own
+
+    def __repr__(self) -> str:
+        return f"<{self.message}>"
+
+
+# State of Python modules and classes
 
 Beside = dict[str, Look]
-"""A look at each variable of a Python module or class, by its name."""
+"""What each variable of Python modules and classes holds, by name."""
 
 
 def look_beside(module: nn.Module) -> Beside:
-    """Look at what the classes of a module tree, and the Python modules around them, hold."""
+    """Record the variables of a module tree's classes and of the Python modules around them."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     found: Beside = {}
     for home in _reachable({kind.__module__ for kind in kinds}):
@@ -222,11 +248,7 @@ def look_beside(module: nn.Module) -> Beside:
 
 
 def refuse_written(before: Beside, after: Beside) -> None:
-    """Refuse a step between two looks if it has written any of this.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Raise ``ValueError`` if the step that ran in between has written any of these variables."""
     changed = [n for n, look in after.items() if not is_same_look(before.get(n, []), look)]
     if changed:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What values hold: looked at, copied, kept, and put back.
+"""Values that attributes hold: looked at, copied, and put back.
 
-Lists, dicts, sets, deques and tuples in each other, as torch's pytree sees them, and the attributes
-of objects of users' own classes, three deep.
+Inside of a value count lists, dicts, sets, deques and tuples, and the attributes of objects of
+users' own classes, three levels deep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    _global_forward_hooks,  # private: hooks of all modules' forwards
-    _global_forward_pre_hooks,
-)
 
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.sources import Generators, is_generator
 from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
 
+GONE = object()  # the value of an attribute that does not exist
 _DEPTH = 3
 _LARGEST = 1 << 24  # bytes of an array; a larger one is data
 _NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
@@ -42,25 +39,25 @@ Attribute = tuple[nn.Module, str]
 """A module of the tree, and the name of one of its attributes."""
 
 Look = list[tuple[Any, Any]]
-"""Objects, which stay as long as the look, and what changes when each is written."""
+"""Objects, and for each a state that changes when it is written. It keeps the objects alive."""
 
 
 class Parts(tuple[Any, ...]):
-    """What a container holds; the same if the objects are."""
+    """The values in a container; equal if they are the same objects."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Parts) and [*map(id, self)] == [*map(id, other)]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def look_at(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Look:
-    """Look at a value, at containers in it, and at their tensors and arrays.
+    """Record a value, the containers in it, and their tensors and arrays.
 
-    Args:
-        value: The value.
-        depth: How deep to look.
-        longest: Of a container with more parts the number tells enough.
+    Of a container with more than ``longest`` values only their number is recorded.
     """
     if is_plain(value):
         return [(value, 0)]
@@ -93,58 +90,60 @@ def _is_same(old: Any, new: Any) -> bool:
 
 def _state_of(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # Private: counts the writes. In inference mode nothing tells.
-        version = -1 if value.is_inference() else value._version
-        return version, value.requires_grad
+        return _version_of(value), value.requires_grad
     is_small = isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
     return zlib.crc32(value.tobytes()) if is_small else 0
 
 
-# Containers and what is in them
+def _version_of(tensor: Tensor) -> int:
+    # Private: counts the writes, but not those through .data. Inference tensors count none.
+    return -1 if tensor.is_inference() else tensor._version
 
 
-def parts_of(container: Any) -> Parts:
-    """List the values in a container."""
+# Containers
+
+
+def _parts_of(container: Any) -> Parts:
     if isinstance(container, dict):
         return Parts(container.values())
     return Parts(_fields(container).values() if _has_fields_only(container) else container)
 
 
 def containers_in(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """Yield what can be changed in place in a value: containers, and the attributes of objects.
+    """Yield the containers in a value that can be changed in place, and the dicts of objects.
 
     Args:
         value: The value.
-        known: The ids of those that are left out, to which the others come.
+        known: Ids of containers that are left out; those that are found are added.
     """
-    for place, _ in _walk(value, set() if known is None else known, _DEPTH):
-        if isinstance(place, (dict, *_CONTAINERS)):
-            yield place
+    for container, _ in _walk(value, set() if known is None else known, _DEPTH):
+        if isinstance(container, (dict, *_CONTAINERS)):
+            yield container
 
 
 def _walk(
     value: Any, known: set[int], depth: int, longest: int = sys.maxsize
 ) -> Iterator[tuple[Any, Parts]]:
-    place = value if _is_container(value) else _space_of(value)
-    if place is None or id(place) in known:
+    container = value if _is_container(value) else _space_of(value)
+    if container is None or id(container) in known:
         return
-    known.add(id(place))
-    parts = parts_of(place)
-    yield place, parts
+    known.add(id(container))
+    parts = _parts_of(container)
+    yield container, parts
     if depth > 1 and len(parts) <= longest:
         for part in parts:
             yield from _walk(part, known, depth - 1, longest)
 
 
 def _is_container(value: Any) -> bool:
-    """Whether it holds others; not a dict that computes its own, which may load much, or fail."""
-    if isinstance(value, dict):  # those of transformers' outputs, dataclasses too, refuse updates
+    """Whether it holds others; not a dict that computes its values, which may load much or fail."""
+    if isinstance(value, dict):  # transformers' outputs are dicts that refuse updates
         return type(value).values in _VALUES and not dataclasses.is_dataclass(value)
     return isinstance(value, (*_CONTAINERS, tuple)) and not isinstance(value, torch.Size)
 
 
 def _space_of(value: Any) -> Any:
-    """Return the attributes of an object of a user's class; a dataclass with slots is itself."""
+    """Return the attributes of an object of a user's class; of a dataclass with slots itself."""
     if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value) or is_generator(value):
         return None
     found = getattr(value, "__dict__", None)
@@ -162,7 +161,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Give a container the contents that its copy has."""
+    """Replace what is in a container."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)
@@ -170,14 +169,16 @@ def refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
+# Copies
+
+
 def private_copy(value: Any, known: dict[int, Any] | None = None, depth: int = _DEPTH) -> Any:
     """Copy the tensors, arrays and containers of a value; what is there twice stays one object.
 
     Args:
         value: The value.
-        known: Copies by the identity of what was copied; those that are there are taken as they
-            are.
-        depth: How deep to look.
+        known: Copies by the id of the original; those that are there are used.
+        depth: How many levels to copy.
     """
     known = {} if known is None else known
     if id(value) not in known:
@@ -224,108 +225,137 @@ def _copy_object(value: Any, inside: Callable[[Any], Any]) -> Any:
 # Putting back
 
 
-class _Place:
-    """A container, of which the step has copies of tensors and arrays while it is looked at."""
+class TensorValues:
+    """The values that tensors have at one moment, with the storage and version of each."""
 
-    def __init__(self, owner: nn.Module, attribute: str | None, container: Any) -> None:
-        self._owner = owner
-        self._attribute = attribute  # in whose value it is; None: it is the owner's attributes
-        self.container = container
-        self._contents = container.copy()
-        self._copies: dict[Any, Any] = {}
-        if isinstance(container, (dict, list)):
-            keys = container if isinstance(container, dict) else range(len(container))
-            copies = ((key, _copy_written(self._contents[key])) for key in keys)
-            self._copies = {key: copied for key, copied in copies if copied is not None}
-            for key, copied in self._copies.items():
-                container[key] = copied
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # A new .data counts no write, and is another storage.
+        self._seen = [(t, t.data, t.detach().clone(), _version_of(t)) for t in tensors]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the tensors have these values inside."""
+        now = TensorValues(tensor for tensor, *_ in self._seen)
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
 
     def put_back(self) -> None:
-        refill(self.container, self._contents)
+        """Give the tensors these values again."""
+        for seen in self._seen:
+            self._put(*seen)
 
-    def written(self) -> Iterator[Attribute]:
-        """Yield the attributes whose values were changed in place, not just replaced."""
-        pairs = ((key, copied, self._contents[key]) for key, copied in self._copies.items())
-        names = [key for key, copied, value in pairs if is_written(copied, value)]
-        if self._attribute is None:
-            yield from ((self._owner, name) for name in names)
-        elif names or not self._has_same_parts():
-            yield self._owner, self._attribute
+    def put_back_written(self) -> list[Tensor]:
+        """Give those that were written since their values again, and return them."""
+        written = [seen for seen in self._seen if is_written(seen[0], *seen[2:])]
+        for seen in written:
+            self._put(*seen)
+        return [tensor for tensor, *_ in written]
 
-    def _has_same_parts(self) -> bool:
-        before, now = parts_of(self._contents), parts_of(self.container)
-        copies = {id(copied) for copied in self._copies.values()}
-        return len(before) == len(now) and all(
-            new is old or id(new) in copies for old, new in zip(before, now, strict=True)
-        )
-
-
-def _copy_written(value: Any) -> Any:
-    if type(value) is Tensor:
-        return value.clone()
-    is_small = isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
-    return value.copy() if is_small else None
+    @staticmethod
+    def _put(tensor: Tensor, data: Tensor, value: Tensor, version: int) -> None:
+        with torch.inference_mode(tensor.is_inference()):
+            data.copy_(value)
+        if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
+            tensor.data = data
+        if version >= 0:
+            # Private: autograd compares versions. All views that it has saved share the counter.
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def is_written(copied: Any, value: Any) -> bool:
-    """Whether a copy of ``value`` was changed in place since it was made."""
-    if isinstance(value, np.ndarray):
-        return bool(copied.tobytes() != value.tobytes())
-    # Private: the version counts the writes, but not those through .data, nor those to what an
-    # inference mode has made.
-    is_counted = not copied.is_inference() and bool(copied._version)
-    return is_counted or not _has_same_values(copied, value)
+def is_written(tensor: Tensor, copied: Tensor, version: int = 0) -> bool:
+    """Whether a tensor was written since its version was counted and a copy of it was made."""
+    is_counted = not tensor.is_inference() and tensor._version != version
+    return is_counted or not _has_same_values(tensor, copied)
 
 
 @torch.no_grad()
-def _has_same_values(copied: Tensor, value: Tensor) -> bool:
-    if copied.layout is not torch.strided or copied.is_meta or copied.is_quantized:
+def _has_same_values(tensor: Tensor, copied: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return True
-    if copied.shape != value.shape or copied.dtype != value.dtype:
+    if tensor.shape != copied.shape or tensor.dtype != copied.dtype:
         return False
-    there = value.to(copied.device)
-    is_same = (copied == there) | ((copied != copied) & (there != there))  # NaN is itself
+    copied = copied.to(tensor.device)
+    is_same = (tensor == copied) | ((tensor != tensor) & (copied != copied))  # NaN is itself
     return bool(is_same.all())
+
+
+class Snapshot:
+    """What attributes and the containers in them hold at one moment.
+
+    Args:
+        attributes: The attributes, whether they exist or not.
+    """
+
+    def __init__(self, attributes: Iterable[Attribute]) -> None:
+        known: set[int] = set()
+        self.values = [(part, name, vars(part).get(name, GONE)) for part, name in attributes]
+        self.contents = [
+            (container, container.copy())
+            for *_, value in self.values
+            for container in containers_in(value, known)
+        ]
+
+    def put_back(self) -> None:
+        """Let them hold it again."""
+        for container, contents in self.contents:
+            refill(container, contents)
+        for part, name, value in self.values:
+            if value is GONE:
+                vars(part).pop(name, None)
+            else:
+                vars(part)[name] = value
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
-    """Give every attribute and container of the module tree its contents back afterwards.
+    """Give the attributes of a module tree, and all that is in them, their values back afterwards.
 
     Yields:
-        The attributes whose values were changed in place; filled at the end.
+        The attributes that were changed in place; filled at the end.
     """
-    places = list(_places(module))
+    names = [(part, [*vars(part)]) for part in module.modules()]
+    snapshot = Snapshot((part, name) for part, known in names for name in known)
+    insides = [(part, name, _inside(value)) for part, name, value in snapshot.values]
+    objects = {key: value for *_, inside in insides for key, value in inside.items()}
+    tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
+    arrays = [
+        (value, value.copy())
+        for value in objects.values()
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
+    ]
     written: set[Attribute] = set()
     try:
         yield written
     finally:
-        for place in places:
-            written.update(place.written())
-            place.put_back()
+        changed = {id(c) for c, was in snapshot.contents if _parts_of(c) != _parts_of(was)}
+        changed.update(map(id, tensors.put_back_written()))
+        for array, copied in arrays:
+            if array.tobytes() != copied.tobytes():
+                changed.add(id(array))
+                array[...] = copied
+        written.update((part, name) for part, name, inside in insides if changed & inside.keys())
+        snapshot.put_back()
+        for part, known in names:
+            for name in vars(part).keys() - known:
+                del vars(part)[name]
 
 
-def _places(module: nn.Module) -> Iterator[_Place]:
-    spaces = [(child, child.__dict__) for child in module.modules()]
-    known = {id(space) for _, space in spaces}
-    found: list[tuple[nn.Module, str | None, Any]] = []
-    for child, space in spaces:
-        found.append((child, None, space))
-        for name, value in space.items():
-            found += [(child, name, inside) for inside in containers_in(value, known)]
-    return (_Place(*place) for place in found)
+def _inside(value: Any) -> dict[int, Any]:
+    found = {id(value): value}
+    for container, parts in _walk(value, set(), _DEPTH):
+        found[id(container)] = container
+        found.update((id(part), part) for part in parts)
+    return found
 
 
 @contextmanager
 def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[None]:
-    """Give gradients, buffers, attributes, generators and some weights back as they were.
-
-    Args:
-        module: The user's module.
-        written: Names of the parameters that steps write.
-    """
+    """Restore gradients, buffers, attributes, generators, and parameters of ``written`` names."""
     named = module.named_parameters()
-    weights = [(p, p.detach().clone()) for name, p in named if name in written]
+    weights = TensorValues(parameter for name, parameter in named if name in written)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
         with forked_randomness(), Generators(module).kept(), unchanged(module):
@@ -335,43 +365,4 @@ def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[Non
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for parameter, value in weights:
-            parameter.detach().copy_(value)
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a forward runs hooks of the user's, which may keep a trace."""
-    return any(_forward_hooks(module))
-
-
-@contextmanager
-def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Run forwards whose results are thrown away, of which no hook of the user's hears."""
-    found = [(hooks, [*hooks.items()]) for hooks in _forward_hooks(module) if hooks]
-    for hooks, _ in found:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, registered in found:
-            hooks.update(registered)
-
-
-def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    # Private: no public name lists the hooks of a module, or those of all modules.
-    yield from (_global_forward_hooks, _global_forward_pre_hooks)
-    for part in module.modules():
-        yield from (part._forward_hooks, part._forward_pre_hooks)
-
-
-def hooked(module: nn.Module) -> str:
-    """Return the name of what has a hook of the user's, which may keep a trace; empty: nothing."""
-    # Private: no public name lists the hooks of a tensor or a module.
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return name
-    for name, part in module.named_modules():
-        kinds = (part._forward_hooks, part._forward_pre_hooks)
-        if any((*kinds, part._backward_hooks, part._backward_pre_hooks)):
-            return name or type(part).__name__
-    return ""
+        weights.put_back()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere, numbers_in
-from lightning_pipeoffload.runtime.users_code.elsewhere import Elsewhere
+from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere
 
 USES = [
     lambda value: value.append(1),

@@ -1,17 +1,12 @@
-"""What a microbatch's F saw, for its B: tensors that steps write, and blocks that run again.
+"""A block that is computed again in the backward (``recompute="full"``).
 
-On one device a microbatch's backward follows its forward. Here forwards of others come in between,
-and ``self.head.weight.data.mul_(0.99)`` would reach what autograd keeps of the earlier ones,
-without a word where ``.data`` counts no version. So B finds in these tensors what F has left there.
-
-A block that is computed again goes through ``torch.utils.checkpoint``, with what it leaves out:
-Python's and numpy's random numbers are the same again, and buffers that the block writes, such as
-running statistics, are written once.
+It goes through ``torch.utils.checkpoint``, with what that leaves out: random numbers of Python and
+numpy are the same again, and buffers that the block writes, such as running statistics, are written
+once.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,58 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-
-# How autograd says that what it keeps was written: the shape, and how often.
-_WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
-
-
-def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
-    """Say by name which buffer was written before a backward that reads it, if that is the error.
-
-    Raises:
-        RuntimeError: It is: the buffer was not written when the step was first run.
-    """
-    found = _WRITTEN.search(str(error))
-    for slot in ownership.slots if found else ():
-        tensor = slot.tensor
-        if slot.kind != "_buffers" or isinstance(tensor, ShapeOnly):
-            continue
-        if found and found.groups() == (str([*tensor.shape])[1:-1], str(tensor._version)):
-            raise RuntimeError(
-                f"the step writes the buffer {slot.name} in place, which it did not when it was "
-                f"first run, so other microbatches' backwards do not find what their forwards "
-                f"have seen; write it in every step, the first one too, or assign a new tensor "
-                f"(self.{slot.attribute} = self.{slot.attribute} * factor)"
-            ) from error
-
-
-class SeenValues:
-    """What tensors hold at one moment."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # Private: autograd compares versions. A new .data counts none, and is another storage.
-        self._seen = [(t, t.data, t.detach().clone(), t._version) for t in tensors]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Let the tensors hold again what they held, inside."""
-        now = SeenValues(tensor for tensor, *_ in self._seen)
-        self._put()
-        try:
-            yield
-        finally:
-            now._put()
-
-    def _put(self) -> None:
-        for tensor, data, value, version in self._seen:
-            data.copy_(value)
-            if tensor.data_ptr() != data.data_ptr():
-                tensor.data = data
-            # Private: the counter is shared by all views that autograd has saved.
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 
 
 def run_checkpointed(
@@ -84,7 +29,7 @@ def run_checkpointed(
 ) -> Any:
     """Return ``call(*args, **kwargs)``, which runs again in the backward.
 
-    A block that is checkpointed by the user's model already is run as it is.
+    A block that the user's model checkpoints already runs as it is.
 
     Raises:
         ValueError: The block writes its input in place, so it cannot run again.
@@ -114,7 +59,7 @@ def run_checkpointed(
 class _Before:
     def __init__(self, block: nn.Module, written: Iterable[Tensor]) -> None:
         self._randomness = RandomnessReplay()
-        self._weights = SeenValues(written)
+        self._weights = TensorValues(written)
         self._buffers = [
             (child, name, buffer.clone(), buffer._version)
             for child in block.modules()
@@ -134,7 +79,7 @@ class _Before:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Run inside what was run then; nothing outside notices."""
+        """Restore random numbers, buffers and weights of the forward inside."""
         found = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
         for child, name, value, _ in self._buffers:
             child._buffers[name] = value.clone()
