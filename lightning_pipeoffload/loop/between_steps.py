@@ -73,7 +73,7 @@ class BetweenSteps:
         """
         self._group.replicas.pending.may_wait = _may_travel(self._trainer)
         self._watch.is_on = True
-        self._run.pipeline.before_look = self.settle
+        self._run.pipeline.before_trace = self.settle
         if may_take_back and self._group.num_ranks > 1:
             self._open_boundary()
 

@@ -29,7 +29,7 @@ def compile_ahead(pipeline: Pipeline, group: PipelineGroup) -> None:
 
 
 def _compile(pipeline: Pipeline) -> None:
-    chain, calls = pipeline.chain, pipeline.batch_probes[0].block_calls
+    chain, calls = pipeline.chain, pipeline.batch_records[0].block_calls
     local = [pipeline.partition[stage] for stage in pipeline.local_stages]
     for index in [index for stage in local for index in stage.blocks]:
         with calls[index].with_zeros() as (args, kwargs):

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.record import Probe
 from lightning_pipeoffload.runtime.microbatch import batch_leaves, weigh_parts
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 
 log = logging.getLogger(__name__)
 
@@ -120,18 +118,14 @@ def sees_its_size(pipeline: Pipeline) -> bool:
     Args:
         pipeline: A rank's part of a module, whose step has been looked at.
     """
-    trained = [probe for probe in pipeline.probes.known.values() if probe.trained is not None]
-    return any(map(_keeps, trained)) or any(map(_depends, pipeline.module.modules()))
+    trained = [record for record in pipeline.records.known.values() if record.trained is not None]
+    keeps = any(record.written_in_place or record.writes for record in trained)
+    return keeps or any(map(_depends, pipeline.module.modules()))
 
 
 def least_samples(module: nn.Module) -> int:
     """Return how many samples a microbatch needs: two where statistics are over a batch."""
     return 1 + any(isinstance(part, _OVER_A_BATCH) for part in module.modules())
-
-
-def _keeps(probe: Probe) -> bool:
-    written = [name for _, name in probe.written_in_place if name not in REGISTRIES]
-    return bool(written or probe.written or probe.writes)
 
 
 def _depends(part: nn.Module) -> bool:

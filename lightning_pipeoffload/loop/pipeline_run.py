@@ -213,7 +213,7 @@ class PipelineRun:
         except ValueError as error:
             obstacle = str(error)
         if key not in self._runs_whole:
-            is_certain = slices is not None and all(cut.flow.is_certain for cut in slices)
+            is_certain = slices is not None and all(cut.record.is_certain for cut in slices)
             self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.buckets import share_out
-from lightning_pipeoffload.runtime.cut.crossings import Flow
 from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import costs_of_stages
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.payload import TensorSpec
@@ -102,7 +102,7 @@ class MemoryNeeds:
             weight_input=[stage.weight_input_bytes or 0 for stage in saved],
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
-        sent = _sent(pipeline, part.flow)
+        sent = _sent(pipeline, part.record)
         return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
@@ -216,10 +216,10 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
     return owned
 
 
-def _sent(pipeline: Pipeline, flow: Flow) -> dict[Kind, list[int]]:
+def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
     """Return the bytes over the cut behind each stage, and over that before it."""
     blocks = [stage.blocks for stage in pipeline.partition]
-    specs: list[list[TensorSpec]] = [[], *(flow.payload_over(b.start) for b in blocks[1:]), []]
+    specs: list[list[TensorSpec]] = [[], *(record.payload_over(b.start) for b in blocks[1:]), []]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]
     backward = [sum(spec.num_bytes for spec in cut if spec.gets_gradient) for cut in specs]
     return {Kind.SEND_F: forward[1:], Kind.SEND_B: backward[:-1]}

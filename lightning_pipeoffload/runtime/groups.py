@@ -186,7 +186,7 @@ class PipelineGroup(RankMesh, HostGroup):
             source = self.global_ranks[ranks[0]]
             _broadcast(parameter, source, self._sharing[ranks])
             names = frozenset(pipeline.tensors.aliases(name))
-            trains = partial(pipeline.probes.always_train, names)
+            trains = partial(pipeline.records.always_train, names)
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
             _broadcast(buffer, self.root, self._device_group)

@@ -28,9 +28,9 @@ from lightning_pipeoffload.runtime.cut.partition import (
     estimate_costs,
     stage_costs,
 )
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
-from lightning_pipeoffload.runtime.cut.trace import StepProbes
+from lightning_pipeoffload.runtime.cut.trace import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
@@ -86,10 +86,10 @@ class Pipeline:
             first of these stages.
         flops_of_one: Operations that 1 in ``costs`` stands for.
         batch_flops: Operations that training takes for the last batch that was cut, of all stages.
-        batch_probes: What was seen of the steps of the last batch that was cut.
+        batch_records: What was seen of the steps of the last batch that was cut.
         leaves_trace: Whether the steps of the last batch that was cut cannot run again.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
-        before_look: Called before a step is run to look at it, with the weights that there are.
+        before_trace: Called before a step is run to look at it, with the weights that there are.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -111,8 +111,8 @@ class Pipeline:
         self.batch_flops = 0
         self.flops_of_one = 0.0
         self.leaves_trace = self.is_new = False
-        self.batch_probes: list[Probe] = []
-        self.before_look: Callable[[], None] = lambda: None
+        self.batch_records: list[StepRecord] = []
+        self.before_trace: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
@@ -131,8 +131,8 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
-        self.probes = StepProbes(
-            self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_look()
+        self.records = StepRecords(
+            self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_trace()
         )
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
@@ -201,27 +201,27 @@ class Pipeline:
         self.batch_flops = 0
         self.leaves_trace = self.is_new = False
         slices: list[BatchSlice] = []
-        self.batch_probes = probes = []
+        self.batch_records = records = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
-            probe = self.probes.find(kind, part, step, own_seed)
-            if not probe.is_known:
-                self._take_in(probe)
-                probe.is_known = True
-            self.batch_flops += probe.training_flops
-            self.leaves_trace |= probe.leaves_trace
-            probes.append(probe)
+            record = self.records.find(kind, part, step, own_seed)
+            if not record.is_known:
+                self._take_in(record)
+                record.is_known = True
+            self.batch_flops += record.training_flops
+            self.leaves_trace |= record.leaves_trace
+            records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)
-            if probe.changes_batch:
+            if record.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
                 run = CallOnCopies(step, own, len(self.stages))
-            slices.append(BatchSlice(part, run, probe.flow, self.device, own_seed))
+            slices.append(BatchSlice(part, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
-        self.is_new = not all(probe.has_run for probe in probes)
-        for probe in probes:
-            probe.has_run = True
+        self.is_new = not all(record.has_run for record in records)
+        for record in records:
+            record.has_run = True
         return slices
 
     def lending(
@@ -268,7 +268,7 @@ class Pipeline:
         trained = bytes([parameter.requires_grad for parameter in self._parameters])
         if trained != self.trained:
             self.trained = trained
-            self.probes.forget()
+            self.records.forget()
             if self.stages:
                 self.ownership.follow_requires_grad()
 
@@ -276,7 +276,7 @@ class Pipeline:
     def weight_flops(self) -> int:
         """Operations of all weight gradients of this rank, for the first training microbatch."""
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
-        return self.probes.weight_flops(segments)
+        return self.records.weight_flops(segments)
 
     def attach(self) -> None:
         """Take charge of the blocks' calls and of their weight gradients."""
@@ -301,21 +301,21 @@ class Pipeline:
         remove_replay()
         remove_draws()
 
-    def _take_in(self, probe: Probe) -> None:
+    def _take_in(self, record: StepRecord) -> None:
         """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
         if not self.committed:
-            self._learn(probe)
-        self._writes.expect(probe, self.partition)
-        self._mark_mixed(probe)
-        if probe.hook_line and self._writes.is_by_users and not self.rank:
-            say(_HOOKS.format(probe.hook_line))
+            self._learn(record)
+        self._writes.expect(record, self.partition)
+        self._mark_mixed(record)
+        if record.hook_line and self._writes.is_by_users and not self.rank:
+            say(_HOOKS.format(record.hook_line))
         if len(self.partition) > 1:
-            check_step(probe, self.chain, self.partition, self.tensors.owners_of)
+            check_step(record, self.chain, self.partition, self.tensors.owners_of)
 
-    def _mark_mixed(self, probe: Probe) -> None:
+    def _mark_mixed(self, record: StepRecord) -> None:
         """Compute in B the whole gradient of a weight of which B has a part: it has one order."""
         for stage in (self.partition[index] for index in self.local_stages):
-            for name, uses in probe.weight_uses.items():
+            for name, uses in record.weight_uses.items():
                 found = {could_wait for segment, could_wait in uses if segment in stage.segments}
                 if len(found) > 1:
                     self.mixed.update(self.tensors.aliases(name))
@@ -324,16 +324,16 @@ class Pipeline:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
     @torch.inference_mode(False)  # what validation moves or makes is trained later
-    def _learn(self, probe: Probe) -> None:
+    def _learn(self, record: StepRecord) -> None:
         """Cut by the first probe; let stages own what a later one shows they use."""
         self.tensors.refuse_added(self.module)
         if not self._uses.segments:
-            self._cut(probe)
-        if self._uses.learn(probe):
+            self._cut(record)
+        if self._uses.learn(record):
             self._assign()
 
-    def _cut(self, probe: Probe) -> None:
-        costs = self.settings.agree(estimate_costs(self.module, self.chain, probe))
+    def _cut(self, record: StepRecord) -> None:
+        costs = self.settings.agree(estimate_costs(self.module, self.chain, record))
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self.costs: Costs = stage_costs(costs, self.partition)
@@ -358,7 +358,7 @@ class Pipeline:
             own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, OwnGradients(own), self.probes.generators,
+                self._writes, OwnGradients(own), self.records.generators,
                 self.settings.recompute,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)

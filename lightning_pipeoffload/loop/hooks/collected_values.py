@@ -33,7 +33,7 @@ from lightning_pipeoffload.loop.hooks.sent_values import (
 )
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -63,7 +63,7 @@ class CollectedValues:
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with what its use raises
         self._hidden_metrics: dict[int, str] = {}
-        self._places: dict[int, tuple[Probe, dict[str, Place]]] = {}
+        self._places: dict[int, tuple[StepRecord, dict[str, Place]]] = {}
         self._kind = ""
         self._warned: set[str] = set()
         self._logged: list[str] = []
@@ -183,14 +183,14 @@ class CollectedValues:
     def _written_in_batch(self) -> dict[str, Place]:
         behind = Place(len(self._pipeline.chain), is_in_block=False)
         found = {label: behind for label, kind in self._late.items() if kind == self._kind}
-        for probe in self._pipeline.batch_probes if self._kind else ():
-            if id(probe) not in self._places or self._places[id(probe)][0] is not probe:
-                self._places[id(probe)] = probe, dict(self._written_in(probe))
-            found |= self._places[id(probe)][1]
+        for record in self._pipeline.batch_records if self._kind else ():
+            if id(record) not in self._places or self._places[id(record)][0] is not record:
+                self._places[id(record)] = record, dict(self._written_in(record))
+            found |= self._places[id(record)][1]
         return found
 
-    def _written_in(self, probe: Probe) -> Iterator[tuple[str, Place]]:
-        for write in probe.writes:
+    def _written_in(self, record: StepRecord) -> Iterator[tuple[str, Place]]:
+        for write in record.writes:
             if _is_sent(write.variable):
                 yield self._know(write.variable), write.place
 

@@ -11,7 +11,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
@@ -35,7 +35,7 @@ def loss_in(result: Any) -> Tensor:
 
 
 def check_step(
-    probe: Probe,
+    record: StepRecord,
     chain: BlockChain,
     stages: Sequence[Stage],
     owners_of: Callable[[str], frozenset[int]],
@@ -46,23 +46,23 @@ def check_step(
         ValueError: It cannot; the message names the user's line, and says what would do.
     """
     stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
-    _check_weight_writes(probe, chain, stage_of, owners_of)
-    _check_repeatable(probe, stages)
-    _check_brief_hooks(probe, chain)
-    _check_imagined(probe, chain, stages)
-    _check_own_backwards(probe, stage_of)
-    _check_hooked_spans(probe, stage_of)
-    _check_crossings(probe, chain, stages, stage_of)
-    _check_aliases(probe, chain, stages, stage_of)
+    _check_weight_writes(record, chain, stage_of, owners_of)
+    _check_repeatable(record, stages)
+    _check_brief_hooks(record, chain)
+    _check_imagined(record, chain, stages)
+    _check_own_backwards(record, stage_of)
+    _check_hooked_spans(record, stage_of)
+    _check_crossings(record, chain, stages, stage_of)
+    _check_aliases(record, chain, stages, stage_of)
 
 
 def _check_weight_writes(
-    probe: Probe,
+    record: StepRecord,
     chain: BlockChain,
     stage_of: Mapping[int, int],
     owners_of: Callable[[str], frozenset[int]],
 ) -> None:
-    for name, segment, line in probe.weight_writes:
+    for name, segment, line in record.weight_writes:
         elsewhere = owners_of(name) - {stage_of[segment]}
         if elsewhere:
             behind = len(chain) if segment < len(chain) else 0
@@ -75,8 +75,8 @@ def _check_weight_writes(
             )
 
 
-def _check_repeatable(probe: Probe, stages: Sequence[Stage]) -> None:
-    entry = probe.unrepeatable
+def _check_repeatable(record: StepRecord, stages: Sequence[Stage]) -> None:
+    entry = record.unrepeatable
     if entry is not None and entry.segment < stages[-1].blocks.start:
         raise ValueError(
             f"{entry.name}(){in_brackets(entry.line)} gives another value each time that the step "
@@ -87,8 +87,8 @@ def _check_repeatable(probe: Probe, stages: Sequence[Stage]) -> None:
         )
 
 
-def _check_brief_hooks(probe: Probe, chain: BlockChain) -> None:
-    for block in sorted(probe.flow.opened & probe.briefly_hooked):
+def _check_brief_hooks(record: StepRecord, chain: BlockChain) -> None:
+    for block in sorted(record.opened & record.briefly_hooked):
         raise ValueError(
             f"the step uses what a hook on {chain.block_name(block)} has kept, and registers and "
             f"removes that hook itself, but only the last stage comes to where it is removed; "
@@ -96,10 +96,10 @@ def _check_brief_hooks(probe: Probe, chain: BlockChain) -> None:
         )
 
 
-def _check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) -> None:
-    for index, line in probe.imagined.items():
-        is_template = probe.flow.outputs[index].is_template
-        if index >= stages[-1].blocks.start or (is_template and index not in probe.flow.opened):
+def _check_imagined(record: StepRecord, chain: BlockChain, stages: Sequence[Stage]) -> None:
+    for index, line in record.imagined.items():
+        is_template = record.outputs[index].is_template
+        if index >= stages[-1].blocks.start or (is_template and index not in record.opened):
             continue
         what = (
             "keeps in an attribute, or gives to a hook, what is used behind it"
@@ -113,8 +113,8 @@ def _check_imagined(probe: Probe, chain: BlockChain, stages: Sequence[Stage]) ->
         )
 
 
-def _check_own_backwards(probe: Probe, stage_of: Mapping[int, int]) -> None:
-    found = probe.own_backwards
+def _check_own_backwards(record: StepRecord, stage_of: Mapping[int, int]) -> None:
+    found = record.own_backwards
     leads_back = [block for block in found.crossed if stage_of[block] != stage_of[block + 1]]
     for started in found.started:
         stage = stage_of[started.segment]
@@ -132,8 +132,8 @@ def _own_backward(line: str) -> str:
     )
 
 
-def _check_hooked_spans(probe: Probe, stage_of: Mapping[int, int]) -> None:
-    for span in probe.hooked_spans:
+def _check_hooked_spans(record: StepRecord, stage_of: Mapping[int, int]) -> None:
+    for span in record.hooked_spans:
         first, last = stage_of[span.first], stage_of[span.last]
         if first != last:
             raise ValueError(
@@ -145,9 +145,9 @@ def _check_hooked_spans(probe: Probe, stage_of: Mapping[int, int]) -> None:
 
 
 def _check_crossings(
-    probe: Probe, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
+    record: StepRecord, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
 ) -> None:
-    for crossing in probe.flow.crossings:
+    for crossing in record.crossings:
         made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
         obstacle = _obstacle(chain, crossing)
         if made != used and obstacle:
@@ -159,9 +159,9 @@ def _check_crossings(
 
 
 def _check_aliases(
-    probe: Probe, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
+    record: StepRecord, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
 ) -> None:
-    for alias in probe.aliases:
+    for alias in record.aliases:
         made, written = stage_of[alias.made_in], stage_of[alias.written_in]
         if made != written:
             raise ValueError(

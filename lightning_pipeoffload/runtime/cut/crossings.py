@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import (  # private: to let a block run without the mode ar
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
-from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
@@ -171,44 +170,3 @@ class Crossing:
 
     def _is_led_back_over(self, block: int) -> bool:
         return self.led_back is None or any(made < block <= used for made, used in self.led_back)
-
-
-@dataclass
-class Flow:
-    """All that goes from block to block in one run of the step.
-
-    Attributes:
-        outputs: The outputs of each block.
-        crossings: What goes beside them.
-        opened: Blocks out of which a hook or an attribute lets a value that is used behind them;
-            such a block has to run shape-only where another stage has it.
-        starts_backward: Whether the step starts a backward itself, of which nothing may wait for W.
-        is_certain: Whether no value had to be made up behind the blocks, which might decide to call
-            them again.
-        draws_beside_torch: Whether the step draws from numpy's or Python's global generator.
-    """
-
-    outputs: list[BlockOutput] = field(default_factory=list)
-    crossings: list[Crossing] = field(default_factory=list)
-    opened: set[int] = field(default_factory=set)
-    starts_backward: bool = False
-    is_certain: bool = True
-    draws_beside_torch: bool = False
-
-    def __post_init__(self) -> None:
-        self._over: dict[int, list[Crossing]] = {}
-        self._payloads: dict[int, list[TensorSpec]] = {}
-
-    def carried_over(self, block: int) -> list[Crossing]:
-        """List what goes beside the payload over the cut before ``block``."""
-        if block not in self._over:
-            found = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
-            self._over[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
-        return self._over[block]
-
-    def payload_over(self, block: int) -> list[TensorSpec]:
-        """Describe all tensors that go over the cut before ``block``."""
-        if block not in self._payloads:
-            carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
-            self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
-        return self._payloads[block]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.users_code.attributes import Place
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
 
@@ -63,6 +64,47 @@ class Stage:
     blocks: range
     segments: frozenset[int]
 
+    def comes_to(self, place: Place, record: StepRecord) -> bool:
+        """Whether the stage runs a place of the step, if only without values."""
+        if not place.is_in_block:
+            return place.segment <= max(self.segments)
+        output = record.outputs[place.segment]
+        runs_remote = place.segment in record.opened or not output.is_template
+        is_before = place.segment < self.blocks.start
+        return place.segment in self.blocks or (is_before and runs_remote)
+
+    def use_of(self, record: StepRecord) -> StageUse:
+        """Tell what the stage's share of a step takes beside its blocks and what they hand on."""
+        cuts = self.blocks.start, self.blocks.stop
+        has_cut = [0 < block < len(record.outputs) for block in cuts]
+        return StageUse(
+            draws=any(self.comes_to(place, record) for place in record.draws),
+            draws_beside_torch=record.draws_beside_torch,
+            carries=any(
+                record.carried_over(b) for b, is_cut in zip(cuts, has_cut, strict=True) if is_cut
+            ),
+            writes=record.writes_anything,
+        )
+
+
+class StageUse(NamedTuple):
+    """What a stage's share of a step takes beside its blocks and what they hand on.
+
+    Of one run, the trace's: a dropout whose rate is 0 until a later epoch draws nothing in it.
+
+    Attributes:
+        draws: Whether it draws from torch's generators, global or of modules.
+        draws_beside_torch: Whether the step draws from numpy's or Python's global generator.
+        carries: Whether values cross the cuts around the stage beside the payload.
+        writes: Whether the step writes attributes, buffers that all stages have, parameters or its
+            batch, on whatever stage.
+    """
+
+    draws: bool
+    draws_beside_torch: bool
+    carries: bool
+    writes: bool
+
 
 @dataclass(frozen=True)
 class SegmentCosts:
@@ -83,17 +125,17 @@ class SegmentCosts:
     unit: float = 0.0
 
 
-def estimate_costs(module: nn.Module, chain: BlockChain, probe: Probe) -> SegmentCosts:
+def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
     A product has one gradient for each operand; the weight's is W's, the rest is B's.
     """
-    unit = sum(probe.forward_flops[: len(chain)]) / len(chain) or 1.0
-    forward = [flops / unit for flops in probe.forward_flops]
-    weight = [flops / unit for flops in probe.weight_flops]
+    unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
+    forward = [flops / unit for flops in record.forward_flops]
+    weight = [flops / unit for flops in record.weight_flops]
     backward_input = [2 * f - w for f, w in zip(forward, weight, strict=True)]
     parameters = [0] * (len(chain) + 1)
-    segments = find_segments(module, chain, probe)
+    segments = find_segments(module, chain, record)
     for slot in find_slots(module):
         if slot.kind == "_parameters":
             parameters[min(segments[slot.name])] += slot.tensor.numel()
@@ -121,7 +163,7 @@ def costs_by_size(
     return SegmentCosts(work, work, work, tuple(parameters))
 
 
-def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[str, set[int]]:
+def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> dict[str, set[int]]:
     """Say for each parameter and buffer which segments have to have it.
 
     Those that use it; a block's are always its segment's too. What nothing uses goes to the first
@@ -136,20 +178,20 @@ def find_segments(module: nn.Module, chain: BlockChain, probe: Probe) -> dict[st
         block = chain.index_of(slot.name)
         if block is not None:
             default = len(chain)
-        uses = set(probe.segments.get(slot.name, ()))
+        uses = set(record.segments.get(slot.name, ()))
         if block is not None:
             uses.add(block)
         elif slot.kind == "_buffers":
-            uses = uses or _uses_of_buffer(slot, chain, found, probe)
+            uses = uses or _uses_of_buffer(slot, chain, found, record)
         found[slot.name] = uses or {default}
     return found
 
 
 def _uses_of_buffer(
-    buffer: Slot, chain: BlockChain, found: dict[str, set[int]], probe: Probe
+    buffer: Slot, chain: BlockChain, found: dict[str, set[int]], record: StepRecord
 ) -> set[int]:
     is_around = any(chain.block_name(index).startswith(buffer.path) for index in range(len(chain)))
-    is_common = is_around or buffer.name in probe.written
+    is_common = is_around or buffer.name in record.written
     uses = set() if is_common else _uses_of_parameters(buffer, found)
     return uses or set(range(len(chain) + 1))
 
@@ -307,10 +349,10 @@ class SegmentUses:
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
         self.segments: dict[str, set[int]] = {}
 
-    def learn(self, probe: Probe) -> bool:
+    def learn(self, record: StepRecord) -> bool:
         """Take in one more probe; return whether anything is used where it was not before."""
-        found = find_segments(self._module, self._chain, probe)
-        computed = {n for n in found if n not in self._trainable and probe.segments[n]}
+        found = find_segments(self._module, self._chain, record)
+        computed = {n for n in found if n not in self._trainable and record.segments[n]}
         for name in computed - self._computed:  # no stage but these has its value from now on
             self.segments[name] = set()
         self._computed |= computed

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.backwards import HookedSpan, OwnBackwards
 from lightning_pipeoffload.runtime.cut.block_chain import BlockCall
-from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Write
+from lightning_pipeoffload.runtime.users_code.attributes import Place, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
@@ -122,78 +124,102 @@ def _sums_of(tensor: Tensor) -> Iterator[float]:
 
 
 @dataclass
-class Probe:
-    """What one run of the step without values has shown.
-
-    Args:
-        num_segments: The number of the step's segments.
-
-    Attributes:
-        flow: What goes from block to block.
-        segments: The segments that use each parameter, and each buffer that the step writes, by
-            its name.
-        forward_flops: Floating-point operations of each segment's forward, for one microbatch.
-        weight_flops: The part of them that has a weight gradient of as many operations.
-        block_calls: The calls of the blocks, where any part of one is compiled.
-        training_flops: Operations of a forward and its backward of the whole step, nothing twice.
-        written: Names of buffers that the step writes from values that every stage has.
-        written_in_place: These buffers, and other tensors in the modules' attributes that the
-            step writes in place.
-        saved_and_written: The part of those that a backward reads.
-        weight_writes: Writes into parameters.
-        aliases: Pairs of values with one memory, between whose segments the step cannot be cut.
-        writes: Writes to attributes of the module and its parts.
-        briefly_hooked: Blocks with a hook that the step takes away again.
-        changes_batch: Whether the step changes its microbatch in place.
-        unrepeatable: The first value that a second run did not have; None if it had all.
-        trained: Names of the parameters that the loss leads back to, but for those of blocks that
-            ask for values; None: it is not known.
-        weight_uses: The segments that use each of them, and whether its gradient could wait for W.
-        imagined: Blocks that ask for values, which are made up, and the line that does so first.
-        own_backwards: What the step differentiates by itself.
-        hooked_spans: Calls around blocks of modules with backward hooks.
-        hook_line: A line that registers a hook on a tensor; "" if none does.
-        sized_in: The last segment in which sizes beside the blocks depend on the batch's values;
-            None: there is none.
-        sizes: These, and the shapes of the arguments of the block that follows.
-        is_known: Whether the pipeline has been cut for it.
-        has_run: Whether a batch with such a microbatch was cut to run.
-    """
+class StepRecord:
+    """What the trace of a step has recorded for microbatches of these shapes."""
 
     num_segments: InitVar[int]
-    flow: Flow = field(default_factory=Flow)
+
+    # What goes from block to block.
+    outputs: list[BlockOutput] = field(default_factory=list)  # of each block
+    crossings: list[Crossing] = field(default_factory=list)  # values beside them
+    # Blocks from which a hook or an attribute keeps a value that is used behind them: such a block
+    # runs, without values, on the later stages too.
+    opened: set[int] = field(default_factory=set)
+    # Whether no value was made up behind the blocks, which might decide to call them again.
+    is_certain: bool = True
+
+    # Parameters and buffers, by name.
     segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    forward_flops: list[int] = field(init=False)
-    weight_flops: list[int] = field(init=False)
-    block_calls: list[BlockCall] = field(default_factory=list)
-    training_flops: int = 0
-    written: set[str] = field(default_factory=set)
-    written_in_place: set[Attribute] = field(default_factory=set)
-    saved_and_written: set[Attribute] = field(default_factory=set)
+    """The segments that use each parameter, and each buffer that the step writes."""
+    trained: set[str] | None = None
+    """Parameters that the loss leads back to, but for those of blocks that ask for values."""
+    weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
+    """The segments that use each of them, and whether its gradient could wait for W."""
+
+    # Work: floating-point operations for one microbatch.
+    forward_flops: list[int] = field(init=False)  # of each segment
+    weight_flops: list[int] = field(init=False)  # the part that a weight gradient repeats
+    training_flops: int = 0  # of the whole step, forward and backward, nothing twice
+    block_calls: list[BlockCall] = field(default_factory=list)  # where any block is compiled
+
+    # Random numbers.
+    draws: set[Place] = field(default_factory=set)
+    """Where the step draws from torch's generators, global or of modules, in this one run."""
+    draws_beside_torch: bool = False
+    """Whether it draws from numpy's or Python's global generator."""
+
+    # What the step writes.
+    writes: list[Write] = field(default_factory=list)  # to attributes of modules
+    written: set[str] = field(default_factory=set)  # buffers, from values that every stage has
+    written_in_place: set[Attribute] = field(default_factory=set)  # these, and tensor attributes
+    saved_and_written: set[Attribute] = field(default_factory=set)  # and read by a backward
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
-    briefly_hooked: set[int] = field(default_factory=set)
     changes_batch: bool = False
+
+    # What makes cuts or plans impossible.
+    briefly_hooked: set[int] = field(default_factory=set)
+    """Blocks with a hook that the step takes away again."""
     unrepeatable: LoggedValue | None = None
-    trained: set[str] | None = None
-    weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
+    """The first value that a second run from the same state did not have."""
     imagined: dict[int, str] = field(default_factory=dict)
+    """Blocks that ask for values, which are made up, and the first line that does so."""
     own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""
-    sized_in: int | None = None
-    sizes: tuple[Any, ...] = ()
-    is_known: bool = False
-    has_run: bool = False
+    """A line that registers a hook on a tensor; "" if none does."""
+
+    # Sizes beside the blocks that depend on the batch's values.
+    sized_in: int | None = None  # the last segment with one
+    sizes: tuple[Any, ...] = ()  # these, and the shapes of the arguments of the next block
+
+    is_known: bool = False  # the pipeline has been cut for it
+    has_run: bool = False  # a batch with such a microbatch was cut to run
 
     def __post_init__(self, num_segments: int) -> None:
         self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
+        self._carried: dict[int, list[Crossing]] = {}
+        self._payloads: dict[int, list[TensorSpec]] = {}
 
     @property
     def leaves_trace(self) -> bool:
-        """Whether the step changes what is not kept with what steps write: it cannot run again."""
+        """Whether the step changes what no snapshot restores: it cannot run again."""
         return bool(self.weight_writes or self.changes_batch)
+
+    @property
+    def writes_anything(self) -> bool:
+        """Whether the step writes attributes, common buffers, parameters or its batch."""
+        found = (self.writes, self.written_in_place, self.weight_writes)
+        return any(found) or self.changes_batch
+
+    @property
+    def starts_backward(self) -> bool:
+        """Whether the step starts a backward itself, of which nothing may wait for W."""
+        return self.own_backwards.any
+
+    def carried_over(self, block: int) -> list[Crossing]:
+        """List the carried values that cross the cut before ``block``, in the order they travel."""
+        if block not in self._carried:
+            found = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
+            self._carried[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
+        return self._carried[block]
+
+    def payload_over(self, block: int) -> list[TensorSpec]:
+        """Describe all tensors that cross the cut before ``block``."""
+        if block not in self._payloads:
+            carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
+            self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
+        return self._payloads[block]
 
 
 class ImaginedError(Exception):
@@ -205,7 +231,7 @@ class ImaginedError(Exception):
         is_in_block: Whether a block went wrong.
     """
 
-    def __init__(self, cause: Exception, found: Probe, is_in_block: bool) -> None:
+    def __init__(self, cause: Exception, found: StepRecord, is_in_block: bool) -> None:
         self.cause = cause
         self.found = found
         self.is_in_block = is_in_block

@@ -17,7 +17,7 @@ from lightning_pipeoffload.runtime.cut.backwards import finding_hooked_spans
 from lightning_pipeoffload.runtime.cut.block_chain import BlockCalls, BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
-from lightning_pipeoffload.runtime.cut.record import ImaginedError, Probe, ValueLog
+from lightning_pipeoffload.runtime.cut.record import ImaginedError, StepRecord, ValueLog
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
-from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, Place, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -51,20 +51,24 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
 aten = torch.ops.aten
 
 
-class BatchSizes(TorchDispatchMode):
-    """Notes the sizes that depend on values.
+class DrawsAndSizes(TorchDispatchMode):
+    """Notes where a step draws from torch's generators, and sizes that depend on values.
 
     Args:
-        find_place: Returns the segment of the step that runs; None inside of blocks.
+        find_place: Returns where the step is.
+        num_blocks: Behind the blocks sizes are not asked for.
+        draws: Takes the places of the draws.
 
     Attributes:
-        found: Shapes, and answers to questions.
+        found: Shapes beside the blocks, and answers to questions.
         last: Segment in which there is one; None: in none.
     """
 
-    def __init__(self, find_place: Callable[[], int | None]) -> None:
+    def __init__(self, find_place: Callable[[], Place], num_blocks: int, draws: set[Place]) -> None:
         super().__init__()
         self._find_place = find_place
+        self._num_blocks = num_blocks
+        self._draws = draws
         self.found: list[Any] = []
         self.last: int | None = None
 
@@ -75,14 +79,16 @@ class BatchSizes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, and note its result's shapes where they depend on values."""
+        """Run ``func`` and note it."""
         result = func(*args, **(kwargs or {}))
         place = self._find_place()
-        if place is not None:
-            self._note(func, args, result, place)
+        if _may_draw(func, args, kwargs or {}):
+            self._draws.add(place)
+        if not place.is_in_block and place.segment < self._num_blocks:
+            self._note_sizes(func, args, result, place.segment)
         return result
 
-    def _note(self, func: Any, args: tuple[Any, ...], result: Any, place: int) -> None:
+    def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, place: int) -> None:
         if is_sized_by_values(func, args):
             self.found.append(tuple(tensor.shape for tensor in tensors_in(result)))
             self.last = place
@@ -93,6 +99,19 @@ class BatchSizes(TorchDispatchMode):
             is_answer = isinstance(result, bool)
             self.found.append(result if is_answer else None)
             self.last = self.last if is_answer else place
+
+
+_NAMESPACES = {"aten", "prim", "prims"}  # whose operations are tagged where they draw
+
+
+def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers; one of a library's own is taken to."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func.namespace not in _NAMESPACES
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":  # of attention, which is tagged with or without dropout
+            return bool(args[place] if place < len(args) else kwargs.get(argument.name))
+    return True
 
 
 _MOST_IMAGINED = 1000  # in a block, and behind them: a loop may never end
@@ -129,8 +148,8 @@ class StepPass:
         self._module = module
         self.chain = chain
         self.writes = WriteWatch(module)
-        self.sizes = BatchSizes(self._find_place)
-        self.result = Probe(len(chain) + 1, writes=self.writes.writes)
+        self.result = StepRecord(len(chain) + 1, writes=self.writes.writes)
+        self.sizes = DrawsAndSizes(self._find_place, len(chain), self.result.draws)
         self._trace = ValueTrace(chain, self.result, log)
         self._calls = BlockCalls(chain, device, self.result.block_calls)
         self._stripped = StrippedModule(module, device, lambda: self.segment, self.result)
@@ -153,8 +172,8 @@ class StepPass:
         count, arguments = self._before_block[block]
         return *self.sizes.found[:count], arguments
 
-    def _find_place(self) -> int | None:
-        return None if self._is_in_block or self.segment == len(self.chain) else self.segment
+    def _find_place(self) -> Place:
+        return Place(self.segment, self._is_in_block)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -182,6 +201,8 @@ class StepPass:
                 stack.enter_context(self.writes.watching())
             stack.enter_context(self.sizes)
             yield
+        # Not the registries themselves, in which shapes were put and taken out again.
+        written = {place for place in written if place[1] not in REGISTRIES}
         self.result.written_in_place |= written
         self.result.saved_and_written |= written & self.saved_attributes
 
@@ -294,7 +315,6 @@ class StepPass:
         if self.sizes.last is not None:
             self.result.sized_in = self.sizes.last
             self.result.sizes = self.sizes_before(self.sizes.last)
-        self.result.flow.starts_backward = self.result.own_backwards.any
 
 
 @contextmanager

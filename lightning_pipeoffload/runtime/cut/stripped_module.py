@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.cut.record import Probe, WeightWrite
+from lightning_pipeoffload.runtime.cut.record import StepRecord, WeightWrite
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -35,7 +35,7 @@ class StrippedModule:
         module: nn.Module,
         device: torch.device,
         find_segment: Callable[[], int],
-        record: Probe,
+        record: StepRecord,
     ) -> None:
         self._module = module
         self._device = device

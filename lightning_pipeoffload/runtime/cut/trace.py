@@ -26,7 +26,7 @@ from torch import nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.record import (
     ImaginedError,
-    Probe,
+    StepRecord,
     ValueLog,
     first_difference,
 )
@@ -51,14 +51,14 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
 
-def probe_step(
+def trace_step(
     module: nn.Module,
     chain: BlockChain,
     run: Callable[[], Any],
     device: torch.device,
     log: ValueLog | None = None,
     way: Imagined = EVERYTHING,
-) -> Probe:
+) -> StepRecord:
     """Run the user's step once without values.
 
     Args:
@@ -87,7 +87,7 @@ def probe_step(
                     raise
             probing.finish()
         probing.check_complete()
-    result.flow.is_certain = not probing.num_imagined
+    result.is_certain = not probing.num_imagined
     return result
 
 
@@ -103,7 +103,7 @@ def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
 _MOST_PROBES = 64
 
 
-class StepProbes:
+class StepRecords:
     """The probes of one module's steps, of which the last few are kept.
 
     Attributes:
@@ -120,41 +120,41 @@ class StepProbes:
         chain: BlockChain,
         device: torch.device,
         is_cut: bool,
-        before_look: Callable[[], None] = lambda: None,
+        before_trace: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._chain, self._device = module, chain, device
         self._is_cut = is_cut
-        self._before_look = before_look
+        self._before_trace = before_trace
         self._compared: set[Any] = set()
         self.generators = Generators(module)
         self._sized_in: dict[Any, int] = {}
-        self.known: OrderedDict[Any, Probe] = OrderedDict()
-        self._first_of_training: Probe | None = None
+        self.known: OrderedDict[Any, StepRecord] = OrderedDict()
+        self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
-    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> Probe:
+    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return what a step does with a microbatch."""
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
-            self._before_look()
+            self._before_trace()
         trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
             return self.known[key, sizes]
-        probe = self._probe(trial, is_first=key[:2] not in self._compared)
-        if self._is_cut and probe.sized_in is not None and key not in self._sized_in:
-            self._sized_in[key] = probe.sized_in
-            sizes = probe.sizes
-        self.known[key, sizes] = probe
-        probe.changes_batch = trial.changes_batch
-        probe.flow.draws_beside_torch = trial.draws_beside_torch
+        record = self._probe(trial, is_first=key[:2] not in self._compared)
+        if self._is_cut and record.sized_in is not None and key not in self._sized_in:
+            self._sized_in[key] = record.sized_in
+            sizes = record.sizes
+        self.known[key, sizes] = record
+        record.changes_batch = trial.changes_batch
+        record.draws_beside_torch = trial.draws_beside_torch
         self._compared.add(key[:2])
         if len(self.known) > _MOST_PROBES:
             self.known.popitem(last=False)
         if torch.is_grad_enabled():
-            self._note_training(probe)
-        return probe
+            self._note_training(record)
+        return record
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:
@@ -166,10 +166,10 @@ class StepProbes:
             call()
         return beginning.sizes_before(self._sized_in[key])
 
-    def _note_training(self, probe: Probe) -> None:
-        trained = probe.trained or set()
+    def _note_training(self, record: StepRecord) -> None:
+        trained = record.trained or set()
         if self._first_of_training is None:
-            self._first_of_training = probe
+            self._first_of_training = record
             self.always_trained = set(trained)
         else:
             self.always_trained &= trained
@@ -178,30 +178,32 @@ class StepProbes:
         """Whether every training step gives a parameter of these names a gradient."""
         return not self.always_trained.isdisjoint(names)
 
-    def _probe(self, call: Callable[[], Any], is_first: bool) -> Probe:
+    def _probe(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
         """Run a step as if every flag were up; where that fails, as an alarm does, with none."""
         error: ImaginedError | None = None
         for way in (EVERYTHING, NO_ALARM):
             log = ValueLog() if is_first else None
             try:
-                probe = probe_step(self._module, self._chain, call, self._device, log, way)
+                record = trace_step(self._module, self._chain, call, self._device, log, way)
             except ImaginedError as failed:
                 error = error or failed
                 continue
             if log is not None:
-                self._compare_runs(probe, log, partial(self._repeat, call, way))
-            return probe
+                self._compare_runs(record, log, partial(self._repeat, call, way))
+            return record
         assert error is not None
         raise self._explain(error) from None
 
-    def _compare_runs(self, probe: Probe, log: ValueLog, repeat: Callable[[], ValueLog]) -> None:
+    def _compare_runs(
+        self, record: StepRecord, log: ValueLog, repeat: Callable[[], ValueLog]
+    ) -> None:
         """Run the step again from the same state: its values and nothing else tell of others."""
         beside = look_beside(self._module)
         again = repeat()
         refuse_written(beside, look_beside(self._module))
         if first_difference(log, again):
             # What only the first run makes is a cache.
-            probe.unrepeatable = first_difference(again, repeat())
+            record.unrepeatable = first_difference(again, repeat())
 
     def _explain(self, error: ImaginedError) -> Exception:
         if not error.is_in_block:
@@ -234,8 +236,10 @@ class StepProbes:
 
     def weight_flops(self, segments: Iterable[int]) -> int:
         """Return the operations of the weight gradients of the first training microbatch."""
-        probe = self._first_of_training
-        return sum(probe.weight_flops[segment] for segment in segments) if probe is not None else 0
+        record = self._first_of_training
+        return (
+            sum(record.weight_flops[segment] for segment in segments) if record is not None else 0
+        )
 
 
 class _Trial:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leav
 from lightning_pipeoffload.runtime.cut.backwards import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
-from lightning_pipeoffload.runtime.cut.record import Alias, Probe, ValueLog
+from lightning_pipeoffload.runtime.cut.record import Alias, StepRecord, ValueLog
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
@@ -50,10 +50,9 @@ class ValueTrace(CallCounter):
     they keep nothing.
     """
 
-    def __init__(self, chain: BlockChain, record: Probe, log: ValueLog | None = None) -> None:
+    def __init__(self, chain: BlockChain, record: StepRecord, log: ValueLog | None = None) -> None:
         super().__init__()
         self._record = record
-        self._flow = record.flow
         self._log = log
         self._chain = chain
         self._block: int | None = None
@@ -157,7 +156,7 @@ class ValueTrace(CallCounter):
             self.start(index + 1)
             self._reach.start_segment()
             self._note_training(output)
-            self._flow.outputs.append(BlockOutput.of(output))
+            self._record.outputs.append(BlockOutput.of(output))
             self._handed_on.append([edge_of(leaf) for leaf in tensors_in(output)])
         return output
 
@@ -170,7 +169,7 @@ class ValueTrace(CallCounter):
             crossing.led_back = self._reach.spans(self._edges[key])
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
-            self._flow.outputs[index] = self._flow.outputs[index].with_gradients(arrives)
+            self._record.outputs[index] = self._record.outputs[index].with_gradients(arrives)
         return self._reach
 
     def _use_result(self, loss: Tensor) -> None:
@@ -190,7 +189,7 @@ class ValueTrace(CallCounter):
 
     def _use(self, tensor: Any) -> None:
         if tensor.block is not None and tensor.block < self.segment:
-            self._flow.opened.add(tensor.block)
+            self._record.opened.add(tensor.block)
         if tensor.birth.segment < self.segment:
             self._cross(tensor)
 
@@ -203,7 +202,7 @@ class ValueTrace(CallCounter):
                 birth.trains_from, tensor.origins, calling_line(),
                 birth.digest,
             )  # fmt: skip
-            self._flow.crossings.append(crossing)
+            self._record.crossings.append(crossing)
         edge = edge_of(tensor)
         if edge is not None:
             self._edges[birth.port or birth].add(edge)

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
     cut,
     find_segments,
 )
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     Appearance,
@@ -183,7 +183,7 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in known.values()):
             return None
         chain = find_chain(self._module, blocks)
-        segments = find_segments(self._module, chain, Probe(len(chain) + 1))
+        segments = find_segments(self._module, chain, StepRecord(len(chain) + 1))
         costs = costs_by_size(self._module, chain, segments)
         stages = cut(chain, costs, stage_ranks, split)
         owners = self._find_owners(segments, stages)

@@ -135,8 +135,8 @@ class BlockMeasurement:
         self._transport = transport
         self._first_cut = pipeline.settings
         self._cut = _block_by_block(pipeline)
-        probes = pipeline.probes.known.values()
-        self._written = {write.name for probe in probes for write in probe.weight_writes}
+        records = pipeline.records.known.values()
+        self._written = {write.name for record in records for write in record.weight_writes}
 
     def measure(
         self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed

@@ -144,7 +144,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
         with measuring.looking():
             # As F does: sizes may depend on what the step draws.
             seed_all(mix_seed(part.seed, 0))
-            pipeline.probes.generators.seed(mix_seed(part.seed, 0))
+            pipeline.records.generators.seed(mix_seed(part.seed, 0))
             with measuring.keeping():
                 result = part.run(PROBE)
             measuring.run_backward(loss_in(result))
@@ -176,7 +176,7 @@ class _MeasuringPass(StepPass):
         names = (f"stage {stage}" for stage in range(len(self.found)))
         self._stores = StageStores([ShapeStore(name, resident, device) for name in names])
         self._queue = WeightGradQueue(keeper=self._stores)
-        defers = not self._part.flow.starts_backward
+        defers = not self._part.record.starts_backward
         with (
             deferring(self._queue) if defers else nullcontext(),
             saved_tensors_hooks(self._stores.pack, self._stores.unpack),
@@ -222,7 +222,7 @@ class _MeasuringPass(StepPass):
 
     @override
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
-        if self._recompute != "full" or index in self._part.flow.opened:
+        if self._recompute != "full" or index in self._part.record.opened:
             return self.chain.plain_call(index)(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:

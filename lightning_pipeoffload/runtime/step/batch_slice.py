@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.cut.crossings import Flow
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 
@@ -20,14 +20,14 @@ class BatchSlice:
     Attributes:
         part: Its samples.
         run: Calls the user's step on it.
-        flow: What goes from block to block, from the probe of its shapes.
+        record: What the trace of its shapes has recorded.
         device: The device of its tensors.
         seed: The seed of all its random numbers.
     """
 
     part: Any
     run: Callable[[StepCall], Any]
-    flow: Flow
+    record: StepRecord
     device: torch.device
     seed: int
 
@@ -63,6 +63,8 @@ def make_microbatches(
     weights = [1.0] * len(slices) if weights is None else weights
     pairs = enumerate(zip(slices, weights, strict=True))
     return [
-        Microbatch(cut.part, cut.run, cut.flow, cut.device, cut.seed, index, weight, differentiate)
+        Microbatch(
+            cut.part, cut.run, cut.record, cut.device, cut.seed, index, weight, differentiate
+        )
         for index, (cut, weight) in pairs
     ]

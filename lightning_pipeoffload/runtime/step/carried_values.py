@@ -25,25 +25,25 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.cut.crossings import (
     CallCounter,
     Crossing,
-    Flow,
     Port,
     mark_as_the_models,
 )
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
-def carried_values(flow: Flow, incoming: int, outgoing: int | None) -> CarriedValues | None:
+def carried_values(record: StepRecord, incoming: int, outgoing: int | None) -> CarriedValues | None:
     """Make what one F receives, uses and hands on; None: nothing is carried.
 
     Args:
-        flow: What goes from block to block in the step.
+        record: What goes from block to block in the step.
         incoming: Index of the block behind the cut before the stage; 0 for the first stage.
         outgoing: Index of the block behind the cut after the stage; None for the last stage.
     """
-    coming = flow.carried_over(incoming) if incoming else []
-    going = flow.carried_over(outgoing) if outgoing is not None else []
+    coming = record.carried_over(incoming) if incoming else []
+    going = record.carried_over(outgoing) if outgoing is not None else []
     return CarriedValues(coming, going) if coming or going else None
 
 

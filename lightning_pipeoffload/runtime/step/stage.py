@@ -79,12 +79,12 @@ class StageRunner:
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What the previous stage sends."""
         start = self._context.stage.blocks.start
-        return [] if self.is_first else microbatch.flow.payload_over(start)
+        return [] if self.is_first else microbatch.record.payload_over(start)
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
         """What this stage sends on."""
         stop = self._context.stage.blocks.stop
-        return [] if self.is_last else microbatch.flow.payload_over(stop)
+        return [] if self.is_last else microbatch.record.payload_over(stop)
 
     def forward(
         self,
@@ -110,7 +110,7 @@ class StageRunner:
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
         self._keep_seen()
         with (
-            deferring(alive.queue) if keep and not microbatch.flow.starts_backward else _NOTHING,
+            deferring(alive.queue) if keep and not microbatch.record.starts_backward else _NOTHING,
             store.recording() if store else _NOTHING,
             self._saving() if keep else _NOTHING,
             self._watching(step, microbatch) if keep else _NOTHING,

@@ -121,10 +121,10 @@ class StagePass:
         self._called = ""
         self._is_in_block = False
         self.left: Left = []
-        self._seed_segment = seed_all if microbatch.flow.draws_beside_torch else seed_torch
+        self._seed_segment = seed_all if microbatch.record.draws_beside_torch else seed_torch
         blocks = context.stage.blocks
         self._carried = carried_values(
-            microbatch.flow, blocks.start, None if context.is_last else blocks.stop
+            microbatch.record, blocks.start, None if context.is_last else blocks.stop
         )
         self._counter = self._carried if self._carried and self._carried.counts else None
 
@@ -202,10 +202,10 @@ class StagePass:
         return output
 
     def _is_open(self, index: int) -> bool:
-        return index in self._microbatch.flow.opened
+        return index in self._microbatch.record.opened
 
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
-        output = self._microbatch.flow.outputs[index]
+        output = self._microbatch.record.outputs[index]
         if output.is_template and not self._is_open(index):
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))

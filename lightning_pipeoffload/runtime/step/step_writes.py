@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import Probe
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
@@ -89,21 +89,19 @@ class StepWrites:
         """The last stage of the rank."""
         return max(self._num_passes)
 
-    def expect(self, probe: Probe, stages: Sequence[Stage]) -> None:
+    def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
         """Take note of what a step writes."""
-        self._weights.update(write.name for write in probe.weight_writes)
-        self._saved.update(probe.saved_and_written)
-        # A registry, such as _buffers, would be replaced by a copy for good.
-        in_place = {place for place in probe.written_in_place if place[1] not in REGISTRIES}
-        self._in_place.update(in_place)
-        for write in probe.writes:
+        self._weights.update(write.name for write in record.weight_writes)
+        self._saved.update(record.saved_and_written)
+        self._in_place.update(record.written_in_place)
+        for write in record.writes:
             self._written[write.variable.key] = write.variable
             if write.is_users:
                 self._by_users[write.variable.key] = write.variable
                 if write.place.is_in_block:
                     self._of_blocks.add(write.variable.key)
                 for index, missing in self._missing.items():
-                    if not comes_to(stages[index], write.place, probe, stages):
+                    if not stages[index].comes_to(write.place, record):
                         message = self._message(write, index)
                         missing[write.variable.key] = write.variable, message
 
@@ -285,16 +283,6 @@ def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
                 f"used; write it in every step, the first one too, or assign a new tensor "
                 f"(self.{slot.attribute} = self.{slot.attribute} * factor)"
             ) from error
-
-
-def comes_to(stage: Stage, place: Place, probe: Probe, stages: Sequence[Stage]) -> bool:
-    """Whether a stage runs a place of the step."""
-    if not place.is_in_block:
-        return stage is stages[-1] or place.segment < stage.blocks.stop
-    output = probe.flow.outputs[place.segment]
-    runs_remote = place.segment in probe.flow.opened or not output.is_template
-    is_before = place.segment < stage.blocks.start
-    return place.segment in stage.blocks or (is_before and runs_remote)
 
 
 class _Lacking(Elsewhere):

@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.trace import probe_step
+from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, StageUse, cut
+from lightning_pipeoffload.runtime.cut.trace import StepRecords, trace_step
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.schedule import build
@@ -74,7 +76,7 @@ def test_values_that_are_there_may_be_used(step):
 def probe(module, x):
     chain = find_chain(module)
     chain.intercept()
-    return probe_step(module, chain, lambda: call_step(module, x), CPU)
+    return trace_step(module, chain, lambda: call_step(module, x), CPU)
 
 
 def test_which_segments_use_which_weights():
@@ -87,7 +89,7 @@ def test_which_segments_use_which_weights():
 def test_what_blocks_hand_on():
     found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
     expected = TensorSpec(torch.Size((2, 4)), torch.float32, True, True)
-    assert [output.payload for output in found.flow.outputs] == [[expected], [expected]]
+    assert [output.payload for output in found.outputs] == [[expected], [expected]]
 
 
 def test_operations_of_each_segment():
@@ -103,6 +105,42 @@ def test_products_of_activations_have_no_weight_gradient():
 
     found = probe(Step(attend), torch.ones(2, 4))
     assert (found.forward_flops[4], found.weight_flops[4]) == (2 * 2 * 4 * 2, 0)
+
+
+def noisy(m, x):
+    m.count = 1
+    x = F.dropout(x + m.blocks[0](x))
+    skip = m.blocks[1](x)
+    attended = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+    return loss_of(m, through(m.blocks[2:], skip + x + attended))
+
+
+def plain(m, x):
+    return loss_of(m, through(m.blocks, F.scaled_dot_product_attention(x[None], x[None], x[None])))
+
+
+def noise_behind(m, x):
+    return loss_of(m, through(m.blocks, x) + np.random.rand()) + torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("step", "all_stages", "stages_own"),
+    [
+        (plain, "", [set()] * 4),
+        (noisy, "writes", [set(), {"draws", "carries"}, {"draws", "carries"}, {"draws"}]),
+        (noise_behind, "draws_beside_torch", [set()] * 3 + [{"draws"}]),
+    ],
+)
+def test_what_a_stage_does_beside_its_blocks(step, all_stages, stages_own):
+    module = Step(step)
+    chain = find_chain(module)
+    chain.intercept()
+    records = StepRecords(module, chain, CPU, is_cut=True)
+    record = records.find("train", torch.ones(2, 4), lambda x, call: call_step(module, x))
+    stages = cut(chain, SegmentCosts((), (), (), ()), range(4), "even")
+    for stage, own in zip(stages, stages_own, strict=True):
+        expected = {name: name == all_stages or name in own for name in StageUse._fields}
+        assert stage.use_of(record)._asdict() == expected
 
 
 @pytest.mark.parametrize(
@@ -148,7 +186,7 @@ def test_the_probe_leaves_no_trace():
     chain.intercept()
     parameters = [id(parameter) for parameter in module.parameters()]
     before = state_of(module), random.getstate(), str(np.random.get_state())
-    probe_step(module, chain, lambda: module.step(torch.ones(2, 4)), CPU)
+    trace_step(module, chain, lambda: module.step(torch.ones(2, 4)), CPU)
     assert (state_of(module), random.getstate(), str(np.random.get_state())) == before
     assert [id(parameter) for parameter in module.parameters()] == parameters
     assert not hasattr(module, "new")
@@ -171,4 +209,4 @@ def test_shapes_are_probed_once():
     pipeline = InProcessPipeline(module, build("1f1b", 1, 2), call_step)
     for size in (2, 2, 3):
         pipeline.run(torch.ones(2 * size, 4), size)
-    assert len(pipeline.ranks[0].probes.known) == 2
+    assert len(pipeline.ranks[0].records.known) == 2
