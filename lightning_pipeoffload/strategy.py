@@ -39,7 +39,7 @@ from lightning_pipeoffload.planning.settings import (
     check_timeout,
 )
 from lightning_pipeoffload.processes.tensor_gather import gather_tensor
-from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
+from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule
 
 # Of this process, and so of no trainer that is saved after a fit.

@@ -35,7 +35,7 @@ from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.randomness import draw_seed
-from lightning_pipeoffload.runtime.shapes.equal_is_same import EqualIsSame
+from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 
 _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
 

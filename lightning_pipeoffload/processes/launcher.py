@@ -29,7 +29,7 @@ from lightning_pipeoffload.processes.copies_warning import warn_of_copies
 from lightning_pipeoffload.processes.free_port import free_port
 from lightning_pipeoffload.processes.siblings import signing_as_launcher
 from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 
 
 class JointLauncher(_SubprocessScriptLauncher):

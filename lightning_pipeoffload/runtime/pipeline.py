@@ -34,8 +34,11 @@ from lightning_pipeoffload.runtime.cut.trace import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
-from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
+from lightning_pipeoffload.runtime.shapes.remote_tensor import (
+    GradientAge,
+    install_draws,
+    remove_draws,
+)
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.stage import StageRunner

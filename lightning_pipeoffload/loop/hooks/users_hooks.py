@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 

@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.shapes.value_needed import describe_origins
+from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 

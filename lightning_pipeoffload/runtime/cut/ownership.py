@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.shapes.awaited import Awaited
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]

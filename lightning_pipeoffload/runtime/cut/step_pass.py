@@ -24,9 +24,13 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    EVERYTHING,
+    NO_ALARM,
+    Imagined,
+    StepRules,
+)
 from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, Place, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged

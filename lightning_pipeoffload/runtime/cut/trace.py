@@ -37,8 +37,12 @@ from lightning_pipeoffload.runtime.randomness import (
     mix_seed,
     seed_all,
 )
-from lightning_pipeoffload.runtime.shapes.imagined_values import EVERYTHING, NO_ALARM, Imagined
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    EVERYTHING,
+    NO_ALARM,
+    Imagined,
+    ValueNeededError,
+)
 from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
 from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look
 from lightning_pipeoffload.runtime.users_code.sources import Generators

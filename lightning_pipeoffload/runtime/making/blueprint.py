@@ -32,11 +32,10 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     tied_names,
 )
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.remote_draws import draws_by_shape
+from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
 from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
+from lightning_pipeoffload.runtime.shapes.remote_tensor import install_draws, remove_draws
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.shapes.truncated_draws import install_draws, remove_draws
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 _MOST_KEPT = 32 << 20  # bytes

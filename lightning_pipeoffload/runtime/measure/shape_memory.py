@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory

@@ -1,4 +1,4 @@
-"""Shapes of operations that torch has no kernel for, or one that refuses what they are given."""
+"""Operations run on the meta device, with their results kept by shape."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def run_on_meta(
     device: torch.device,
     in_new_memory: bool,
 ) -> Any:
-    """Run ``func`` on tensors of the meta device, or look up what it gave for the same shapes.
+    """Run ``func`` on meta tensors, or return what it gave for the same shapes before.
 
     Args:
         func: The operation.
-        args: The arguments of the operation.
-        kwargs: The keyword arguments of the operation.
-        device: The device that the tensors stand for. An operation of the user's own of which only
-            the real kernel is known runs there, on zeros.
-        in_new_memory: Whether results may not share that of those before.
+        args: Its arguments, on the meta device.
+        kwargs: Its keyword arguments.
+        device: The device that the tensors stand for. A custom operator without a meta kernel runs
+            there, on zeros.
+        in_new_memory: Whether each result needs memory of its own.
     """
     key = _key_of(func, args, kwargs)
     if key is not None and key not in _results:
@@ -47,13 +47,7 @@ def run_on_meta(
 
 
 def find_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what :func:`run_on_meta` gave for arguments of these shapes; None: nothing is known.
-
-    Args:
-        func: The operation.
-        args: The arguments of the operation, on whatever device.
-        kwargs: The keyword arguments of the operation.
-    """
+    """Return the result of :func:`run_on_meta` for these shapes; None if it has not run."""
     return _results.get(_key_of(func, args, kwargs))
 
 
@@ -83,7 +77,7 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
 def _key_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return what the result depends on; None if it is a view, or that is too much to ask."""
+    """Return all that the result depends on; None if it is a view, or that cannot be hashed."""
     if not gives_new_tensors(func):
         return None
     found: list[Any] = [func, torch.get_default_dtype()]
@@ -101,7 +95,7 @@ def _key_of(
 
 @cache
 def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
-    """Whether an operation is no view and writes nothing in place, by its schema."""
+    """Whether, by its schema, an operation makes no views and writes nothing in place."""
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
     types = {str(part.type) for part in schema.returns}
@@ -109,7 +103,7 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
 
 
 def _has_own_memory(found: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that is no view by its schema is none, as ``_unsafe_view`` is."""
+    """Whether a result shares no memory with arguments, as that of ``_unsafe_view`` does."""
     made = found if isinstance(found, tuple) else (found,)
     if not all(isinstance(tensor, Tensor) and _is_plain(tensor) for tensor in made):
         return False
@@ -128,7 +122,7 @@ def _in_new_memory(tensor: Tensor) -> Tensor:
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 _MOST_RESULTS = 4096
-# Of the process: a result depends on its key alone, whichever step asks.
+# One for the process: a result depends on its key alone.
 _results: dict[tuple[Any, ...] | None, Any] = {}
 
 
@@ -139,17 +133,15 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Give the result's shape; torch's own takes bfloat16 only, and asks for a GPU's alignment."""
+    """Torch's meta kernel takes bfloat16 only, and asks for a GPU's alignment."""
     groups: tuple[int, ...] = ()
-    if left.dim() == right.dim():
-        groups = (left.shape[0] if left.dim() == 3 else _length(offsets),)
+    if left.dim() == right.dim() == 3:
+        groups = (left.shape[0],)
+    elif left.dim() == right.dim():
+        groups = (0 if offsets is None else len(offsets),)
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
-def _length(offsets: Tensor | None) -> int:
-    return 0 if offsets is None else len(offsets)
-
-
 _KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten._grouped_mm.default: _grouped_mm  # private: what Hugging Face's experts are computed by
+    aten._grouped_mm.default: _grouped_mm  # private: Hugging Face's experts use it
 }

@@ -1,8 +1,14 @@
-"""The gradient of a parameter that another rank has: a shape that may know its norm."""
+"""The gradient of a remote parameter: a shape that may know its 2-norm and its largest element.
+
+The owner computes both as the user's code would, and sends them to the other ranks. Code that asks
+for them, or for what follows from them, has the owner's answer, to the bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -11,27 +17,108 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.shapes.known_size import Derived, KnownSize, derive, find_answer
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
+
+aten = torch.ops.aten
+
+
+@dataclass
+class KnownSize:
+    """The 2-norm and the largest absolute value of a gradient that another rank has.
+
+    ``is_current`` ends when something is written to the gradient.
+    """
+
+    norm: float
+    largest: float
+    is_current: bool = True
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor that was computed, element by element, from a gradient of known size.
+
+    Attributes:
+        size: The size of the gradient.
+        what: "value" is the gradient itself, "part" a view of some of it, "magnitude" its absolute
+            value; "number", "bounded", "finite", "nan" and "infinite" are masks of such elements.
+    """
+
+    size: KnownSize
+    what: str = "value"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether a write to it is one to the gradient."""
+        return self.what in ("value", "part")
+
+    def view(self, func: torch._ops.OpOverload) -> Derived:
+        """Return the same for a view of it."""
+        return self if func.overloadpacket in _WHOLE_VIEWS else Derived(self.size, "part")
+
+
+_WHOLE_VIEWS = {aten.detach, aten.alias, aten.view}
+_STEPS = {
+    (aten.abs, "value"): "magnitude",
+    (aten.isnan, "value"): "nan",
+    (aten.isinf, "value"): "infinite",
+    (aten.eq, "value", "value"): "number",
+    (aten.ne, "value", "value"): "nan",
+    (aten.ne, "magnitude", math.inf): "bounded",
+    (aten.mul, "number", "bounded"): "finite",
+    (aten.logical_not, "finite"): "infinite or nan",
+}
+# One element that is not a number hides all others.
+_ENDS: dict[tuple[Any, str], Callable[[KnownSize], float | None]] = {
+    (aten.max, "magnitude"): lambda size: size.largest,
+    (aten.amax, "magnitude"): lambda size: size.largest,
+    (aten.all, "number"): lambda size: not math.isnan(size.largest),
+    (aten.all, "finite"): lambda size: math.isfinite(size.largest),
+    (aten.any, "nan"): lambda size: math.isnan(size.largest),
+    (aten.any, "infinite"): lambda size: _is_infinite(size.largest),
+    (aten.any, "infinite or nan"): lambda size: not math.isfinite(size.largest),
+}
+
+
+def _is_infinite(largest: float) -> bool | None:
+    return None if math.isnan(largest) else math.isinf(largest)
+
+
+def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
+    """Return what an operation makes of derived tensors and numbers; None if that is unknown."""
+    sizes = [operand.size for operand in operands if isinstance(operand, Derived)]
+    words = [operand.what if isinstance(operand, Derived) else operand for operand in operands]
+    what = _STEPS.get((packet, *words))
+    is_of_one = all(size is sizes[0] for size in sizes)
+    return Derived(sizes[0], what) if what is not None and is_of_one else None
+
+
+def find_answer(
+    func: torch._ops.OpOverload, of: Derived, args: Sequence[Any], kwargs: dict[str, Any]
+) -> float | None:
+    """Return the result of an operation over all elements of ``of``, if it is known."""
+    packet = func.overloadpacket
+    if packet is not aten.linalg_vector_norm:
+        return _ENDS[packet, of.what](of.size) if (packet, of.what) in _ENDS else None
+    order = args[0] if args else kwargs.get("ord", 2)
+    if of.what not in ("value", "magnitude") or kwargs.get("dtype") is not None:
+        return None
+    return {2: of.size.norm, math.inf: of.size.largest}.get(order)
+
 
 GRADIENT_OF = "the gradient of "
 
 
 class RemoteGradient(ShapeOnly):
-    """A gradient without values, or what was computed from it element by element.
-
-    Attributes:
-        derived: Of which gradient this is what, such as its magnitude; None: nothing is known of
-            it.
-    """
+    """A gradient without values, or a tensor that was computed from one element by element."""
 
     derived: Derived | None = None
 
     @classmethod
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
-        """Return the gradient of ``parameter``, of which ``size`` is known."""
+        """Return the gradient of ``parameter``, with its size if that is known."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         made = cls(parameter.meta, parameter.device, origins)
         made.derived = Derived(size) if size is not None else None
@@ -39,7 +126,7 @@ class RemoteGradient(ShapeOnly):
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
-        """Stay the gradient that it is."""
+        """It stays this gradient."""
 
     @classmethod
     @override
@@ -50,7 +137,7 @@ class RemoteGradient(ShapeOnly):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what is known; note what is written, and what still tells of the gradient."""
+        """Return what is known; forget it after a write; pass it on to what is derived."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, RemoteGradient) and first.derived is not None:
@@ -79,7 +166,7 @@ class RemoteGradient(ShapeOnly):
         return torch.full((), value, dtype=shape.dtype, device=self.device)
 
     def _forget(self) -> None:
-        """Forget what was known, of which nothing holds after a write."""
+        """Forget what was known, after a write."""
         if self.derived is not None and self.derived.is_memory:
             self.derived.size.is_current = False
         else:
@@ -91,7 +178,7 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
 
 
 def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
-    """Let a result tell what it has to do with a gradient."""
+    """Return the result with what is known of it."""
     operands = [arg.derived if isinstance(arg, RemoteGradient) else arg for arg in args]
     found = _derive(func, operands)
     if found is None or type(result) is not ShapeOnly:

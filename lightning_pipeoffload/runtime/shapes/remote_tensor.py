@@ -1,29 +1,34 @@
-"""What stands in the module where other stages have a parameter or a buffer."""
+"""Stand-ins for the parameters and buffers of other stages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
-from lightning_pipeoffload.runtime.shapes.remote_gradient import GRADIENT_OF, RemoteGradient
+from lightning_pipeoffload.runtime.shapes.remote_gradient import (
+    GRADIENT_OF,
+    KnownSize,
+    RemoteGradient,
+)
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
 
 @dataclass
 class GradientAge:
-    """Tells the parameters of other ranks, without a visit to each, what became of their gradients.
+    """Tells all remote parameters at once that their gradients have changed.
 
     Attributes:
-        num_changes: The number of changes of all gradients together: backwards, what sets them to
-            zero, clipping.
+        num_changes: Counts backwards, clippings, and what sets gradients to zero.
         are_none: Whether there are no gradients since the last change.
     """
 
@@ -31,19 +36,17 @@ class GradientAge:
     are_none: bool = True
 
     def change(self, are_none: bool = False) -> None:
-        """Note that what was known of gradients does not hold any more."""
+        """End what was known of gradients."""
         self.num_changes += 1
         self.are_none = are_none
 
 
 class RemoteTensor(ShapeOnly):
-    """A parameter or buffer that this rank, or the stage that runs, does not have.
-
-    It stays in its place and under its name, so that the module is whole wherever code looks at it.
+    """A parameter or buffer of other stages, under its name in this rank's module.
 
     Attributes:
-        age: The age of the gradients of all such parameters of the rank.
-        became: The real tensor in its place since, where a module was made whole again.
+        age: Shared by all remote parameters of the rank.
+        became: The real tensor that has replaced it, where the module was made whole again.
     """
 
     _is_param = False
@@ -54,26 +57,26 @@ class RemoteTensor(ShapeOnly):
 
     @classmethod
     def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> Self:
-        """Return what takes the place of the tensor in ``slot``.
+        """Return a stand-in for the tensor in ``slot``.
 
         Args:
-            slot: A place of the module.
-            origin: The name of the tensor, and where it is.
-            device: The device on which the rank computes; the module may be on the host still.
+            slot: A parameter or buffer of the module.
+            origin: The name of the tensor, and its stage and rank.
+            device: The device on which the rank computes; the module may still be on the host.
         """
         meta = cls.like(slot.tensor, origin).meta
         made = cls(meta, device, frozenset((origin,)), slot.tensor.requires_grad)
-        # Private: isinstance(_, nn.Parameter) asks for it, and so do modules and optimizers.
+        # Private: isinstance(_, nn.Parameter) reads it.
         made._is_param = slot.kind == "_parameters"
         return made
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
-        """Stay what it is: the one who has it writes it alike."""
+        """It stays this tensor: its owner runs the same write."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient's shape, with its norm where the ranks have told each other."""
+        """The gradient's shape, with its norm once the ranks have exchanged them."""
         if self._grad_age != self.age.num_changes:
             self.know_gradient(not self.age.are_none and self.requires_grad)
         return self._grad
@@ -84,7 +87,7 @@ class RemoteTensor(ShapeOnly):
         self._grad_age = self.age.num_changes
 
     def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
-        """Take note of a gradient, of which ``size`` is known."""
+        """Set whether there is a gradient, and its size if that is known."""
         self.grad = RemoteGradient.of(self, size) if is_there else None
 
     @override
@@ -96,7 +99,7 @@ class RemoteTensor(ShapeOnly):
 
 
 def explain_remote(error: ValueNeededError) -> str:
-    """Say where code outside of a step asked for a value of another rank, and what to do."""
+    """Return the message for code outside of a step that asked for a value of another rank."""
     advice = (
         "its 2-norm and largest absolute value are on every rank in on_after_backward, "
         "on_before_optimizer_step and configure_gradient_clipping, where your module or callback "
@@ -108,3 +111,47 @@ def explain_remote(error: ValueNeededError) -> str:
         "averages its part"
     )
     return f"{error}{in_brackets(users_line(error))}, which is not on this rank: {advice}"
+
+
+# torch draws again what falls outside of the bounds, as often as values ask for it.
+# Private: trunc_normal_ calls it, under whichever name that was imported.
+_draw = init._no_grad_trunc_normal_
+
+
+def _draw_anywhere(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draw and drop the numbers for a tensor without a value."""
+    if not isinstance(tensor, ShapeOnly):
+        return _draw(tensor, *args, **kwargs)
+    _draw(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    with torch.no_grad():
+        return tensor.zero_()  # a write, for observers
+
+
+def install_draws() -> None:
+    """Let ``trunc_normal_`` take tensors without a value."""
+    init._no_grad_trunc_normal_ = _draw_anywhere
+
+
+def remove_draws() -> None:
+    """Give torch its own function back."""
+    init._no_grad_trunc_normal_ = _draw
+
+
+class EqualIsSame(TorchFunctionMode):
+    """Lets ``torch.equal`` compare by identity.
+
+    Lightning's BaseFinetuning calls it to find out whether an optimizer has a parameter already.
+    Values are not on every rank, and those of two new norm layers are equal.
+    """
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.equal:
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))

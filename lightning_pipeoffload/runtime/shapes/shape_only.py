@@ -1,10 +1,10 @@
 """Tensors that have a shape, a dtype and a device, but no value.
 
-A stage runs the user's whole step although it owns only some of the parameters. What it does not
-own is shape-only: operations on it yield shape-only results, so the code before the stage's first
-block runs as it stands, and any use of a value that is not there is seen at once and named, where
-zeros or NaN would give a wrong number silently. ``FakeTensor`` would do alike, but needs a mode
-around everything and knows no origins.
+A stage runs the user's whole step although it owns only some of the parameters. The others are
+shape-only: operations on them yield shape-only results, so that the code before the stage's first
+block runs unchanged, and a use of a missing value raises and names it, where zeros or NaN would
+give a wrong number silently. ``FakeTensor`` is similar, but needs a mode around everything and
+knows no origins.
 """
 
 from __future__ import annotations
@@ -17,34 +17,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.foreach import goes_member_by_member, run_members
-from lightning_pipeoffload.runtime.shapes.imagined_values import is_mask, make_result
 from lightning_pipeoffload.runtime.shapes.meta_kernels import find_result, run_on_meta
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
+    advance_generator,
     as_stored,
     call_factory,
+    goes_member_by_member,
     is_ordinary,
+    run_members,
     written_arguments,
 )
-from lightning_pipeoffload.runtime.shapes.remote_draws import advance_generator
 from lightning_pipeoffload.runtime.shapes.step_rules import (
+    ValueNeededError,
     are_observed,
+    describe_origins,
     imagine,
     is_dropped,
     is_in_step,
     tell_observers,
 )
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
-from lightning_pipeoffload.runtime.shapes.value_sizes import imagine_sizes, with_fitting_parts
+from lightning_pipeoffload.runtime.shapes.value_sizes import (
+    imagine_sizes,
+    is_mask,
+    make_result,
+    with_fitting_parts,
+)
 
 _SAVED = (
-    "torch.save() has written shapes without values for the weights that other ranks have: "
+    "torch.save() has written shapes without values for the weights of other ranks: "
     "trainer.save_checkpoint(path), called on all ranks, writes all values, and "
-    "trainer.strategy.gather(parameter) returns that of one"
+    "trainer.strategy.gather(parameter) returns the value of one"
 )
 _ASKS_FOR_ADDRESSES = {nn.modules.rnn.__name__, "torch.cuda._sanitizer"}
 
@@ -52,12 +59,12 @@ aten = torch.ops.aten
 
 
 class ShapeOnly(Tensor):
-    """A tensor without a value. It reports the real device, and carries the names it comes from.
+    """A tensor without a value.
 
     Args:
         meta: A tensor on the meta device, which has the shape, strides and dtype.
-        device: The device that it pretends to be on.
-        origins: Names of the parameters and block outputs it was computed from.
+        device: The device that it reports.
+        origins: Names of the parameters and block outputs that it was computed from.
     """
 
     meta: Tensor
@@ -71,11 +78,10 @@ class ShapeOnly(Tensor):
         origins: frozenset[str],
         requires_grad: bool = False,
     ) -> ShapeOnly:
-        """Wrap ``meta``."""
-        # Private, and a third of what torch.inference_mode costs. A view has to be as its base is,
-        # and a remote parameter is no inference tensor.
+        # Private: a third of the cost of torch.inference_mode. A view has to be as its base is, and
+        # a remote parameter is no inference tensor.
         with torch._C._InferenceMode(False):
-            # Private: the one way to make a tensor that has a device but no storage.
+            # Private: the only way to make a tensor that has a device but no storage.
             made: ShapeOnly = Tensor._make_wrapper_subclass(
                 cls,
                 meta.shape,
@@ -86,7 +92,7 @@ class ShapeOnly(Tensor):
                 device=device,
                 requires_grad=requires_grad,
             )
-        # Private: kernels in C++ do not ask Python for an address; to them it would be a null.
+        # Private: kernels in C++ would get a null pointer without asking Python.
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.meta = meta
         made.origins = origins
@@ -108,20 +114,20 @@ class ShapeOnly(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the shape, and what is known of where the value is."""
+        """Pickle the shape and the origins."""
         _warn_of_saving()
         made = self.meta, self.device, self.origins, self.requires_grad
         return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
 
     @property
     def data(self) -> Tensor:
-        """The same tensor without its part in autograd."""
+        """The same tensor, detached."""
         found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take another dtype or device, or another shape; a value is not there to be changed."""
+        """Take the dtype, device and shape of ``value``."""
         _tell_of_write(self)
         if not isinstance(value, ShapeOnly):
             value = ShapeOnly(_to_meta(value), self.device, self.origins)
@@ -129,7 +135,7 @@ class ShapeOnly(Tensor):
         self.meta = value.meta
 
     def written_from(self, origins: frozenset[str]) -> None:
-        """Note what the value comes from, which was written in place."""
+        """Set the origins after a write in place."""
         self.origins = origins
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
@@ -141,13 +147,9 @@ class ShapeOnly(Tensor):
         return format(self._imagined(f"the format {format_spec!r}"), format_spec)
 
     def data_ptr(self) -> int:
-        """Refuse: a kernel that asks for it is none of torch's, and would read what is not there.
+        """Raise ``ValueNeededError``: a custom kernel would read memory that is not there.
 
-        Torch's RNNs are answered: they ask whether their weights lie in one piece, which these do
-        not. So is its sanitizer, which asks for the address of all that an operation has.
-
-        Raises:
-            ValueNeededError: Other code asks.
+        torch's RNNs get 0: they ask whether their weights lie in one piece. So does its sanitizer.
         """
         if sys._getframe(1).f_globals["__name__"] in _ASKS_FOR_ADDRESSES:
             return 0
@@ -158,22 +160,22 @@ class ShapeOnly(Tensor):
         )
 
     def tolist(self) -> Any:
-        """Refuse, or make values up."""
+        """Raise ``ValueNeededError``, or return made-up values."""
         return self._imagined("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse, or make values up."""
+        """Raise ``ValueNeededError``, or return made-up values."""
         return self._imagined("numpy()").numpy()
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Leave the hook to the stage that has the value, where the gradient comes."""
+        """Register on the stage that has the value alone, where the gradient comes."""
         if self.requires_grad:
             handle: RemovableHandle = super().register_hook(hook)
             return handle
         return RemovableHandle(OrderedDict())
 
     def retain_grad(self) -> None:
-        """Leave it to the stage that has the value."""
+        """Retain it on the stage that has the value alone."""
         if self.requires_grad:
             super().retain_grad()
 
@@ -211,15 +213,15 @@ class ShapeOnly(Tensor):
         args = with_fitting_parts(func, args)
         imagined = imagine_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
-        # Where operations are only observed nobody uses what is drawn, which may take much memory;
-        # but a probe has to see that a generator of the user's goes on.
+        # Numbers that are drawn while operations are only observed are not used, and may take much
+        # memory; but the trace has to see that a generator of the user's advances.
         is_seen = not are_observed() or kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = map_operands(_to_meta, args), _on_meta(kwargs)
-        if imagined is None:  # observers may want to know which results share memory
+        if imagined is None:  # observers compare the memory of results
             out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
             out = make_result(func, *on_meta)
@@ -234,7 +236,7 @@ class ShapeOnly(Tensor):
 def _known_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what an operation gave for the same shapes before; None where there is more to do."""
+    """Return the result that an operation had for the same shapes; None if there is more to do."""
     if not is_ordinary(func) or are_observed():
         return None
     metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
@@ -249,7 +251,7 @@ def _known_result(
 
 
 def _tell_of_write(tensor: ShapeOnly) -> None:
-    """Let observers know of a write that is in no operation's arguments."""
+    """Report a write that is in no operation's arguments."""
     tell_observers(aten.set_.source_Tensor, (tensor, tensor), None)
 
 
@@ -259,15 +261,15 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what two tensors have in common that share memory."""
+    """Return a number that is equal for two tensors that share memory."""
     found = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
     if found.layout is not torch.strided:
         return id(found)
-    return storage_of(found)._cdata  # private: nothing else tells
+    return storage_of(found)._cdata  # private: the address, also of storages without memory
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or what is one of a shape."""
+    """Return the storage of a tensor; of a shape-only one that of its meta tensor."""
     return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
@@ -301,7 +303,7 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _with_counted_masks(
     func: torch._ops.OpOverload, args: tuple[Any, ...]
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-    """Put places for masks that have a value: how many there are is known."""
+    """Replace masks that have a value by indices: their number is known."""
     if func is aten.masked_select.default and not isinstance(args[1], ShapeOnly):
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
         func, args = aten.index.Tensor, (args[0].expand(shape), [args[1].expand(shape)])
@@ -321,7 +323,7 @@ def _refuse_writes(
     kwargs: Mapping[str, Any],
     origins: frozenset[str],
 ) -> None:
-    """Refuse to write a value that is not there into a tensor that is, unless it is dropped."""
+    """Refuse to write a missing value into a real tensor, unless it is dropped."""
     for value in written_arguments(func, args, kwargs):
         is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
         if is_real and not is_dropped(value):
@@ -332,7 +334,7 @@ def _refuse_writes(
 def _refuse_reduction(
     func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
 ) -> None:
-    """Refuse in hooks what makes one number: it is used, or logged, where no line tells of it."""
+    """Refuse reductions to one number in hooks: it would be used or logged somewhere else."""
     if is_in_step() or not isinstance(result, ShapeOnly) or result.dim():
         return
     is_view = func._schema.returns[0].alias_info is not None
@@ -362,10 +364,82 @@ def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
 
 
 def _warn_of_saving() -> None:
-    """Warn if ``torch.save`` pickles the object whose ``__reduce_ex__`` calls this.
-
-    A pickle that stays in the run may do without values; a file would pass for the weights.
-    """
+    """Warn if ``torch.save`` calls ``__reduce_ex__``: the file would pass for the weights."""
     pickler = sys._getframe(2)
     if pickler.f_globals.get("__name__") == "torch.serialization":
         warnings.warn(_SAVED, stacklevel=5)
+
+
+class Awaited(ShapeOnly):
+    """A shape-only tensor that gets the value that an earlier stage sends.
+
+    The step may hold it in variables, lists and attributes, where it cannot be exchanged. So from
+    then on each torch function that takes it is called with the value instead. A class of its own:
+    other shape-only tensors do without ``__torch_function__``, a call of Python per operation.
+    """
+
+    value: Tensor | None = None
+
+    @classmethod
+    def of(cls, leaf: ShapeOnly) -> Awaited:
+        """Return a stand-in for ``leaf``."""
+        made = cls(leaf.meta, leaf.device, leaf.origins)
+        assert isinstance(made, Awaited)
+        return made
+
+    def receive(self, value: Tensor) -> None:
+        """Stand for ``value`` from now on."""
+        if value.requires_grad:
+            _Link.apply(value, self)
+        self.value = value
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            super().__format__(format_spec)
+            if self.value is None
+            else format(self.value, format_spec)
+        )
+
+    def tolist(self) -> Any:
+        """Return the values once they are there."""
+        return super().tolist() if self.value is None else self.value.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values once they are there."""
+        return super().numpy() if self.value is None else self.value.numpy(force=force)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` with the values that are there."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*give_values(args), **give_values(kwargs or {}))
+
+
+def give_values(tree: Any) -> Any:
+    """Replace stand-ins by their values."""
+    stands_in = any(isinstance(leaf, Awaited) for leaf in leaves_of(tree))
+    return tree_map(_value_of, tree) if stands_in else tree
+
+
+def _value_of(leaf: Any) -> Any:
+    is_there = isinstance(leaf, Awaited) and leaf.value is not None
+    return leaf.value if is_there else leaf
+
+
+class _Link(torch.autograd.Function):
+    r"""Leads gradients of a stand-in to its value, for the user's ``autograd.Function``\ s."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, stand_in: Tensor) -> Tensor:
+        ctx.mark_dirty(stand_in)
+        return stand_in
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -1,35 +1,64 @@
-"""What holds for tensors without a value while a step runs.
+"""What holds for tensors without a value while a step runs, and the error for a missing value.
 
-Who runs the step says it: which operations are observed, which values are made up, and which writes
-are left out.
+The caller of the step sets the rules: which operations are observed, which values are made up, and
+which writes are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.imagined_values import Imagined
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+
+
+class ValueNeededError(BaseException):
+    """Code asked for a value that exists on another stage only.
+
+    Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
+    ``origins`` are the names of the tensors that the value was computed from.
+    """
+
+    def __init__(self, operation: str, origins: frozenset[str]) -> None:
+        super().__init__(f"{operation} needs the value of {describe_origins(origins)}")
+        self.operation = operation
+        self.origins = origins
+
+
+def describe_origins(origins: frozenset[str]) -> str:
+    """Name up to three origins."""
+    names = sorted(origins)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "something computed from " + ", ".join(names[:3]) + more
+
+
+class Imagined(NamedTuple):
+    """Made-up values: every boolean is ``flag``, every number is 1."""
+
+    flag: bool
+
+
+EVERYTHING = Imagined(flag=True)
+# Behind the blocks most questions are whether something is wrong.
+NO_ALARM = Imagined(flag=False)
+
 
 Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
 
 
 @dataclass(frozen=True)
 class StepRules:
-    """The rules of one run of a step; by themselves those of a stage.
+    """The rules of one run of a step; the defaults are those of a stage.
 
     Attributes:
-        observe: Called with each operation on shape-only tensors, its arguments and its result;
-            None: results are used, not looked at.
-        imagine: Says how to make up a value that code asks for, or that it is not; None: none is.
-        drop: Says whether a write into a real tensor is left out; None: none is. For buffers such
-            as running statistics, whose true value is on the stage that computes them.
+        observe: Called with each operation on shape-only tensors, its arguments and its result.
+        imagine: Returns how to make up a value that code asks for; None: it is refused.
+        drop: Whether to drop a write of a missing value into a real tensor. For buffers such as
+            running statistics, whose true value is on the stage that computes them.
     """
 
     observe: Observer | None = None
@@ -45,28 +74,24 @@ def _rules() -> StepRules:
 
 
 def is_in_step() -> bool:
-    """Whether a step is being run, of whatever pipeline: code outside is a hook, or a script's."""
+    """Whether a step of any pipeline runs; code outside is a hook's or a script's."""
     return IN_FORCE.latest(StepRules) is not None
 
 
 def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    """Let who runs the step know of an operation that was run."""
+    """Report an operation that was run, if the step's rules ask for it."""
     observe = _rules().observe
     if observe is not None:
         observe(func, args, result)
 
 
 def are_observed() -> bool:
-    """Whether operations are followed, and their results not used."""
+    """Whether operations are observed, and their results not used."""
     return _rules().observe is not None
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:
-    """Return how to make up a value.
-
-    Raises:
-        ValueNeededError: Nobody says how.
-    """
+    """Return how to make up a value, or raise ``ValueNeededError`` where none is made up."""
     imagined = _imagined()
     if imagined is None:
         raise ValueNeededError(operation, origins)
@@ -84,6 +109,6 @@ def _imagined() -> Imagined | None:
 
 
 def is_dropped(written: Tensor) -> bool:
-    """Whether a write into a real tensor is left out."""
+    """Whether a write into a real tensor is dropped."""
     drop = _rules().drop
     return drop is not None and drop(written)

@@ -30,8 +30,7 @@ from lightning_pipeoffload.runtime.cut.crossings import (
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.awaited import Awaited
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 
 
 def carried_values(record: StepRecord, incoming: int, outgoing: int | None) -> CarriedValues | None:

@@ -30,14 +30,13 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
-from lightning_pipeoffload.runtime.shapes.awaited import give_values
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
+    give_values,
     has_shapes,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed

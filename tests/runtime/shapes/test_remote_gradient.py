@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.shapes.known_size import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
     RemoteTensor,
     explain_remote,
 )
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 VALUES = [[0.25, -3.0], [1.0, 2.5]]

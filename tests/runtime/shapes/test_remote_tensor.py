@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import Regression, call_step, linear_blocks
 

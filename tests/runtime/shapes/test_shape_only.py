@@ -8,8 +8,11 @@ from torch.nn import functional
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.shapes.value_needed import ValueNeededError, describe_origins
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    StepRules,
+    ValueNeededError,
+    describe_origins,
+)
 
 
 def shapes(*size, origin="a", **options):
