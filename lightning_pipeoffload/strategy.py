@@ -1,7 +1,7 @@
-"""The Lightning strategy: what people call, and what Lightning asks of it.
+"""The Lightning strategy: its arguments, and the methods that Lightning calls.
 
-Its bases start and end the processes (``processes/``), save and load (``checkpoints/``). All that
-belongs to one fit or evaluation is a :class:`~lightning_pipeoffload.loop.fit_run.FitRun`.
+Its bases start and end the processes (``processes/``), save and load (``checkpoints/``). One
+:class:`~lightning_pipeoffload.loop.fit_run.FitRun` owns all that belongs to a fit or an evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
-from lightning_pipeoffload.loop.backward_hooks import BatchBackward
+from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit_run import FitRun
 from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
@@ -42,7 +42,7 @@ from lightning_pipeoffload.processes.tensor_gather import gather_tensor
 from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule
 
-# Of this process, and so of no trainer that is saved after a fit.
+# What belongs to this process, and is left out of a trainer that is saved after a fit.
 _OF_THIS_PROCESS = frozenset({
     *("_group", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_fit", "_parameters", "_state"),
@@ -58,70 +58,70 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     Args:
         pipeline_parallel_size: Ranks of one pipeline; "auto": all devices, divided by the replicas.
-        data_parallel_size: Replicas of the pipeline, each on its own part of the data; "auto": as
+        data_parallel_size: Replicas of the pipeline, each on its own share of the data; "auto": as
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
-        sharding: What replicas share out among them: "none"; "optimizer": the optimizer's step and
-            what it keeps, of which each replica has its part. Gradients stay whole on all.
+        sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step and its
+            state, of which each replica has some of the parameters. Gradients stay whole on all.
         num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
         num_chunks: Stages of each rank; "auto": the schedule's own.
         schedule: A name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
-            before the first step each block is measured on microbatches that leave no trace, and
-            of all families, numbers of stages, offloads and, under a limit, ways to recompute the
-            fastest that fits is cut and run; zb_h1 under ``Trainer(deterministic=True)``.
+            before the first step each block is measured on microbatches whose results are
+            discarded, and the fastest plan that fits is run, of all families, numbers of stages,
+            offloads and, under a limit, ways to recompute; zb_h1 under
+            ``Trainer(deterministic=True)``.
         offload: Which activations go to the host between F and B, or between B and W: "none",
             "half" or "full" of each rank's, or a share from 0 to 1, stages that live longest
-            first; "auto": as few as ``memory_limit`` asks for. Planned anew after the first three
-            steps, with what they measured.
-        recompute: What the backward computes again instead of keeping it: "none"; "cheap": norms,
+            first; "auto": as few as ``memory_limit`` demands. Planned anew after the first three
+            steps, with their measured times.
+        recompute: What the backward computes again instead of storing it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
-        memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W; what
-            does not fit by any order and offload is refused with the least that does. None: what
-            parameters, gradients and optimizer leave of the device; no limit on CPU. Under a limit
-            the first three steps, which measure, run one microbatch at a time.
-        host_memory_limit: Bytes, or "64GiB", of host memory that each rank may take for what it
-            offloads; None: its share of what the machine, or the container, has left when training
-            is set up, but for a reserve. Where it does not suffice, training stops before the
-            machine swaps.
+        memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W. Where
+            no order and offload fits, training is refused with the least limit that does. None:
+            what parameters, gradients and optimizer leave of the device; no limit on CPU. Under a
+            limit the first three steps, which are measured, run one microbatch at a time.
+        host_memory_limit: Bytes, or "64GiB", of host memory that each rank may offload to; None:
+            its share of what the machine, or the container, has left when training is set up, but
+            for a reserve. Where it does not suffice, training stops before the machine swaps.
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
         microbatch_weight: Weight of a microbatch's loss in the batch's: "samples"; "tokens":
             ``batch["labels"]`` that are not -100, without the first of each sequence where a causal
-            model of transformers leaves that out; or a callable of the microbatch. What steps log
-            and return is weighed alike.
-        optimizer_sync: What a rank does that has yet to learn the norm by which all clip, or
-            whether float16 has overflowed on another: "barrier": it waits; "post_validation": it
-            steps, begins the next batch, and takes both back where it was wrong, from copies of
-            weights and optimizer state. Without clipping and loss scale no rank waits.
-        per_parameter_optimizer: Whether you say of an optimizer that is not among the known ones
-            that what it makes of a parameter depends on nothing but that parameter's value,
-            gradient and state and its group's numbers; else it is refused.
-        compile: Whether to compile each class of block, or the arguments of ``torch.compile`` to do
-            it with; what the user has compiled stays as it is. Weight gradients are left for W as
-            without.
-        solver_seconds: What the solver of schedule="optpipe" may take, in a process of its own at
-            low priority while training goes on; better plans are adopted between two steps.
+            model of transformers leaves that out; or a callable of the microbatch. The values that
+            steps log and return have the same weights.
+        optimizer_sync: What a rank does until it knows the norm by which all clip, or whether
+            float16 has overflowed on another: "barrier": it waits; "post_validation": it steps,
+            begins the next batch, and takes both back where that was wrong, from copies of weights
+            and optimizer state. Without clipping and loss scale no rank waits.
+        per_parameter_optimizer: True for an optimizer that is not among the known ones, and whose
+            result for a parameter depends on nothing but that parameter's value, gradient and state
+            and its group's numbers; else it is refused.
+        compile: Whether to compile each class of block, or the arguments of ``torch.compile`` for
+            that; a block that the user has compiled stays as it is. Weight gradients wait for W as
+            they do without it.
+        solver_seconds: Limit of the solver of schedule="optpipe", a process of its own at low
+            priority while training goes on; better plans are adopted between two steps.
         plan_cache: Folder of plans that were found, by a solver or as the best of all families;
             None: one in the user's cache folder.
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
-            of as one file from global rank 0. Either is read whatever this is.
+            of as one file from global rank 0. Either kind can be loaded with either setting.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on
             CPU, nccl on CUDA.
         timeout: Limit of the process groups: a rank that waits longer than this for another
             one fails.
-        accelerator: Given by the Trainer, as the rest.
+        accelerator: Passed by the Trainer, as are the following.
         parallel_devices: The devices of this machine.
-        cluster_environment: Who started the processes.
+        cluster_environment: What started the processes.
         checkpoint_io: Writes and reads checkpoints.
-        precision_plugin: The arithmetic.
+        precision_plugin: The precision.
 
     Raises:
-        ValueError: An argument that cannot be.
+        ValueError: An argument is invalid.
     """
 
     strategy_name = "pipeoffload"
@@ -191,28 +191,24 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a training batch.
-
-        Until there was one it is of a provisional size.
-        """
+        """The lowered plan of a training batch; of a provisional size before the first one."""
         return self.run.plan
 
     def report(self, live_bytes: bool = False) -> dict[str, Any]:
-        """Describe the pipeline: what is predicted, in units of an average block, and measured.
+        """Describe the pipeline: predictions, in units of an average block, and measurements.
 
-        ``memory`` is what each rank needs, in bytes, from shapes alone and so before the first step
-        too: its parameters, gradients, the optimizer's state, activations and messages, together
-        its ``device``, and what is copied to its ``host``; None where the step does not run without
-        values. Where steps are kept to be taken back, ``step_copies`` are in one of the two sums.
+        ``memory`` is what each rank needs, in bytes, computed from shapes and so before the first
+        step too: its parameters, gradients, the optimizer's state, activations and messages, which
+        add up to its ``device``, and copies on its ``host``; None where the step does not run
+        without values. With ``optimizer_sync="post_validation"``, ``step_copies`` are in one of
+        the two sums, and ``steps_taken_back`` counts those steps.
 
-        ``steps_taken_back`` counts the steps of ``optimizer_sync="post_validation"`` that were.
-
-        Lists are in pipeline order. Of ``measured``, other ranks' entries are None until training
+        Lists are in pipeline order. Other ranks' entries in ``measured`` are None until training
         has ended. All of it can be written as JSON.
 
         Args:
-            live_bytes: With ``measured["live_bytes"]``, what each rank kept over the last step:
-                seconds, and bytes on the device, on the host and between them, after each action.
+            live_bytes: Add ``measured["live_bytes"]``: for each rank and each action of the last
+                step the seconds, and the bytes on the device, on the host and between them.
 
         Raises:
             RuntimeError: Before the first batch, which decides how the module is cut.
@@ -220,19 +216,16 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         return self.run.report.make(live_bytes)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the value of a parameter, a buffer or a gradient, on whatever rank it is.
+        """Return a copy of a parameter, a buffer or a gradient, whichever rank has its value.
 
         All ranks call it, in the same order, in hooks.
 
         Args:
             tensor: The tensor of the module, or the gradient of one.
 
-        Returns:
-            A copy.
-
         Raises:
-            ValueError: It is neither, or not the one that the other ranks ask for.
-            RuntimeError: Inside a step, or in a hook that the other ranks have left.
+            ValueError: It is neither, or the other ranks call it with another one.
+            RuntimeError: Inside a step, or after this rank has failed.
         """
         self._refuse_alone("trainer.strategy.gather")
         return gather_tensor(self.run.pipeline, self.group, tensor)
@@ -250,10 +243,10 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @property
     def fit_run(self) -> FitRun:
-        """What runs right now.
+        """The fit or evaluation that runs.
 
         Raises:
-            RuntimeError: Nothing does.
+            RuntimeError: None does.
         """
         if self._fit is None:
             raise RuntimeError("there is no run before the trainer has set the strategy up")
@@ -261,7 +254,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @property
     def backward_of_batch(self) -> BatchBackward:
-        """What runs the backwards of a batch, where Lightning's loop leaves them."""
+        """Runs the backwards of a batch, in place of Lightning's loop."""
         return self.fit_run.backward
 
     @property
@@ -275,11 +268,11 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         return self._run is not None and self._run.pipeline.is_in_step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is of a run, and of this process: a trainer may be saved after a fit."""
+        """Leave out what belongs to this process: a trainer may be saved after a fit."""
         state = super().__getstate__()
         return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
 
-    # A run, in the order in which Lightning asks
+    # A run, in the order in which Lightning calls
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -288,7 +281,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             self._forget_module()
 
     def _forget_module(self) -> None:
-        """Drop what is of a module, or of layers, that this trainer has no more."""
+        """Drop what belongs to a module, or to layers, that this trainer has no more."""
         self._run, self._state = None, None
         self.optimizers, self.lr_scheduler_configs = [], []
 
@@ -317,9 +310,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def model_to_device(self) -> None:
-        """Move metrics; each stage's part follows when the first batch has shown what it needs."""
+        """Move metrics; each stage's parameters follow once the first batch was traced."""
         for part in self._module.modules():
-            if isinstance(part, Metric):  # whose states are neither parameters nor buffers
+            if isinstance(part, Metric):  # its states are neither parameters nor buffers
                 part.to(self.root_device)
 
     @override
@@ -351,12 +344,12 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     def settle_weights(self) -> None:
         super().settle_weights()
         if self._fit is not None and self._fit.is_running:
-            self._fit.between.settle()
+            self._fit.boundary.settle()
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._fit is not None and self._fit.is_running:
-            self._fit.compare()  # what differs must not be saved
+            self._fit.compare()  # before anything is saved
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -371,7 +364,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module.trainer.received_sigterm:  # of Lightning's loops this one does not ask
+        if self._module.trainer.received_sigterm:  # Lightning's other loops check it
             raise SIGTERMException
         with self.precision_plugin.predict_step_context():
             return self.fit_run.evaluate("predict_step", args, kwargs)

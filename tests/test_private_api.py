@@ -10,6 +10,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,10 +88,15 @@ IMPORTED = {
     "lightning.pytorch.utilities.exceptions": ["_TunerExitException"],
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ["_LoggerConnector"],
 }
+# The names that Lightning uses to decide whether to validate; the fit sets the attributes.
+CHECK = type(TRAINER.fit_loop.epoch_loop)._should_check_val_fx
+DECIDING = SimpleNamespace(**dict.fromkeys(CHECK.__code__.co_names))
 # attribute: an object that has it
 USED = {
     "_C": torch,
     "_train_time_interval": ModelCheckpoint(),
+    "_val_check_time_interval": TRAINER,
+    "_last_val_time": DECIDING,
     "_disabled_torch_function_impl": torch._C,
     "_InferenceMode": torch._C,
     "_set_throw_on_mutable_data_ptr": torch._C,

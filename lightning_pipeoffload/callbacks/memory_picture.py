@@ -1,4 +1,4 @@
-"""A callback that draws what was kept in memory over a step beside what the plan said."""
+"""A callback that draws the memory of a step's activations beside the plan's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _measured_panel(entries: list[tuple[Any, ...]]) -> MemoryPanel:
     times = [0.0, *(entry[0] for entry in entries)]
     held = [Held(), *(Held(*entry[1:]) for entry in entries)]
     device, host, moving = (
-        [(time, float(there[place])) for time, there in zip(times, held, strict=True)]
-        for place in range(3)
+        [(time, float(there[index])) for time, there in zip(times, held, strict=True)]
+        for index in range(3)
     )
     return MemoryPanel("measured", device, host, moving, times[-1])

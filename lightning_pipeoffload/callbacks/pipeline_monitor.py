@@ -1,4 +1,4 @@
-"""A callback that logs what steps take on every rank, and draws one beside its plan."""
+"""A callback that logs times and sizes of steps on every rank, and draws one beside its plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_pipeoffload.callbacks.step_figures import (
     count_batch,
     figures_to_log,
 )
-from lightning_pipeoffload.callbacks.timeline_files import DrawnStep, TimelineFiles
-from lightning_pipeoffload.metrics.rank_figures import RankFigures
+from lightning_pipeoffload.callbacks.timeline_files import TimelineFiles
+from lightning_pipeoffload.metrics.publisher import RankFigures
 from lightning_pipeoffload.planning.report import print_timeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
@@ -38,23 +38,23 @@ class PipelineMonitor(Callback):
     ``tokens_per_second``, ``model_flops_per_second`` and ``grad_norm`` (before clipping). Of each
     rank, under ``rank_0/`` and so on in pipeline order: the first three, ``grad_norm`` of its own
     part, ``peak_activation_bytes`` (so far) and ``offloaded_bytes`` (by the step's last plan). With
-    replicas, ranks are those of the first one, and what is per second counts all of them. Nobody
+    replicas, ranks are those of the first one, and what is per second counts all of them. No rank
     waits for any of it: a step's figures are logged some batches later, with that step's number.
 
     The operations of a batch are the module's ``flops_per_batch``, as for Lightning's
-    ThroughputMonitor, or else the matrix products, convolutions and attention that the first look
-    at the step has counted, forward and backward, recomputation left out.
+    ThroughputMonitor, or else the matrix products, convolutions and attention that were counted
+    when the step was first traced, forward and backward, recomputation left out.
 
     Args:
         tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
-            that a batch's ``attention_mask`` lets through, or else the size of its ``input_ids``.
+            where a batch's ``attention_mask`` is not 0, or else the size of its ``input_ids``.
         step: The step to draw, counted from 1; the ranks wait for each other once, at its end.
             Where batches accumulate, its last one is drawn.
         timeline: The file or files to draw it to, beside its plan: ``.svg``, ``.png`` (needs
             matplotlib), or ``.json``: a trace for https://ui.perfetto.dev.
 
     Raises:
-        ValueError: A file ends otherwise, the step is none, or one of both is missing.
+        ValueError: A file ends otherwise, the step is no number from 1, or one of both is missing.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class PipelineMonitor(Callback):
         self._last: OptimizerStep | None = None
         self._waiting: deque[OptimizerStep] = deque()
         if self._log_every:
-            place = trainer.callbacks.index(self)  # type: ignore[attr-defined] # set at run time
-            self._figures = _share_figures(strategy, f"monitor {place}")
+            index = trainer.callbacks.index(self)  # type: ignore[attr-defined] # set at run time
+            self._figures = _share_figures(strategy, f"monitor {index}")
 
     @override
     def on_train_batch_start(
@@ -181,7 +181,7 @@ class PipelineMonitor(Callback):
         return OptimizerStep(number, bool(self._log_every) and number % self._log_every == 0)
 
     def _follow(self, timer: ActionTimer) -> None:
-        """Take note that the step after the last one has begun."""
+        """End the last step's period: the next one has begun."""
         last, self._last = self._last, None
         if timer is not self._timer:  # the plan was made anew, which is no part of a step
             self._timer = timer
@@ -199,7 +199,7 @@ class PipelineMonitor(Callback):
             self._waiting.append(step)
 
     def _see_plans(self) -> None:
-        """Take in what was measured since the last call."""
+        """Add the plans that were measured since the last call."""
         for plan in self._timer.ended_after(self._seen):
             self._seen = plan
             self._step.plans.append(plan)
@@ -229,12 +229,12 @@ class PipelineMonitor(Callback):
         costs = measurements.gather_costs(plan, may_copy=plan.has_copies)
         if found is not None and strategy.group.reports:
             measured, error = found
-            written = self._files.write(DrawnStep(step.number, measured, error, plan, costs))
+            written = self._files.write(step.number, measured, error, plan, costs)
             if written:
                 print_timeline(step.number, written, error)
 
     def _send(self, wait: bool = False) -> None:
-        """Give what can be read; all if ``wait``."""
+        """Send the figures that can be read; all if ``wait``."""
         while self._waiting and (wait or self._waiting[0].has_passed(self._timer)):
             step = self._waiting.popleft()
             assert self._figures is not None
@@ -262,9 +262,10 @@ def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
 
 def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
     """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0."""
-    group, store, alone = strategy.group, strategy._metrics_store, HashStore()
+    group, store = strategy.group, strategy._metrics_store
     return RankFigures(
-        lambda: alone if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
+        # A connection of its own: one that waits for metrics would hold it up.
+        HashStore() if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
         f"figures/{name}",
         strategy.global_rank,
         sorted({*group.first_replica, *group.roots}),

@@ -1,4 +1,4 @@
-"""The figures of an optimizer step: what a rank measures and counts, and how loggers get them."""
+"""The figures of an optimizer step: measured and counted on a rank, and as loggers get them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
 
-# What the root of each replica counts in a step: what it is logged as.
+# What the root of each replica counts in a step, and the name of its rate in logs.
 _COUNTS = {
     "samples": "samples_per_second",
     "tokens": "tokens_per_second",
@@ -26,14 +26,14 @@ class OptimizerStep:
     """The plans that ran from one step's first batch to the next one's.
 
     Args:
-        number: The steps that are done when it is.
-        is_logged: Whether its figures are wanted.
+        number: Its number, counted from 1.
+        is_logged: Whether its figures are logged.
 
     Attributes:
-        plans: What was measured of each batch that accumulates.
-        breaks: Moments between which the ranks did what is no part of a step, such as validation.
-        figures: What is known by its end: numbers, or tensors that may still be computed.
-        has_period: Whether all between its start and the next one's is its own, but for breaks.
+        plans: The measured plan of each batch that accumulates.
+        breaks: The start and end of what is no part of a step, such as validation.
+        figures: Its figures by its end: numbers, or tensors that may still be computed.
+        has_period: Whether the time from its start to the next one's is its own, but for breaks.
     """
 
     def __init__(self, number: int, is_logged: bool) -> None:
@@ -50,11 +50,11 @@ class OptimizerStep:
         self.figures[name] = self.figures.get(name, 0) + number
 
     def follow_with(self, plan: TimedStep) -> None:
-        """Let the period end where the next step's first plan has started."""
+        """End the period where the next step's first plan has started."""
         self._following = plan
 
     def has_passed(self, timer: ActionTimer) -> bool:
-        """Whether its moments can be read without waiting."""
+        """Whether its times can be read without waiting."""
         last = self.plans[-1].end if self._following is None else self._following.start
         return timer.clock.has_passed(last)
 

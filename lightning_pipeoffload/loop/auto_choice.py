@@ -1,8 +1,9 @@
-"""What ``schedule="auto"`` stands for in a run: chosen before the first step, by measured costs."""
+"""``schedule="auto"``: the fastest plan that fits, by costs measured before the first step."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,8 +12,6 @@ from typing import Any
 
 import torch
 
-from lightning_pipeoffload.loop.choice_cache import ChoiceCache
-from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -21,6 +20,7 @@ from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
+from lightning_pipeoffload.planning.report import print_line
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -34,16 +34,14 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.step_call import copy_part
 from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.plan_cache import PlanCache, PlanQuestion
 
 log = logging.getLogger(__name__)
 
 _NOT_MEASURED = "blocks are not measured one by one, their operations count: %s"
 _WAYS = ("none", "cheap", "full")
-
-Blocks = Mapping[tuple[str, int], Costs]
-"""What each block costs, by what the backward computes again and the number of microbatches."""
 
 CutBatch = Callable[[int], list[BatchSlice]]
 """Cuts the first batch into so many microbatches."""
@@ -51,12 +49,12 @@ CutBatch = Callable[[int], list[BatchSlice]]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a run goes by.
+    """What ``schedule="auto"`` came to.
 
     Attributes:
         settings: The settings, with a schedule by its name.
         plan: The plan that was chosen; None where nothing was evaluated.
-        limits: What the machines have.
+        limits: The limits of the machines.
         is_measured: Whether the costs are in seconds.
     """
 
@@ -66,7 +64,7 @@ class Chosen:
     is_measured: bool = False
 
     def costs_with(self, needs: MemoryNeeds | None) -> Costs:
-        """Return the costs with the memory of these stages as shapes tell it, where they do."""
+        """Return the plan's costs, with the memory of ``needs`` where there are any."""
         assert self.plan is not None
         if needs is None:
             return self.plan.costs
@@ -75,13 +73,13 @@ class Chosen:
 
 
 class AutoChoice:
-    """Chooses for one run; all ranks do what it says, in the same order.
+    """Chooses for one run; all ranks call it in the same order.
 
     Args:
         settings: The strategy's settings.
-        pipeline: This rank's part of the module, in the first cut.
-        group: The pipeline's processes, in the places of the first cut.
-        measurements: What tells how fast copies are, and what the machines have.
+        pipeline: This rank's part of the module, in a first cut.
+        group: The pipeline's processes, placed for that cut.
+        measurements: Measures copies, and the limits of the machines.
         has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
@@ -136,7 +134,6 @@ class AutoChoice:
     def _know(
         self, cut_batch: CutBatch, first: BatchSlice, num_microbatches: int, batch_size: int
     ) -> tuple[_KnownCosts, MachineLimits]:
-        """Return what is known of the costs of cuts, and what the machines have."""
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
@@ -145,33 +142,35 @@ class AutoChoice:
         blocks = self._measure(cut_batch, counts)
         limits = self._limits()
         if blocks is not None:
-            return _OfBlocks(self._pipeline, blocks, self._settings), limits
-        cut_batch(num_microbatches)  # the first cut, which counts then
+            return _KnownCosts(self._pipeline, blocks, self._settings, True), limits
+        cut_batch(num_microbatches)  # the first cut again
         counted = {(self._settings.recompute, num_microbatches): self._count(first)}
-        return _OfFirstCut(self._pipeline, counted), limits
+        return _KnownCosts(self._pipeline, counted, self._settings, False), limits
 
     def _count(self, first: BatchSlice) -> Costs:
-        """Return what the stages of the first cut cost by their operations, memory by shapes."""
+        """Return the costs of the first cut's stages by operations and shapes."""
         try:
             return MemoryNeeds.of(self._pipeline, first).costs
-        except Exception as error:  # the user's own code, which may not go without values
-            self._say(f"{type(error).__name__}: {error}".splitlines()[0])
+        except Exception as error:  # the user's own code, which may not run without values
+            self._log(f"{type(error).__name__}: {error}".splitlines()[0])
             return self._pipeline.costs
 
     def _by_default(self, num_microbatches: int) -> Chosen:
         name = self._settings.default_schedule
         return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
 
-    def _measure(self, cut_batch: CutBatch, counts: Sequence[int]) -> Blocks | None:
-        """Return what each block costs in each way that may be of use; None: there is no telling.
+    def _measure(
+        self, cut_batch: CutBatch, counts: Sequence[int]
+    ) -> Mapping[tuple[str, int], Costs] | None:
+        """Return the costs of each block, by recomputation and number of microbatches.
 
-        Where a hook of the user's would see what is measured, nothing is.
+        None where blocks cannot be measured: a hook of the user's would see the microbatches.
         """
         obstacle = "configure_model has made each rank its part" if self._pipeline.is_split else ""
         hook = find_hooked(self._pipeline.module)
         obstacle = obstacle or (hook and f"{hook} has a hook, which would see more microbatches")
         if not self._group.world.agree(not obstacle, unanimous=True):
-            self._say(obstacle)
+            self._log(obstacle)
             return None
         speed = self._measurements.copy_speed(self._may_copy)
         trial = BlockMeasurement(self._pipeline, self._group.transport)
@@ -180,17 +179,17 @@ class AutoChoice:
             try:
                 own = trial.measure(partial(cut_batch, count), way, speed)
             except ScheduleError as error:
-                self._say(str(error).partition("\n")[0])
+                self._log(str(error).partition("\n")[0])
                 return None
             found[way, count] = join_costs(self._group.gather(own))
         return self._group.replicas.first(found)
 
-    def _say(self, obstacle: str) -> None:
+    def _log(self, obstacle: str) -> None:
         if self._group.reports:
             log.info(_NOT_MEASURED, obstacle)
 
     def _ways(self) -> Sequence[str]:
-        """Without a limit to keep, recomputing is for nothing."""
+        """Return the ways to recompute: without a memory limit none but what was asked for."""
         given = self._settings.recompute
         return _WAYS if given == "none" and self._is_limited else (given,)
 
@@ -210,18 +209,20 @@ class AutoChoice:
         return replace(limits, device=max(0.0, limits.device - self._state_bytes()))
 
     def _state_bytes(self) -> float:
-        """Return what optimizers will keep on a rank, which has nothing of it yet."""
+        """Return the bytes that optimizers will keep on a rank, where they have nothing yet."""
         trainer: Any = self._pipeline.module.trainer
         num_sharing = self._settings.num_sharing(self._group.num_replicas)
         states = measure_states(trainer.optimizers)
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:
+        num_chunks = self._settings.num_chunks
+        asked = num_chunks if isinstance(num_chunks, int) else None
         wanted = [
             option
-            for way, count in known.blocks
-            for option in options([count], None, self._num_chunks, [way])
-            if known.takes(option, self._group)
+            for way, count in known.by_way
+            for option in options([count], None, asked, [way])
+            if known.covers(option)
         ]
         has_barrier = partial(self._has_barrier, known)
         given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
@@ -233,12 +234,12 @@ class AutoChoice:
             num_chunks=option.num_chunks,
             num_microbatches=option.num_microbatches,
             recompute=option.recompute,
-            split=known.split(option),
+            split=[len(stage.blocks) for stage in known.stages(option)],
         )
         return Chosen(settings, plan, limits, known.is_measured)
 
     def _has_barrier(self, known: _KnownCosts, option: Option) -> bool:
-        """Whether its ranks wait for each other, be it because several own weights that are tied.
+        """Whether an option's ranks wait for each other at a step's end, be it for tied weights.
 
         These are on the first and the last stage: where one waits for the other, all follow.
         """
@@ -251,61 +252,109 @@ class AutoChoice:
         )
         return any(len(ranks) > 1 for ranks in owners)
 
-    @property
-    def _num_chunks(self) -> int | None:
-        wanted = self._settings.num_chunks
-        return wanted if isinstance(wanted, int) else None
 
+class _KnownCosts:
+    """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
 
-class _OfBlocks:
-    """Costs of any cut, from measured blocks."""
+    Attributes:
+        by_way: Costs of each block, or of each stage of the first cut, by recomputation and number
+            of microbatches.
+        is_measured: Whether they are of blocks, in seconds.
+    """
 
-    is_measured = True
-
-    def __init__(self, pipeline: Pipeline, blocks: Blocks, settings: PipelineSettings) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        by_way: Mapping[tuple[str, int], Costs],
+        settings: PipelineSettings,
+        is_measured: bool,
+    ) -> None:
         self._pipeline = pipeline
-        self.blocks = blocks
-        self._split = settings.split
-        self._num_ranks = max(pipeline.settings.stage_ranks) + 1
-
-    def takes(self, option: Option, group: PipelineGroup) -> bool:
-        return option.num_chunks * group.num_ranks <= len(self._pipeline.chain)
-
-    def _blocks(self, option: Option) -> Costs:
-        return self.blocks[option.recompute, option.num_microbatches]
-
-    def stages(self, option: Option) -> Sequence[Stage]:
-        placement = option.placement(self._num_ranks)
-        return cut_by_costs(self._pipeline, self._blocks(option), placement, self._split)
-
-    def split(self, option: Option) -> list[int]:
-        return [len(stage.blocks) for stage in self.stages(option)]
-
-    def costs_of(self, option: Option) -> Costs:
-        return costs_of_stages(self._blocks(option), self.stages(option))
-
-
-class _OfFirstCut:
-    """Costs of the cut that there is, from its operations and shapes."""
-
-    is_measured = False
-
-    def __init__(self, pipeline: Pipeline, blocks: Blocks) -> None:
         self._partition = list(pipeline.partition)
-        self._placement = pipeline.settings.stage_ranks
-        self.blocks = blocks
+        self._placement = tuple(pipeline.settings.stage_ranks)
+        self._num_ranks = max(self._placement) + 1
+        self.by_way, self._split, self.is_measured = by_way, settings.split, is_measured
 
-    def takes(self, option: Option, group: PipelineGroup) -> bool:
-        return option.placement(group.num_ranks) == tuple(self._placement)
+    def covers(self, option: Option) -> bool:
+        if self.is_measured:
+            return option.num_chunks * self._num_ranks <= len(self._pipeline.chain)
+        return option.placement(self._num_ranks) == self._placement
 
     def stages(self, option: Option) -> Sequence[Stage]:
-        return self._partition
-
-    def split(self, option: Option) -> list[int]:
-        return [len(stage.blocks) for stage in self._partition]
+        if not self.is_measured:
+            return self._partition
+        placement = option.placement(self._num_ranks)
+        return cut_by_costs(self._pipeline, self._of(option), placement, self._split)
 
     def costs_of(self, option: Option) -> Costs:
-        return self.blocks[option.recompute, option.num_microbatches]
+        costs = self._of(option)
+        return costs_of_stages(costs, self.stages(option)) if self.is_measured else costs
+
+    def _of(self, option: Option) -> Costs:
+        return self.by_way[option.recompute, option.num_microbatches]
 
 
-_KnownCosts = _OfBlocks | _OfFirstCut
+class ChoiceCache:
+    """What ``schedule="auto"`` chose before, for deterministic runs, which may not measure.
+
+    A question is known by what is the same in every run: sizes, and the operations of a first cut.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        num_microbatches: int,
+        has_barrier: bool,
+    ) -> None:
+        self._cache = PlanCache(settings.plan_cache)
+        names = ("offload", "recompute", "num_chunks", "split")
+        asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
+        kind = (
+            f"{type(pipeline.module).__name__} {len(pipeline.chain)} {sum(pipeline.num_parameters)}"
+        )
+        stages = pipeline.settings.stage_ranks
+        self._question = PlanQuestion(
+            f"auto {kind} {asked} barrier={has_barrier}",
+            max(stages) + 1,
+            num_microbatches,
+            0,
+            pipeline.costs,
+            settings.limit_bytes,
+        )
+
+    def find(self) -> dict[str, Any] | None:
+        """Return the settings that were chosen for the same question; None if there are none."""
+        found = self._cache.find(self._question)
+        if found is None or not found.is_exact:
+            return None
+        remarks = dict(found.remarks)
+        schedule = replace(found.schedule, name=remarks.pop("schedule"))
+        return {"schedule": schedule, "num_microbatches": schedule.num_microbatches, **remarks}
+
+    def store(self, best: Candidate, settings: PipelineSettings) -> None:
+        assert best.schedule is not None
+        names = ("schedule", "recompute", "split")
+        remarks = {name: getattr(settings, name) for name in names}
+        self._cache.store(self._question, best.schedule, remarks)
+
+
+def compile_ahead(pipeline: Pipeline, group: PipelineGroup) -> None:
+    """Compile each rank's blocks before they run, where any is compiled; all ranks call it.
+
+    It may take one of them longer than ranks wait for each other elsewhere.
+    """
+    if not pipeline.compiler.has_work:
+        return
+    if group.reports:
+        print_line("Compiling the blocks, on all ranks at once.")
+    started = time.monotonic()
+    with group.world.waiting_as_long_as_it_takes():
+        chain, calls = pipeline.chain, pipeline.batch_records[0].block_calls
+        for stage in pipeline.local_stages:
+            for index in pipeline.partition[stage].blocks:
+                with calls[index].with_zeros() as (args, kwargs):
+                    call = partial(chain.plain_call(index), *args, **kwargs)
+                    pipeline.compiler.compile_ahead(chain.blocks[index], call)
+    if group.reports:
+        print_line(f"Compiled in {time.monotonic() - started:.1f} s.")

@@ -1,14 +1,14 @@
 """The same batches on every rank of a pipeline, and after a resume.
 
 Shuffling samplers, datasets and the seeds of workers draw from the global generators; ranks whose
-generators stand elsewhere (a hook has drawn a number more on one of them) would read different
-batches, silently. So each pass through a loader has random numbers of its own, which depend on the
-run's seed, the epoch and the loader's place among the others. As an epoch's batches are known then,
-a fit that resumes within one can leave out what it has seen.
+generators differ (a hook has drawn one number more on one of them) would read different batches,
+silently. So each pass through a loader has random numbers of its own, which depend on the run's
+seed, the epoch and the loader's position among the others. As an epoch's batches are known then, a
+fit that resumes within one can skip those that it has seen.
 
-Replicas read different batches. Lightning's sampler shares out what has an index; a stream, or data
-with a sampler of the user's own, each replica reads for itself, and all may read the same: nothing
-would fail, and nothing be gained. So the first batches of these are compared.
+Replicas read different batches. Lightning's sampler shares out what has an index. A stream, or data
+with a sampler of the user's own, is read by each replica as it is, and all might read the same,
+which no error would show. So the first batches of these are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import combinations, islice
 from typing import Any
@@ -24,25 +25,21 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
 
 _NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
+_ARRIVED = "arrived/"
 
 
 class PipelineLoaders:
-    """The loaders of a fit or an evaluation.
-
-    Args:
-        seed: The seed of the run, the same on every rank.
-        current_epoch: A function that returns the epoch.
-        replica: The replica, whose workers draw random numbers of their own.
-        first_batches: What sees the first batches of training; None: nothing does.
-    """
+    """The loaders of a fit or an evaluation; the seed is the same on every rank."""
 
     def __init__(
         self,
@@ -55,19 +52,19 @@ class PipelineLoaders:
         self._replica = replica
         self._first_batches = first_batches
         self._current_epoch = current_epoch
-        self._places: Counter[tuple[bool, int]] = Counter()
+        self._num_owned: Counter[tuple[bool, int]] = Counter()
         self._owned: list[Any] = []
 
     def own(self, loader: Any, is_training: bool) -> None:
-        """Let passes through ``loader`` have random numbers of their own from now on.
+        """Give passes through ``loader`` random numbers of their own.
 
-        Generators that the user has given to a loader or its sampler are left alone; they are
-        the user's promise. Lists, generators and the like are read as they are.
+        Generators that the user has given to a loader or its sampler are not touched; lists,
+        generators and the like are read as they are.
         """
-        # Counted by the epoch: loaders made anew in a later one are placed as the first ones were.
+        # Counted by the epoch: loaders made anew in a later one have the numbers of the first ones.
         siblings = is_training, self._current_epoch()
-        seed = mix_seed(self._seed, is_training, self._places[siblings])
-        self._places[siblings] += 1
+        seed = mix_seed(self._seed, is_training, self._num_owned[siblings])
+        self._num_owned[siblings] += 1
         _give_back(loader)
         if isinstance(loader, DataLoader):
             _let_workers_agree(loader, self._replica)
@@ -78,17 +75,13 @@ class PipelineLoaders:
             self._owned.append(loader)
 
     def release(self) -> None:
-        """Give the loaders their own classes back."""
+        """Restore the loaders' classes."""
         while self._owned:
             _give_back(self._owned.pop())
 
 
 class _Passes:
-    """The passes through one loader; in training it may start over and over within an epoch.
-
-    Attributes:
-        note: A function that each pass goes through.
-    """
+    """The passes through one loader; in training it may start over and over within an epoch."""
 
     note: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
 
@@ -131,8 +124,8 @@ class _Batches(Iterator[Any]):
 
 
 def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
-    """Let batches, and the workers' random numbers, come alike on every rank of a replica."""
-    # Else they come in the order in which workers happen to finish.
+    """Make the batches' order and the workers' random numbers the same on a replica's ranks."""
+    # Else batches come in the order in which workers happen to finish.
     loader.in_order = True
     init = loader.worker_init_fn
     if loader.num_workers and (init is None or init is pl_worker_init_function):
@@ -141,10 +134,10 @@ def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
 
 
 def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
-    """Let each iteration over the loader be one of ``passes``; False where that cannot be."""
+    """Make each iteration over the loader one of ``passes``; returns whether that can be."""
     plain: Any = type(loader)
     if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
-        return False  # data themselves, of which Lightning takes a list for one of loaders
+        return False  # a tensor of a list of batches, which Lightning takes for one of loaders
 
     def iterate(self: Any) -> Iterator[Any]:
         return passes.start(lambda: plain.__iter__(self))
@@ -177,14 +170,10 @@ def count_seen(trainer: Trainer) -> int:
 
 
 def leave_out_seen(loader: object, num_seen: int) -> None:
-    """Let the next iteration over a loader start after the batches that were seen.
+    """Start the next iteration over a training loader after the batches that were seen.
 
     They are read and dropped, so that workers draw for the rest what they would have drawn.
     Lightning itself starts anew, unless the loader saves its state; then this does nothing.
-
-    Args:
-        loader: The loader of training batches.
-        num_seen: How many those are.
     """
     if not num_seen or not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
         return
@@ -235,7 +224,7 @@ class FirstBatches:
         return note
 
     def start_step(self) -> None:
-        """Compare, where this step is of the last of the first batches; else nobody waits.
+        """Compare in the last of the first steps; in others nobody waits.
 
         Raises:
             ValueError: Two replicas read the same.
@@ -264,3 +253,60 @@ def _is_shared_out(loader: Any) -> bool:
         return False
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+class Arrivals:
+    """Compares how many batches the ranks have read from one milestone to the next.
+
+    A milestone is what all of them come to, such as a validation or an epoch's end: where a rank
+    has fewer batches, another waits for it in vain. The thread that looks for failures compares.
+    """
+
+    def __init__(self, store: Store, mesh: RankMesh) -> None:
+        self._store, self._mesh = store, mesh
+        self._global_rank = mesh.global_rank
+        self._others = [rank for rank in range(mesh.world_size) if rank != mesh.global_rank]
+        self._position = 0, 0  # milestones, batches since; one object, as two threads use it
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Count a batch; an error that comes of another rank's having no more says so."""
+        milestone, num_batches = self._position
+        self._position = milestone, num_batches + 1
+        try:
+            yield
+        except RuntimeError as error:  # the other's next batch came in place of this one's, say
+            cause = self.look(self._store)
+            if cause is not None:
+                raise RuntimeError(f"this rank waits for {cause}") from error
+            raise
+
+    def arrive(self) -> None:
+        """Come to a milestone, and say after how many batches."""
+        milestone, num_batches = self._position
+        self._store.set(f"{_ARRIVED}{milestone}/{self._global_rank}", str(num_batches))
+        self._position = milestone + 1, 0
+
+    def look(self, store: Store) -> str | None:
+        """Name another rank that is done with fewer batches, if one is; for any thread."""
+        milestone, num_batches = self._position
+        for rank in self._others if num_batches else ():
+            key = f"{_ARRIVED}{milestone}/{rank}"
+            theirs = int(store.get(key)) if store.check([key]) else num_batches
+            if theirs < num_batches:
+                return self._explain(rank, theirs)
+        return None
+
+    def _explain(self, rank: int, num_batches: int) -> str:
+        other, own = self._mesh.replica_of(rank), self._mesh.replica
+        if other != own:
+            return (
+                f"replica {other}, whose data has ended after {num_batches} batches where replica "
+                f"{own} has more; give every replica as many: by Lightning's sampler, or with "
+                f"limit_train_batches where an IterableDataset shares its data out"
+            )
+        return (
+            f"global rank {rank}, whose data has ended after {num_batches} batches where global "
+            f"rank {self._global_rank} has more; the ranks of a pipeline must read the same "
+            f"batches: give each the same data, and do not share it out"
+        )

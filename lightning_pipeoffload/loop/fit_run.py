@@ -1,8 +1,22 @@
-"""One fit or evaluation on one rank: what its steps, hooks and data need, from setup to the end."""
+"""One fit or evaluation on one rank, from setup to its end.
+
+A training batch, in the order of the calls::
+
+    strategy.training_step   FitRun.train       the pending weights of the last step are watched
+                                                no more
+                             StepCalls.inputs, PipelineRun.cut_training_batch
+                             PipelineRun.train  RunPlans.before_plan; the executor: F, B, W
+                             LogCapture.replay  each name that steps have logged, once
+                             BatchBackward.end  sums over ranks, on_after_backward
+    strategy.optimizer_step  FitRun.stepping    GradientTotals: clipping, the loss scale
+                                                StepBoundary: pending weights are watched
+    the connector            FitRun.end_batch   one vector to all ranks, and that of the batch
+                                                before: batches alike, stop, another plan
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,15 +25,14 @@ from torchmetrics import Metric
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.loop.backward_hooks import BatchBackward
-from lightning_pipeoffload.loop.between_steps import BetweenSteps
+from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
 from lightning_pipeoffload.loop.data import (
+    Arrivals,
     FirstBatches,
     PipelineLoaders,
     count_seen,
     leave_out_seen,
 )
-from lightning_pipeoffload.loop.gradient_totals import GradientTotals
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
@@ -30,13 +43,13 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     refuse_other_callbacks,
     share_gradient_sizes,
 )
-from lightning_pipeoffload.loop.joint_decisions import Arrivals, Clocks, JointStop
 from lightning_pipeoffload.loop.lightning_patches import join_loops, join_metrics, joined_precision
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
-from lightning_pipeoffload.loop.step_exchange import Told
+from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -50,6 +63,7 @@ from lightning_pipeoffload.processes.rank_differences import (
 )
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 
 
 class FitRun:
@@ -61,15 +75,19 @@ class FitRun:
     Attributes:
         run: The batches of the module on this rank.
         is_running: Whether the run has been set up, and not left.
-        making: What makes the module in parts.
-        backward: What runs a batch's backwards.
-        between: The weights between two steps.
-        requeue: What saves and requeues the fit under Slurm; None elsewhere.
+        making: Makes the module in parts.
+        backward: Runs a batch's backwards.
+        boundary: The weights between two steps.
+        exchange: What ranks compare after each batch.
+        clocks: Decides what goes by the clock; None on one rank.
+        requeue: Saves and requeues the fit under Slurm; None elsewhere.
     """
 
     run: PipelineRun
     backward: BatchBackward
-    between: BetweenSteps
+    boundary: StepBoundary
+    exchange: StepExchange
+    clocks: Clocks | None = None
     requeue: Requeue | None = None
     _steps: StepCalls
     _connector: SharedMetricsConnector
@@ -97,7 +115,7 @@ class FitRun:
         """Bring the module and the pipeline together.
 
         Args:
-            before: What a run before this one has made of the same module; None: nothing.
+            before: The run of the same module before this one; None: there was none.
         """
         strategy, group = self._strategy, self._group
         self.seed = strategy._seed = self._choose_seed()
@@ -110,54 +128,58 @@ class FitRun:
             self.run = before
             self.run.pipeline.attach()
         else:
-            self.run = PipelineRun(
-                self._module,
-                group,
-                self._settings,
-                strategy.root_device,
-                strategy.num_processes,
-                self.making.take_parts(),
-            )
-            self.making.let_copies_follow()
-            strategy._parameters = OptimizedParameters(
-                self.run.pipeline,
-                group,
-                lambda: strategy.optimizers,
-                self._settings.num_sharing(group.num_replicas),
-                self._settings.per_parameter_optimizer,
-            )
-            strategy._state = SplitState(self.run.pipeline, group, strategy._parameters)
+            self._make_run()
         self._at_end.callback(self.run.leave)
-        # What each replica draws for itself: noise on its own data.
-        seed = mix_seed(self.seed, group.replica) if group.replica else self.seed
-        self._steps = steps = StepCalls(self._module, seed)
-        group.replicas.in_probe = lambda: steps.is_probing
-        self.backward = BatchBackward(self._module, self._precision, self.run, group)
-        self.between = BetweenSteps(self._trainer, self.run, group)
-        boundary = self.run.report.boundary = self.between.boundary
-        self._at_end.callback(boundary.forget)
+        pipeline = self.run.pipeline
+        self.exchange = StepExchange(pipeline, group, strategy.root_device.type != "cpu")
+        self.boundary = StepBoundary(self._trainer, pipeline, group)
+        self.run.join(self.exchange, self.boundary)
+        self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
         return self.run
 
+    def _make_run(self) -> None:
+        strategy, group, settings = self._strategy, self._group, self._settings
+        device, num_local_ranks = strategy.root_device, strategy.num_processes
+        parts = self.making.take_parts()
+        self.run = PipelineRun(self._module, group, settings, device, num_local_ranks, parts)
+        self.making.let_copies_follow()
+        strategy._parameters = OptimizedParameters(
+            self.run.pipeline,
+            group,
+            lambda: strategy.optimizers,
+            settings.num_sharing(group.num_replicas),
+            settings.per_parameter_optimizer,
+        )
+        strategy._state = SplitState(self.run.pipeline, group, strategy._parameters)
+
     def setup(self) -> None:
         """Bring the trainer and the pipeline together."""
-        strategy, group = self._strategy, self._group
+        strategy, group, pipeline = self._strategy, self._group, self.run.pipeline
         if self._trains:
             strategy.setup_optimizers(self._trainer)
         if strategy.world_size > 1:
             refuse_differences(self._described(), group.world.host_group)
         strategy.setup_precision_plugin()
-        age = self.run.pipeline.gradient_age
-        totals = GradientTotals(self._precision, group, age, self.between.boundary)
+        validation = self.boundary.validation
+        totals = GradientTotals(self._precision, group, pipeline.gradient_age, validation)
         self._at_end.enter_context(joined_precision(self._precision, totals))
         join_loops(self._trainer, group, self._at_end)
         self._join_metrics()
-        self.run.plans.has_step_barrier = self.between.has_barrier
         if strategy._meeting is not None:
-            self._hook_forwards = HookForwards(self.run.pipeline, group, strategy._meeting)
+            self._hook_forwards = HookForwards(pipeline, group, strategy._meeting)
             self._at_end.callback(self._hook_forwards.leave)
-        self._collect()
+        if group.num_ranks > 1:
+            self._collected = CollectedValues(self._module, pipeline, group, self._connector)
+        self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         self._join_ranks()
+        # What each replica draws for itself: noise on its own data.
+        seed = mix_seed(self.seed, group.replica) if group.replica else self.seed
+        self._steps = steps = StepCalls(self._module, seed, self._stop)
+        group.replicas.in_probe = lambda: steps.is_probing
+        self.backward = BatchBackward(
+            self._module, self._precision, pipeline, group, self._collected
+        )
 
     def _choose_seed(self) -> int:
         """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
@@ -169,11 +191,8 @@ class FitRun:
         return loaded if resumes and loaded is not None else drawn
 
     def have_optimizers(self) -> None:
-        """Let new optimizers step with what this rank owns."""
+        """Make new optimizers step with what this rank owns."""
         self._num_steps = 0
-        self.run.exchange.options = lambda: StepOptions(
-            self._strategy.optimizers, self.run.pipeline.trained, self._num_steps
-        )
         parameters = self._strategy._parameters
         parameters.narrow_steps()
         if self._strategy._is_split:  # by a fit before this one
@@ -200,9 +219,8 @@ class FitRun:
             end_hooks = EndHooks(self._trainer, self._connector.tick)
             self._at_end.callback(end_hooks.remove)
         if self._group.num_ranks > 1:
-            self.between.gradient_hooks = hooks = GradientHooks(
-                self._trainer, self._share_gradient_sizes
-            )
+            hooks = GradientHooks(self._trainer, self._share_gradient_sizes)
+            self.boundary.gradient_hooks = hooks
             self._at_end.callback(hooks.remove)
 
     def _leave_connector(self) -> None:
@@ -214,28 +232,19 @@ class FitRun:
         if self._strategy._is_split:
             share_gradient_sizes(self.run.pipeline, self._group)
 
-    def _collect(self) -> None:
-        """Let hooks of an epoch's end have what steps leave behind, on every rank."""
-        group = self._group
-        if group.num_ranks > 1:
-            self._collected = CollectedValues(
-                self._module, self.run.pipeline, group, self._connector
-            )
-        self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
-
     def _refuse_metric(self, metric: Metric) -> None:
         if self._collected is not None:
             self._collected.refuse_metric(metric)
 
     def _join_ranks(self) -> None:
-        """Let what one rank meets in a fit count for all."""
+        """Share with all ranks what one of them meets in a fit."""
         strategy, group = self._strategy, self._group
         board, environment = strategy._board, strategy.cluster_environment
         if board is not None and self._trains:
             assert strategy._metrics_store is not None
-            self._stop = JointStop(self._trainer, group, self.run.exchange)
-            self._steps.end_step = self._stop.end_step
-            self._at_end.callback(Clocks(self._trainer, group.world).remove)
+            self._stop = JointStop(self._trainer, group, self.exchange)
+            self.clocks = Clocks(self._trainer, self.exchange)
+            self._at_end.callback(self.clocks.remove)
             self._arrivals = Arrivals(strategy._metrics_store, group)
             board.also_look = (self._arrivals.look,)
         if requeues(environment):
@@ -244,7 +253,7 @@ class FitRun:
                 board.also_look = (*board.also_look, self.requeue.look)
 
     def own_loader(self, loader: object) -> None:
-        """Let a loader's batches be the same on every rank, and go on where a fit resumes."""
+        """Make a loader's batches the same on every rank, and resume them where the fit does."""
         self._loaders.own(loader, self._trainer.training)
         if self._trainer.training:
             leave_out_seen(loader, count_seen(self._trainer))
@@ -254,7 +263,7 @@ class FitRun:
     def start_training(self) -> None:
         """Decide what ranks wait for between two steps."""
         self._strategy._parameters.start_training()
-        self.between.start_training(self._settings.optimizer_sync != "barrier")
+        self.boundary.start_training(self._settings.optimizer_sync != "barrier")
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
         """Run a training batch, and its backwards.
@@ -264,28 +273,31 @@ class FitRun:
             kwargs: The others.
             steps_later: Whether the optimizer steps after a later batch.
         """
-        self.between.stop_watching()
-        run, backward = self.run, self.backward
+        self.boundary.stop_watching()
+        run = self.run
         with self._precision.train_step_context(), self._between_hooks("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
             slices = run.cut_training_batch(inputs)
             accumulation = self._accumulation(steps_later)
             if not run.pipeline.committed:
-                run.report.estimate_memory(slices[0], self._strategy.optimizers)
-                self._strategy._parameters.leave_remote()
-                self.making.let_copies_follow()
-                self.making.leave_copies()
-                run.begin_training(accumulation)
+                self._begin_training(slices[0], accumulation)
             if self._stop is not None:
                 self._stop.start_batch(len(slices))
-            device = self._strategy.root_device
-            muted, settle = self.between.start_ahead()
-            with muted, sharing_casts(device), self._counted():
+            muted, settle = self.boundary.start_ahead()
+            with muted, sharing_casts(self._strategy.root_device), self._counted():
                 self._first_batches.start_step()
-                start, differentiate = self._start_backward, backward.differentiate
-                done = run.train(inputs, slices, accumulation, start, differentiate, settle)
+                done = run.train(inputs, slices, accumulation, self.backward, settle)
             self._log(done, self._trainer.accumulate_grad_batches)
-        return backward.end(done.value, accumulation)
+        if accumulation.is_last:
+            run.finish_reduction()
+        return self.backward.end(done.value, accumulation)
+
+    def _begin_training(self, first: BatchSlice, accumulation: Accumulation) -> None:
+        self.run.report.estimate_memory(first, self._strategy.optimizers)
+        self._strategy._parameters.leave_remote()
+        self.making.let_copies_follow()
+        self.making.leave_copies()
+        self.run.begin_training(accumulation)
 
     def _accumulation(self, steps_later: bool) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -295,11 +307,6 @@ class FitRun:
             is_last=not steps_later,
             watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
-
-    def _start_backward(self, results: Sequence[Any]) -> None:
-        """Run the hooks before a backward, in the middle of a plan."""
-        with nullcontext() if self._collected is None else self._collected.between_steps():
-            self.backward.start(results)
 
     def _counted(self) -> AbstractContextManager[None]:
         return nullcontext() if self._arrivals is None else self._arrivals.batch()
@@ -322,11 +329,11 @@ class FitRun:
     def stepping(self) -> AbstractContextManager[None]:
         """Return the context of an optimizer's step."""
         self._num_steps += 1
-        return self.between.stepping()
+        return self.boundary.stepping()
 
     def end_training(self) -> None:
-        """Compare the last batches, and say what was measured."""
-        self.run.finish_checking()
+        """Compare the last batches, and print what was measured."""
+        self.finish_checking()
         self.run.report.print_end()
         if self.requeue is not None:
             self.requeue.end_training(self._group)
@@ -340,42 +347,59 @@ class FitRun:
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
-    # What Lightning's loops and connector come to
+    # Where Lightning's loops and connector call
 
     def end_batch(self) -> None:
-        """Take decisions of all ranks, after the hooks of a batch's end."""
+        """Exchange with all ranks, after the hooks of a batch's end."""
         if self._trainer.training:
-            plans, wants = self.run.plans, self._stop is not None and self._stop.hear()
-            told = self.run.exchange.turn(plans.tell(wants), trains=True)
+            plans, wants_stop = self.run.plans, self._wants_stop()
+            due = 0 if self.clocks is None else self.clocks.end_batch()
+            self.exchange.turn(plans.said(wants_stop, due), self._options())
+            said = self.exchange.take()
             if self._stop is not None:
-                self._stop.decide(wants, told.stops)
-            plans.hear(told)
+                self._stop.end_batch(wants_stop, said.stops)
+            plans.hear(said)
         if self.requeue is not None:
             self.requeue.end_batch()
 
+    def _wants_stop(self) -> bool:
+        return self._stop is not None and self._stop.wants()
+
+    def _options(self) -> StepOptions | None:
+        if not self._trains:
+            return None
+        return StepOptions(self._strategy.optimizers, self.run.pipeline.trained, self._num_steps)
+
     def arrive(self) -> None:
-        """Pass a place to which all ranks come after as many batches."""
+        """Come to a milestone that all ranks come to after as many batches."""
         if self._arrivals is not None:
             self._arrivals.arrive()
 
     def settle(self) -> None:
-        """Let all ranks stop if one of them has set ``trainer.should_stop``; they wait here."""
+        """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
         self.arrive()
         if self._stop is not None:
-            told = self.run.exchange.settle(Told(stops=self._stop.hear()), self._trains)
-            self._stop.settle(told.stops)
-            self.run.plans.hear(told)
+            self._stop.settle(self._settle_exchange())
 
     def compare(self) -> None:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
-        wants = self._stop is not None and self._stop.hear()
-        told = self.run.exchange.settle(Told(stops=wants), self._trains)
-        self.run.plans.hear(told)
+        any_stops = self._settle_exchange()
         if self._stop is not None:
-            self._stop.remember(told.stops)
+            self._stop.remember(any_stops)
+
+    def finish_checking(self) -> None:
+        """Compare what is not compared yet, after the last batch."""
+        self._settle_exchange()
+        self.run.check_weights()
+
+    def _settle_exchange(self) -> bool:
+        """Compare now, and wait; returns whether any rank wants to stop."""
+        said = self.exchange.settle(Said(stops=self._wants_stop()), self._options())
+        self.run.plans.hear(said)
+        return said.stops
 
     def send_collected(self) -> None:
-        """Let all ranks have what steps have left behind, before the hooks of an epoch's end."""
+        """Send what steps have left behind to all ranks, before the hooks of an epoch's end."""
         if self._collected is not None:
             self._collected.send()
 
@@ -393,7 +417,7 @@ class FitRun:
             Whether the run's last hook is over too.
         """
         if self.is_running:
-            self.between.stop_watching()  # after an error; its hooks may have read weights
+            self.boundary.stop_watching()  # after an error; its hooks may have read weights
         self._has_left, self.is_running = True, False
         self._at_end.close()
         return self._is_given_back

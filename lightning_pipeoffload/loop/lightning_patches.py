@@ -1,9 +1,9 @@
-"""Every place where a pipeline runs code of its own instead of Lightning's, for one run.
+"""All methods of Lightning that a run replaces.
 
 Forwards and backwards of a pipeline interleave, so what Lightning runs between them (zero_grad, the
-hooks around backward) is handed to the strategy, which runs it where its first backward starts. No
-rank may wait for another but where all of them do, which Lightning's loops take for granted at each
-batch. The names are Lightning's own, most of them private; tests/test_private_api.py pins each.
+hooks around backward) is handed to the strategy, which runs it where its first backward starts.
+Lightning's loops wait for other ranks at each batch; here they do only where all of them meet. The
+names are Lightning's own, most of them private; tests/test_private_api.py pins each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.loop.backward_hooks import scaler_of
-from lightning_pipeoffload.loop.gradient_totals import GradientTotals
+from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
 from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh
@@ -41,13 +40,13 @@ _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
 
 
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
-    """Let one object call ``replacement(*args, plain, ...)`` in place of a method of its class."""
+    """Replace a method of one object by ``replacement(*args, plain, ...)``."""
     plain = partial(getattr(type(owner), name), owner)
     owner.__dict__[name] = partial(replacement, *args, plain)
 
 
 def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
-    """Put the pipeline's pieces into the trainer's loops, until ``at_end`` is closed."""
+    """Replace methods of the trainer's loops until ``at_end`` is closed."""
 
     def replace(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
         replace_method(owner, name, replacement, *args)
@@ -63,13 +62,13 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
     for loop in (trainer.validate_loop, trainer.test_loop):
         replace(loop, "run", _evaluate_alone, trainer, loop)
     replace(trainer.predict_loop, "run", _predict, trainer, mesh.is_root)
-    # Before the hooks of a prediction's end, for which Lightning has no connector's word.
+    # Before the hooks of a prediction's end, where Lightning calls no method of its connector.
     replace(trainer.predict_loop, "on_run_end", _end_prediction, trainer)
     # Before the hooks of an epoch's end, for schedulers are updated first.
     replace(epoch, "update_lr_schedulers", _update_schedulers, trainer)
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         # Private: in Lightning's own every rank goes by its own clock.
-        replace(epoch, "_should_check_val_fx", _agree_to_validate, trainer)
+        replace(epoch, "_should_check_val_fx", _check_validation, trainer)
     stop_without_waiting(trainer, replace)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, ThroughputMonitor):
@@ -81,14 +80,7 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
 def join_metrics(
     trainer: Trainer, mesh: RankMesh, store: Store | None, fail: Callable[[Exception], None]
 ) -> SharedMetricsConnector:
-    """Let all ranks have the root's metrics.
-
-    Args:
-        trainer: The trainer.
-        mesh: The processes, of which some are roots.
-        store: The store in which roots publish metrics; None with one rank.
-        fail: A function that ends the run by an error of the thread that publishes.
-    """
+    """Put in the connector by which all ranks have the root's metrics."""
     connector = SharedMetricsConnector.replacing(trainer._logger_connector, mesh, store, fail)
     trainer._logger_connector = connector
     return connector
@@ -96,7 +88,7 @@ def join_metrics(
 
 @contextmanager
 def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[None]:
-    """Let a precision plugin go by the gradients of all stages."""
+    """Make a precision plugin clip and unscale by the gradients of all stages."""
     scaler = scaler_of(precision)
     precision.clip_grad_by_norm = totals.clip_by_norm  # type: ignore[method-assign]
     precision.clip_grad_by_value = totals.clip_by_value  # type: ignore[method-assign]
@@ -113,7 +105,7 @@ def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[N
 
 
 def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
-    """Let a rank that a signal stops end after its batch, and the others with it."""
+    """Make a rank that a signal stops end after its batch, and the others with it."""
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     epoch = trainer.fit_loop.epoch_loop
     replace(epoch, "_broadcast_sigterm_tensor", _stop_if_told, trainer)
@@ -124,7 +116,7 @@ def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replac
 def answer_requeue(
     trainer: Trainer, note_signal: Callable[[int, FrameType | None], None]
 ) -> Callable[[Any], None]:
-    """Take the place of Lightning's handler under Slurm; return what saves and requeues."""
+    """Replace Lightning's handler under Slurm; return what saves and requeues."""
     connector = trainer._signal_connector
     # Private: Lightning's own saves there and then.
     connector._slurm_sigusr_handler_fn = note_signal  # type: ignore[method-assign, assignment]
@@ -133,7 +125,7 @@ def answer_requeue(
 
 
 class LaterSteps(ParallelStrategy):
-    """Notes on which batches Lightning only accumulates gradients."""
+    """Knows on which batches Lightning only accumulates gradients."""
 
     _steps_later = False
 
@@ -153,14 +145,14 @@ class BackwardInStep(_AutomaticOptimization):
 
     @classmethod
     def replacing(cls, plain: _AutomaticOptimization) -> Self:
-        """Make one that goes on counting where ``plain`` is."""
+        """Make one that goes on with the counts of ``plain``."""
         made = cls(plain.trainer)
         made.optim_progress = plain.optim_progress
         return made
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; of its outputs only numbers are for hooks of other ranks than the root."""
+        """Run a batch; hooks on other ranks than the root get the numbers of its outputs alone."""
         outputs, connector = super().run(*args, **kwargs), self.trainer._logger_connector
         if not isinstance(connector, SharedMetricsConnector) or connector.is_root:
             return outputs
@@ -179,16 +171,16 @@ class BackwardInStep(_AutomaticOptimization):
 
 
 class PipelineThroughput(Throughput):
-    """Counts a batch once, whatever the number of ranks, and for each its part of the operations.
+    """Counts a batch once for all ranks of a pipeline, and for each rank its share of operations.
 
-    Lightning's takes it that each device has batches of its own, and does all that is done on them.
+    Lightning's assumes that each device has batches of its own.
     """
 
     _num_ranks = 1
 
     @classmethod
     def replacing(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
-        """Make one that measures what ``plain`` is to; replicas have batches of their own."""
+        """Make one with the state of ``plain``; replicas have batches of their own."""
         made = cls()
         made.__dict__.update(plain.__dict__)
         made._num_ranks = num_ranks
@@ -209,33 +201,33 @@ class PipelineThroughput(Throughput):
         return metrics
 
 
-# What runs in place of Lightning's: the trainer, or the loop, and Lightning's own come first.
+# The replacements; the trainer or the loop, and Lightning's own method come first.
 
 
 def _fit(trainer: Any, plain: Callable[[], None]) -> None:
-    """Fit, unless a rank has been told not to; what is set in on_fit_start counts already."""
+    """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
     trainer.strategy.fit_run.settle()
     draw_seed()  # a second fit is to draw others
     plain()
 
 
 def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
-    """Let the hooks at an epoch's start freeze and unfreeze parameters of every stage."""
+    """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
     with EqualIsSame():
         plain()
     trainer.strategy.fit_run.settle()
 
 
 def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
-    """Let the ranks agree on whether they go on, after the hooks of an epoch's end."""
-    trainer.strategy.fit_run.between.settle_together()
+    """Agree on whether to go on, after the hooks of an epoch's end."""
+    trainer.strategy.fit_run.boundary.settle_together()
     plain()
     trainer.strategy.fit_run.settle()
 
 
 def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
     fit = trainer.strategy.fit_run
-    fit.between.settle_together()
+    fit.boundary.settle_together()
     fit.arrive()
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
     fit.settle()
@@ -245,7 +237,7 @@ def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
 def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
     draw_seed()
     found = _evaluate(loop, plain)
-    trainer.strategy.run.finish_checking()
+    trainer.strategy.fit_run.finish_checking()
     return found
 
 
@@ -277,10 +269,11 @@ def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kw
     plain(interval, *args, **kwargs)
 
 
-def _agree_to_validate(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
-    """Validate when the time has come for global rank 0."""
-    decided: bool = trainer.strategy.broadcast(plain(data_fetcher))
-    return decided
+def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
+    """Validate when global rank 0's clock says so."""
+    clocks = trainer.strategy.fit_run.clocks
+    with nullcontext() if clocks is None else clocks.deciding():
+        return plain(data_fetcher)
 
 
 def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:

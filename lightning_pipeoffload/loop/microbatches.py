@@ -47,11 +47,7 @@ class MicrobatchWeights:
         return partial(count_tokens, drops_first=drops_first_label(self._module))
 
     def check(self) -> None:
-        """Check the weights of the last batch, where those are on an accelerator.
-
-        Raises:
-            ValueError: They cannot be.
-        """
+        """Check the last batch's weights that were on an accelerator; raises a ValueError."""
         self._check()
 
     def forget(self) -> None:
@@ -59,7 +55,7 @@ class MicrobatchWeights:
         self._check = lambda: None
 
     def note_ignored_labels(self, batch: Any) -> None:
-        """Say where weights by samples may not be those of the loss."""
+        """Warn where weights by samples may not be those of the loss."""
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_IGNORED_LABELS)
 
@@ -68,11 +64,8 @@ def count_tokens(part: Any, drops_first: bool) -> Tensor:
     """Count the labels of a microbatch that are not -100.
 
     Args:
-        part: The microbatch.
+        part: The microbatch, with a tensor under "labels".
         drops_first: Whether the loss leaves out the first label of each sequence.
-
-    Raises:
-        ValueError: The microbatch has no tensor under "labels".
     """
     labels = part.get("labels") if isinstance(part, Mapping) else getattr(part, "labels", None)
     if not isinstance(labels, Tensor):
@@ -85,7 +78,7 @@ def count_tokens(part: Any, drops_first: bool) -> Tensor:
 
 
 def drops_first_label(module: nn.Module) -> bool:
-    """Whether a module has a model of transformers that compares logits with the labels behind."""
+    """Whether a module has a model of transformers that predicts the next label from each."""
     if "transformers" not in sys.modules:
         return False
     names = import_module("transformers.models.auto.modeling_auto")
@@ -110,13 +103,10 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def sees_its_size(pipeline: Pipeline) -> bool:
-    """Whether a module, trained with other microbatches, may become another one.
+    """Whether the number of samples of a microbatch may matter to a module; after its first probe.
 
-    Statistics over a batch do, and dropout, whose draws are seeded for each microbatch, and
-    whatever the step draws or keeps.
-
-    Args:
-        pipeline: A rank's part of a module, whose step has been looked at.
+    It does to statistics over a batch, to dropout, which is seeded for each microbatch, and to
+    whatever the step draws or writes.
     """
     trained = [record for record in pipeline.records.known.values() if record.trained is not None]
     keeps = any(record.written_in_place or record.writes for record in trained)

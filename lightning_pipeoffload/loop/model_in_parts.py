@@ -17,24 +17,19 @@ from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 
 
 class ModelInParts:
-    """Makes the layers that a module has in ``configure_model`` where their stages are.
-
-    Args:
-        strategy: The strategy of the run, whose processes are connected.
-        trains: Whether the run is a fit.
-    """
+    """Makes the layers that a module has in ``configure_model`` where their stages are."""
 
     def __init__(self, strategy: CheckpointHooks, trains: bool) -> None:
         self._strategy, self._module = strategy, strategy._module
         self._group, self._settings = strategy.group, strategy.settings
         self._blueprint: Blueprint | None = None
-        # The deep copies of the module that hooks make before it is split.
+        # Deep copies of the module that hooks make before it is split.
         follows = trains and self._group.num_ranks > 1
         self._copies = ModuleCopies(self._module) if follows else None
 
     @property
     def is_made(self) -> bool:
-        """Whether this rank has its part of the layers, which nothing has run yet."""
+        """Whether this rank has made its layers, which nothing has run yet."""
         return self._blueprint is not None
 
     @contextmanager
@@ -56,18 +51,18 @@ class ModelInParts:
                 yield
                 return
             ranks = self._group.stage_ranks
-            places = [
+            where = [
                 f"stage {s}, on global rank {self._group.global_ranks[ranks[s]]}"
                 for s in range(len(blueprint.counts))
             ]
             local = [s for s, rank in enumerate(ranks) if rank == self._group.rank]
-            with _without_advice(), constructing(self._module, blueprint, local, places):
+            with _without_advice(), constructing(self._module, blueprint, local, where):
                 yield
             self._blueprint = blueprint
 
     @contextmanager
     def _noting_no_copies(self) -> Iterator[None]:
-        """Let copies that the module is made of be no business of those that follow it."""
+        """Leave copies out of which the module is made."""
         if self._copies is None:
             yield
             return
@@ -78,7 +73,7 @@ class ModelInParts:
             self._copies.resume()
 
     def _draw_blueprint(self) -> Blueprint | None:
-        """Find out what ``configure_model`` makes, from which all ranks start alike."""
+        """Run ``configure_model`` without values; None where it makes no blocks."""
         blueprint = self._try_out()
         if blueprint is not None and absent_in(self._module):
             make_whole(self._module, self._group)
@@ -96,7 +91,7 @@ class ModelInParts:
             )
 
     def take_parts(self) -> PartedModule | None:
-        """Return the module as it was made; None if it was made whole, which it is then."""
+        """Return the module in parts; None if it was made whole, and has all values then."""
         blueprint, self._blueprint = self._blueprint, None
         if blueprint is None:
             make_whole(self._module, self._group)
@@ -107,12 +102,12 @@ class ModelInParts:
         )
 
     def let_copies_follow(self) -> None:
-        """Let copies of the module have shapes and tensors where the module has them now."""
+        """Have copies of the module follow it: shapes, and tensors, where it has them now."""
         if self._copies is not None:
             self._copies.follow()
 
     def leave_copies(self) -> None:
-        """Note no more copies."""
+        """Follow no more copies."""
         if self._copies is not None:
             self._copies.remove()
             self._copies = None
@@ -120,7 +115,7 @@ class ModelInParts:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Let nobody be told by ``trainer.init_module`` to use ``configure_model``, who does."""
+    """Silence the advice of ``trainer.init_module`` to use ``configure_model``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*init_module.* cannot fully support")
         yield

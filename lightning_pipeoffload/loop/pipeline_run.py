@@ -1,24 +1,26 @@
-"""One rank's run of a module: cuts batches, executes the plan that fits, reports."""
+"""Batches of one module on one rank: cut into microbatches, compared, and run by a plan."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipeoffload.loop.compilation import compile_ahead
+from lightning_pipeoffload.loop.auto_choice import compile_ahead
+from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
+from lightning_pipeoffload.loop.step_exchange import StepExchange
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.runtime.executor import BeforeBackward, Executor, Settle
+from lightning_pipeoffload.runtime.executor import Executor, Settle
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
@@ -42,18 +44,19 @@ _WHOLE = "%s runs as a whole on every rank, to which each block is lent while it
 
 
 class PipelineRun:
-    """Batches of one module on one rank.
+    """Cuts and runs the batches of one module; made once for the fits of a trainer with it.
 
     Attributes:
         pipeline: This rank's part of the module.
-        executor: What runs this rank's actions.
-        exchange: What the ranks tell each other between batches.
+        executor: Runs this rank's actions.
+        exchange: Compares the batches with the other ranks'; another one for each fit.
         measurements: What those actions cost.
-        plans: What makes the plans that it runs by.
-        report: What the run says of itself.
-        reduction: What gives the replicas one gradient; None where there is one replica.
+        plans: Makes the plans.
+        report: Describes the run.
+        reduction: Averages gradients over the replicas; None where there is one.
     """
 
+    exchange: StepExchange
     _cuts_predictions: bool | None = None
 
     def __init__(
@@ -65,7 +68,7 @@ class PipelineRun:
         num_local_ranks: int = 1,
         parts: PartedModule | None = None,
     ) -> None:
-        if settings.is_chosen:  # a run before this one may have chosen other places
+        if settings.is_chosen:  # a run before this one may have chosen another placement
             group.place(settings.provisional_schedule(group.num_ranks))
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
@@ -82,9 +85,7 @@ class PipelineRun:
         self.measurements = Measurements(self.executor, self.pipeline, group)
         self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
         self._training, self.report = self.plans.training, self.plans.report
-        self._on_accelerator = device.type != "cpu"
         self._weights = MicrobatchWeights(module, settings.microbatch_weight)
-        self._forget_batches()
         self._runs_whole: dict[Hashable, bool] = {}
         self.reduction: GradientReduction | None = None
 
@@ -95,20 +96,24 @@ class PipelineRun:
 
     @property
     def place(self) -> str:
-        """Where in the plan this rank is: "stage 3, B of microbatch 5"; empty between steps."""
+        """The action that runs: "stage 3, B of microbatch 5"; empty between steps."""
         action = self.executor.current
         if action is None:
             return ""
         replica = f"replica {self._group.replica}, " if self._group.num_replicas > 1 else ""
-        place = f"stage {action.stage}, {action.kind.value} of microbatch {action.microbatch}"
-        return replica + place
+        kind, microbatch = action.kind.value, action.microbatch
+        return f"{replica}stage {action.stage}, {kind} of microbatch {microbatch}"
+
+    def join(self, exchange: StepExchange, boundary: StepBoundary) -> None:
+        """Begin a fit or an evaluation."""
+        self.exchange = exchange
+        self.plans.boundary = self.report.boundary = boundary
 
     def cut_training_batch(self, inputs: StepInputs) -> list[BatchSlice]:
         """Cut a batch into slices of the first batch's size; a shorter one into fewer.
 
         Raises:
-            ValueError: The batch has no samples, the first one cannot be cut, or the step not at
-                its blocks.
+            ValueError: The batch has no samples, or it or the step cannot be cut.
         """
         total = batch_size(inputs.batch)
         if not total:
@@ -132,7 +137,7 @@ class PipelineRun:
             raise
 
     def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
-        """Say so where the step fails with a microbatch, and would not with the whole batch."""
+        """Raise an error that says so where the step fails only with a microbatch."""
         try:
             self._cut(inputs, total)
         except Exception:
@@ -149,20 +154,17 @@ class PipelineRun:
         inputs: StepInputs,
         slices: list[BatchSlice],
         accumulation: Accumulation,
-        before_backward: BeforeBackward,
-        differentiate: Callable[[Tensor], None],
+        backward: BatchBackward,
         settle: Settle | None,
     ) -> StepOutput:
-        """Run a batch.
+        """Run a batch that was cut.
 
         Args:
             inputs: The batch.
-            slices: The slices of that batch.
-            accumulation: The accumulation whose gradients its own are added to.
-            before_backward: Called before the first backward, with what steps have returned by
-                then.
-            differentiate: Starts the backward from a microbatch's weighted loss.
-            settle: Waits for the step's final weights; None: they are final.
+            slices: Its slices.
+            accumulation: The batches whose gradients its own are added to.
+            backward: Starts the backwards.
+            settle: Waits for final weights; None: they are final.
         """
         self._training.expect(self.pipeline.is_new)
         self.plans.before_plan(accumulation.is_first)
@@ -170,15 +172,15 @@ class PipelineRun:
         weights = [share / accumulation.num_batches for share in shares]
         results = self.executor.run(
             self._training.of_training(len(slices), accumulation.is_last),
-            make_microbatches(slices, weights, differentiate),
-            before_backward,
+            make_microbatches(slices, weights, backward.differentiate),
+            backward.start,
             settle,
             self.reduction if accumulation.is_last else None,
         )
         return _step_output(results, sizes, shares)
 
     def finish_reduction(self) -> None:
-        """Let gradients be the means over the replicas, where there are several."""
+        """Wait for the gradients' means over the replicas, where there are several."""
         if self.reduction is not None:
             self.reduction.wait()
             self._buffers.copy_first()
@@ -195,7 +197,7 @@ class PipelineRun:
             sizes, shares = self._begin(inputs, slices)
             plan = self._training.of_evaluation(len(slices))
             results = self.executor.run(plan, make_microbatches(slices))
-            self.exchange.turn(Told(), trains=False)
+            self.exchange.turn()
             done = _step_output(results, sizes, shares)
         if inputs.kind == "predict_step" and self._cuts_predictions is None:
             has_rows = not self._group.is_root or has_row_for_each(done.value, sum(done.sizes))
@@ -203,11 +205,11 @@ class PipelineRun:
         return done
 
     def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[BatchSlice] | None:
-        """Cut a batch, and decide whether batches of its key run so; None: it cannot be cut."""
+        """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
         slices, obstacle = None, ""
         try:
             total = batch_size(inputs.batch)
-            # A number may be one of samples: what a whole batch gives tells whether it may be cut.
+            # A number may count samples: the result of a whole batch tells whether to cut others.
             is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
             slices = self._cut(inputs, total if is_whole else self._smallest_size(total))
         except ValueError as error:
@@ -224,8 +226,10 @@ class PipelineRun:
     ) -> tuple[StepOutput, bool]:
         """Run a step on every rank alike, to which each block is lent while it runs.
 
-        Where it may turn out that the step can be cut, it runs by slices: what it computes is then
-        the same to the bit. Returns whether it could be cut, too.
+        Where it may turn out that the step can be cut, it runs by slices, for the same bits.
+
+        Returns:
+            The outcome, and whether the step could be cut.
         """
         self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
         call = StepCall(is_last=self._group.is_root, is_last_local=True)
@@ -236,7 +240,7 @@ class PipelineRun:
             with lending.running():
                 values.append(inputs.step(part, call))
             could_be_cut &= lending.could_be_cut
-        self.exchange.turn(Told(), trains=False)
+        self.exchange.turn()
         parts = [part for part, _ in cuts]
         sizes = [*map(_size_of, parts)]
         shares = self._weights.shares(parts, sizes) if slices else [1.0]
@@ -254,15 +258,8 @@ class PipelineRun:
         sizes = [*map(batch_size, parts)]
         return sizes, self._weights.shares(parts, sizes)
 
-    def finish_checking(self) -> None:
-        """Compare the last batches of the ranks, and what the optimizers have now; all call it.
-
-        Raises:
-            RuntimeError: The batches were different.
-            ValueError: The optimizers' options were, or the user's weights of the batch's
-                microbatches cannot be.
-        """
-        self.exchange.settle(Told(), trains=True)
+    def check_weights(self) -> None:
+        """Check the user's weights of the last batch's microbatches; raises a ValueError."""
         self._weights.check()
 
     def _smallest_size(self, total: int) -> int:
@@ -275,25 +272,17 @@ class PipelineRun:
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
     def begin_training(self, accumulation: Accumulation) -> None:
-        """Agree on what several ranks own, and say what is going to run.
-
-        Args:
-            accumulation: The accumulation of the first batch.
-        """
+        """Agree on what several ranks own, and print what is going to run, in the first batch."""
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
-        self.reduction = self._make_reduction()
+        if self._group.num_replicas > 1:
+            parameters = self.pipeline.tensors.with_local_stages()
+            gradients = self.pipeline.stage_gradients
+            self.reduction = GradientReduction(self._group.replicas, parameters, gradients)
         self._buffers = SavedBuffers(self._group.replicas, self.pipeline.ownership)
         self.plans.begin()
         self.report.print_start(accumulation.num_batches)
         compile_ahead(self.pipeline, self._group)
-
-    def _make_reduction(self) -> GradientReduction | None:
-        """Make what gives the replicas one gradient; None where there is one replica."""
-        if self._group.num_replicas == 1:
-            return None
-        parameters = self.pipeline.tensors.with_local_stages()
-        return GradientReduction(self._group.replicas, parameters, self.pipeline.stage_gradients)
 
     def leave(self) -> None:
         """Leave the module, after an error in the middle of a step too."""
@@ -301,13 +290,9 @@ class PipelineRun:
         if self.reduction is not None:
             self.reduction.abandon()
         self._group.replicas.pending.forget()
-        self._forget_batches()
-        self.pipeline.detach()
-
-    def _forget_batches(self) -> None:
         self._cuts_predictions = None
-        self.exchange = StepExchange(self.pipeline, self._group, self._on_accelerator)
         self._weights.forget()
+        self.pipeline.detach()
 
 
 def _step_output(results: list[Any], sizes: list[int], shares: Sequence[Any]) -> StepOutput:

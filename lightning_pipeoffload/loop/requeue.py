@@ -1,9 +1,9 @@
 """Lightning's requeueing under Slurm, after a step that all ranks agree on.
 
-Lightning saves inside the signal handler, wherever a rank happens to be, and the ranks of a
-pipeline are never at the same place. Here the handler leaves a note, and the threads that look for
-failures pass it on, whatever their ranks are doing. Each says after which step its own rank is
-going to ask; all save after the last of these steps, which no rank can have passed.
+Lightning saves inside the signal handler, while the ranks of a pipeline are in different actions.
+Here the handler sets a flag, and the threads that look for failures pass it on, whatever their
+ranks are doing. Each says after which step its own rank will ask; all save after the last of these
+steps, which no rank can have passed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Requeue:
         self._is_over = False
 
     def note_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Note that the signal has come; called by Python as its handler."""
+        """Note the signal; Python calls it as the handler."""
         if self._trainer.state.fn != TrainerFn.FITTING:
             if self._trainer.is_global_zero:
                 say(f"signal {signum} is ignored: only a fit is saved and requeued")
@@ -53,15 +53,11 @@ class Requeue:
             self.look(HashStore())
 
     def look(self, store: Store) -> str | None:
-        """Tell the other ranks of the signal, and hear of it; in a thread of its own.
-
-        Args:
-            store: The run's store.
-        """
+        """Pass the signal on, and hear of it; the thread that looks for failures calls it."""
         if self._has_signal:
             store.set(_WANTED, "")
         if not self._asks and store.check([_WANTED]):
-            self._asks = True  # first: the step that is under way may end before it is counted
+            self._asks = True  # first: the step that runs may end before it is counted
             store.set(self._steps[self._trainer.global_rank], str(self._trainer.global_step + 1))
         if self._asks and not self._is_agreed.is_set() and store.check(self._steps):
             self._last_step = max(int(store.get(key)) for key in self._steps)
@@ -71,14 +67,14 @@ class Requeue:
     def end_batch(self) -> None:
         """Save and requeue if a batch's optimizer step, which is over, is the one agreed on."""
         if self._asks and self._trainer.training and not self._is_over:
-            self._is_agreed.wait()  # for those threads, never for a rank's work
+            self._is_agreed.wait()  # for those threads, not for other ranks' work
             if self._trainer.global_step >= self._last_step:
                 self._save_and_requeue()
 
     def end_training(self, group: PipelineGroup) -> None:
         """Save and requeue if that is still to be done; all ranks call it after the last batch."""
-        is_told = self._has_signal or self._asks
-        if group.world.agree(is_told and not self._is_over, unanimous=False):
+        has_heard = self._has_signal or self._asks
+        if group.world.agree(has_heard and not self._is_over, unanimous=False):
             self._save_and_requeue()
         self._is_over = True
 

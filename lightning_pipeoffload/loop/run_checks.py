@@ -1,4 +1,4 @@
-"""Modules, callbacks, profilers and flags that cannot do over a pipeline what they do elsewhere."""
+"""Modules, callbacks, profilers and flags that a pipeline refuses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ _STEP_OF = {
 
 
 def check_run(trainer: Trainer, num_replicas: int) -> None:
-    """Refuse what would be wrong over a pipeline.
-
-    Raises:
-        ValueError: There is something; the message says what, why, and what to write instead.
-    """
+    """Raise a ValueError for what would be wrong over a pipeline, with what to write instead."""
     refuse_module(trainer.lightning_module, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, BatchSizeFinder) and trainer.world_size > 1:
@@ -36,7 +32,7 @@ def check_run(trainer: Trainer, num_replicas: int) -> None:
             )
         if trainer.state.fn == TrainerFn.FITTING:
             _check_of_fit(callback, trainer.lightning_module)
-    # It starts anew with each step, while messages that it has seen begin are under way.
+    # It starts anew with each step, while messages that it has seen begin are still sent.
     if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time
         raise ValueError(
             "PyTorchProfiler crashes in torch where messages between ranks are under way while it "
@@ -61,11 +57,7 @@ def _check_of_fit(callback: Callback, module: LightningModule) -> None:
 
 
 def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:
-    """Refuse ``sync_batchnorm`` where there is something to synchronize.
-
-    Raises:
-        ValueError: There is.
-    """
+    """Refuse ``sync_batchnorm`` where there is something to synchronize."""
     synchronizes = trainer._accelerator_connector._layer_sync is not None  # private: nothing else
     if synchronizes and num_replicas > 1:
         raise ValueError(
@@ -76,11 +68,7 @@ def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:
 
 
 def refuse_module(module: LightningModule, trainer: Trainer) -> None:
-    """Refuse steps that cannot be run stage by stage.
-
-    Raises:
-        ValueError: There is one; the message says which, and what would do.
-    """
+    """Refuse steps that cannot be run stage by stage."""
     for step in _steps_of(trainer):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(

@@ -1,18 +1,26 @@
-"""How a run comes to its plan: chosen before the first step, made anew by what steps measure."""
+"""The plans of a run: chosen before the first step, made anew by what steps measure.
+
+All ranks do the same in the same order; the plan is made on one and sent to all. Where none is
+asked for nobody waits: what may lead to another plan is said after a batch, read a batch later, and
+decided before the next one that starts a step::
+
+    first batch    choose()        by the settings, or by measured blocks
+    fourth batch   before_plan()   anew, by what three steps have cost
+    later batches  said() -> heard by all -> before_plan()    outgrown: anew; news: the solver's
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.microbatches import least_samples
-from lightning_pipeoffload.loop.plan_updates import PlanUpdates
 from lightning_pipeoffload.loop.run_report import RunReport
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.loop.step_exchange import Told
+from lightning_pipeoffload.loop.step_exchange import Said
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import (
@@ -21,16 +29,26 @@ from lightning_pipeoffload.planning.plan_request import (
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.report import print_anew
+from lightning_pipeoffload.planning.plan_solver import PlanSolver
+from lightning_pipeoffload.planning.report import print_anew, print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError, sums_alike
+from lightning_pipeoffload.schedule import (
+    Costs,
+    MemoryLimitError,
+    Schedule,
+    ScheduleError,
+    sums_alike,
+)
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +59,13 @@ _NONE_FITS = (
 
 
 class RunPlans:
-    """One rank's part in it; all ranks do the same in the same order.
-
-    Args:
-        settings: The strategy's settings.
-        pipeline: This rank's part of the module.
-        executor: What runs this rank's actions.
-        group: The run's processes.
-        measurements: What those actions cost.
+    """Makes the plans of one module's fits.
 
     Attributes:
-        settings: The settings, once ``schedule="auto"`` is chosen with its name.
-        training: The plan of training.
-        report: What the run says of itself.
-        has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
+        settings: The settings; once ``schedule="auto"`` is decided with the schedule's name.
+        training: The plan in use.
+        report: Describes the run.
+        boundary: What ranks wait for between steps; None before the first fit.
     """
 
     def __init__(
@@ -69,7 +80,7 @@ class RunPlans:
         self._pipeline, self._executor = pipeline, executor
         self._group, self._measurements = group, measurements
         self._on_accelerator = pipeline.device.type != "cpu"
-        self.has_step_barrier: Callable[[], bool] = lambda: False
+        self.boundary: StepBoundary | None = None
         self.training = TrainingPlan(
             settings,
             group.num_ranks,
@@ -79,8 +90,8 @@ class RunPlans:
             self._has_barrier,
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
-        self._updates = PlanUpdates(settings, group, self.training, measurements)
-        self._told = Told()
+        self._search = SolverSearch(settings, group, self.training, measurements)
+        self._heard = Said()
         self._kept: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
@@ -88,18 +99,18 @@ class RunPlans:
         self._limits = MachineLimits()
 
     def _has_barrier(self) -> bool:
-        """Whether the ranks wait for each other at a step's end, be it for weights that are tied.
+        """Whether the ranks wait for each other at a step's end, be it for tied weights.
 
         These are on the first and the last stage: where one waits for the other, all follow.
         """
-        return self.has_step_barrier() or bool(self._pipeline.tensors.ranks_sharing())
+        return self._has_step_barrier or bool(self._pipeline.tensors.ranks_sharing())
+
+    @property
+    def _has_step_barrier(self) -> bool:
+        return self.boundary is not None and self.boundary.has_barrier()
 
     def choose(self, inputs: StepInputs, total: int) -> int:
-        """Make the plan that the first steps run by.
-
-        Args:
-            inputs: The first batch.
-            total: Its samples.
+        """Make the plan of the first steps, by a first batch of ``total`` samples.
 
         Returns:
             The number of microbatches that the batch is cut into.
@@ -115,10 +126,10 @@ class RunPlans:
         return self.settings.choose_num_microbatches(self._group.num_ranks, total, least)
 
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
-        """Put the schedule that is chosen for this run in the place of "auto" or "optpipe"."""
+        """Replace "auto" or "optpipe" by the schedule that is chosen for this run."""
         count = self._choose_count(total)
         known = self.settings, self._pipeline, self._group, self._measurements
-        choice = AutoChoice(*known, self.has_step_barrier())
+        choice = AutoChoice(*known, self._has_step_barrier)
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)
         self.settings = self._chosen.settings
         self.training.use(self.settings)
@@ -131,7 +142,7 @@ class RunPlans:
     def begin(self) -> None:
         """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
 
-        The memory that shapes tell of this cut takes the place of that which blocks tell.
+        The memory of these stages, computed from shapes, replaces that of measured blocks.
         """
         if self._chosen is None or self._chosen.plan is None or not self._chosen.is_measured:
             return
@@ -149,7 +160,7 @@ class RunPlans:
         self._measurements.start_anew(plan.costs.copy_lanes)
 
     def before_plan(self, is_first: bool) -> None:
-        """Have the plan for what comes next; called where no plan is under way.
+        """Change the plan if there is reason to; called between two batches by all ranks.
 
         Args:
             is_first: Whether gradients start to add up anew.
@@ -157,24 +168,24 @@ class RunPlans:
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
         elif is_first:
-            told, self._told = self._told, Told()
-            if told.outgrown:
+            heard, self._heard = self._heard, Said()
+            if heard.outgrown:
                 self._plan_anew()
-            elif told.has_news:
-                self._updates.exchange()
+            elif heard.has_news:
+                self._search.exchange()
 
-    def tell(self, stops: bool) -> Told:
-        """Return what this rank says after a batch; ``stops`` is whether it wants to stop."""
+    def said(self, stops: bool, due: int) -> Said:
+        """Return what this rank says after a batch; see :class:`Said`."""
         has_plan = self._has_measured_steps and self.training.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
-        return Told(stops, is_limited and self._breaks_limit(), self._updates.has_news)
+        return Said(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
 
-    def hear(self, told: Told) -> None:
+    def hear(self, said: Said) -> None:
         """Remember what any rank has said, for the next batch."""
-        self._told = Told(*map(max, self._told, told))
+        self._heard = self._heard.joined(said)
 
     def _breaks_limit(self) -> bool:
-        """Whether this rank has kept more for a microbatch than was planned, and than fits."""
+        """Whether this rank has kept more for a microbatch than planned, and that does not fit."""
         stages = self._executor.stages
         kept = {
             "activation": {i: stage.memory.activation_bytes for i, stage in stages.items()},
@@ -195,21 +206,21 @@ class RunPlans:
         return most != planned and not keeps_limits(schedule, grown, limit, limits)
 
     def _plan_anew(self) -> None:
-        self._updates.close()
+        self._search.close()
         costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
         self._limits = self._gather_limits()
         after = self._take_better(costs)
         if self._group.reports:
             print_anew(self.training.schedule.name, after)
         if self._is_solved:
-            self._updates.start(costs, self._limits)
+            self._search.start(costs, self._limits)
 
     def _take_better(self, costs: Costs) -> float | None:
         """Adopt the best plan for these costs if it is faster, or if the one in use breaks a limit.
 
         ``schedule="auto"`` may take any family of the same placement but those that search for
-        seconds, for training waits. A schedule that was named keeps its name. The numbers that a
-        step adds up stay in their order, so that losses are those of a run whose plan stays.
+        seconds, for training waits. A schedule that was named stays. The numbers that a step adds
+        up stay in their order, so that losses are those of a run whose plan stays.
 
         Returns:
             Seconds of a step by the new plan; None where the plan in use stays.
@@ -268,7 +279,7 @@ class RunPlans:
         costs = self._measurements.gather_costs(self.training.schedule)
         self._limits = self._gather_limits()
         if self._is_solved:
-            self._updates.start(costs, self._limits)
+            self._search.start(costs, self._limits)
         elif self._chosen is not None and self._chosen.is_measured:
             self._take_better(costs)
         else:
@@ -280,7 +291,113 @@ class RunPlans:
         return self._measurements.gather_limits(heeds_devices)
 
     def leave(self) -> None:
-        """Leave the plan under way, after an error in the middle of a step too."""
-        self._updates.close()
-        self._told = Told()
+        """Leave the plan that runs, after an error in the middle of a step too."""
+        self._search.close()
+        self._heard = Said()
         self._executor.abandon()
+
+
+class SolverSearch:
+    """Better plans that a solver finds while training goes on, adopted between two steps.
+
+    The solver is a process beside global rank 0's. Where it has news all ranks wait for each other,
+    measure, and decide by the same numbers.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        group: PipelineGroup,
+        training: TrainingPlan,
+        measurements: Measurements,
+    ) -> None:
+        self._settings, self._group = settings, group
+        self._training, self._measurements = training, measurements
+        self._solver: PlanSolver | None = None
+        self._limits = MachineLimits()
+        self._problem: PlanProblem | None = None
+        self._to_beat = 0.0
+
+    def start(self, costs: Costs, limits: MachineLimits) -> None:
+        """Run by the best plan of the families, and search for better ones; all ranks call it.
+
+        The solver starts from a plan that has W apart from B everywhere.
+        """
+        used = self._training.schedule
+        self._limits = limits
+        self._problem = problem = PlanProblem(
+            used.num_microbatches,
+            used.placement,
+            costs,
+            self._settings.limit_on(limits.device),
+            self._training.has_barrier(),
+        )
+        start = self._start(problem)
+        self._training.adopt(start, costs)
+        self._measurements.start_anew(costs.copy_lanes)
+        if not self._settings.solver_seconds:
+            return
+        self._to_beat = problem.seconds(start)
+        if self._group.reports:
+            self._solver = PlanSolver(
+                problem, start, self._settings.solver_seconds, self._settings.cache_folder
+            )
+
+    def _start(self, problem: PlanProblem) -> Schedule:
+        """Return the families' best plan for a problem, found on one process for all."""
+        start, error = None, ""
+        if self._group.reports:
+            try:
+                start = best_of_families(problem)
+            except MemoryLimitError as refused:
+                error = refused.told(bytes_text)
+        start, error = self._group.world.broadcast((start, error), 0)
+        if start is None:
+            raise ScheduleError(error)
+        return start
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the solver of this rank has a better plan for what was measured, or has ended."""
+        if self._solver is None or not self._measurements.are_enough:
+            return False
+        self._solver.look()
+        return self._better is not None or self._solver.is_over
+
+    @property
+    def _better(self) -> Schedule | None:
+        """The solver's plan, if it is better than the one in use and all that were compared."""
+        if self._solver is None or self._solver.best is None or self._problem is None:
+            return None
+        is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
+        return self._solver.best if is_better else None
+
+    def exchange(self) -> None:
+        """Send the plan to all ranks, which decide on it by what was measured last."""
+        is_over = self._solver is not None and self._solver.is_over
+        plan, is_over = self._group.world.broadcast((self._better, is_over), 0)
+        if plan is not None and self._problem is not None:
+            self._to_beat = self._problem.seconds(plan)
+            costs = self._measurements.gather_costs(self._training.schedule)
+            if self._is_worth_it(plan, costs):
+                self._training.adopt(plan, costs)
+                self._measurements.start_anew(costs.copy_lanes)
+        if is_over:
+            self.close()
+
+    def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
+        assert self._problem is not None
+        before = self._training.period(self._training.schedule, costs)
+        after = self._training.period(plan, costs)
+        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._limits)
+        if not fits or not is_worth_changing(before, after):
+            return False
+        if self._group.reports:
+            print_gain(before, after)
+        return True
+
+    def close(self) -> None:
+        """End the solver, if this rank has it."""
+        if self._solver is not None:
+            self._solver.close()
+            self._solver = None

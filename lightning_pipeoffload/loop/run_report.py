@@ -1,4 +1,4 @@
-"""What a run says of itself: what it promises before its first step, and has measured after it."""
+"""The description of a run: predicted before its first step, and measured after it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from lightning_pipeoffload.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
-_NO_ESTIMATE = "what training needs of memory is not known before it runs: %s"
+_NO_ESTIMATE = "the memory that training needs is not known before it runs: %s"
 
 
 class RunReport:
-    """Describes a run; what is printed comes from the one process that reports.
+    """Describes a run; one process of all prints.
 
     Attributes:
-        needs: What stages need by their shapes; None before that is known, and where it is not.
-        chosen: What ``schedule="auto"`` has come to; None where a schedule was named.
+        needs: The memory that stages need by their shapes; None while that is not known.
+        chosen: The decision of ``schedule="auto"``; None where a schedule was named.
         size: Samples of a microbatch; 0 before the first batch.
-        boundary: What keeps steps so that they can be taken back; None before a run.
+        boundary: What takes steps back; None before a run.
     """
 
     def __init__(
@@ -64,12 +64,7 @@ class RunReport:
         self.boundary: StepBoundary | None = None
 
     def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
-        """Find out what training will need, without values; all ranks call it, before they split.
-
-        Args:
-            first: The first microbatch.
-            optimizers: The user's optimizers.
-        """
+        """Compute from shapes the memory that training needs; all ranks call it."""
         try:
             num_sharing = self._settings.num_sharing(self._group.num_replicas)
             states = measure_states(optimizers)
@@ -78,14 +73,7 @@ class RunReport:
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def make(self, live_bytes: bool = False) -> dict[str, Any]:
-        """Describe the pipeline; see ``PipeOffloadStrategy.report``.
-
-        Args:
-            live_bytes: Whether to add the long lists of what was kept over the last step.
-
-        Raises:
-            RuntimeError: There was no batch yet, and the first one decides how the module is cut.
-        """
+        """Describe the pipeline; see ``PipeOffloadStrategy.report``."""
         if not self._pipeline.stages:
             raise RuntimeError("there is nothing to report before the first batch")
         plan = self._training.plan
@@ -93,7 +81,7 @@ class RunReport:
         report = predict(plan, self._pipeline, self._training.costs, barrier)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
-        report["steps_taken_back"] = self.boundary.num_taken_back if self.boundary else 0
+        report["steps_taken_back"] = self._num_taken_back
         if self.chosen is not None:
             tried = self.chosen.plan.candidates if self.chosen.plan is not None else ()
             report["candidates"] = [candidate.figures() for candidate in tried]
@@ -109,20 +97,20 @@ class RunReport:
             report["samples_per_second"] = num_samples / seconds
         return report
 
+    @property
+    def _num_taken_back(self) -> int:
+        return 0 if self.boundary is None else self.boundary.validation.num_taken_back
+
     def _memory(self, plan: Schedule) -> dict[str, list[int]] | None:
         if self.needs is None:
             return None
         memory = describe_needs(self.needs.of_ranks(plan))
-        if self.boundary is not None and self.boundary.keeps_copies:
+        if self.boundary is not None and self.boundary.validation.is_on:
             add_step_copies(memory, self.needs.copied(plan), bytes_usable(self._pipeline.device))
         return memory
 
     def print_start(self, num_accumulated: int) -> None:
-        """Print what is going to run.
-
-        Args:
-            num_accumulated: Batches whose gradients add up to one optimizer step.
-        """
+        """Print what is going to run, with so many batches accumulated for an optimizer step."""
         if self._group.reports:
             if self.chosen is not None and self.chosen.plan is not None:
                 print_choice(self.chosen.plan, self.chosen.is_measured)
@@ -131,12 +119,12 @@ class RunReport:
                 print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
 
     def print_plan(self, limits: MachineLimits) -> None:
-        """Print the plan that was made with measured costs, for what the machines have."""
+        """Print the plan that was made with measured costs, within these limits."""
         if self._group.reports:
             print_offload(self.make(), self._settings.limit_on(limits.device))
 
     def print_end(self) -> None:
-        """Bring the measurements of all ranks together, and print them; all ranks call it."""
+        """Gather the measurements of all ranks, and print them; all ranks call it."""
         if self._measurements.end_training(self._training.may_copy) and self._group.reports:
             costs = self._measurements.costs_at_end
             assert costs is not None

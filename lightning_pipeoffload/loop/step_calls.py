@@ -1,8 +1,7 @@
-"""The module's steps as stages call them: on one microbatch, with ``self.log`` taken aside.
+"""The module's steps as stages call them: on one microbatch, with ``self.log`` captured.
 
-``self.print``, ``print`` and ``self.logger.experiment.add_scalar`` would come from each run of a
-step: a probe's, and that of every stage of a rank. They come from the one that gets farthest: of
-the rank, or for what only global rank 0 may say of the model.
+``print`` would print in each run of a step: in a probe's, and in that of every stage of a rank. It
+prints in the last stage of the rank; ``self.print`` and the loggers in the last stage of all.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_pipeoffload.loop.step_exchange import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
@@ -37,12 +37,12 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a batch gave on this rank.
+    """The outcome of a batch on this rank.
 
     Attributes:
-        value: What the user's steps returned, put together; None without the last stage.
+        value: What the user's steps returned, merged; None without the last stage.
         sizes: The number of samples of each microbatch.
-        shares: The share of each in means over the batch.
+        shares: The share of each microbatch in means over the batch.
     """
 
     value: Any
@@ -53,21 +53,26 @@ class StepOutput:
 class StepCalls:
     """The steps of one module, for a fit or an evaluation.
 
-    Attributes:
-        is_probing: Whether a step is looked at right now.
-        end_step: A function that is called when a step has come to its end, which it does on the
-            last stage.
+    Args:
+        module: The module.
+        seed: The seed of its steps.
+        stop: Hears of each step that has come to its end; None: nothing does.
     """
 
-    def __init__(self, module: LightningModule, seed: int) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        seed: int,
+        stop: JointStop | None = None,
+    ) -> None:
         self._module = module
         self._seed = seed
+        self._stop = stop
         self._capture = LogCapture(module)
-        self.end_step: Callable[[], None] = lambda: None
         self.is_probing = False
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
-        """Say what to run for one batch, by the arguments that Lightning calls the step with."""
+        """Return what to run for one batch, by the arguments that Lightning calls the step with."""
         batch, *rest = args
         plain = getattr(self._module, kind)
 
@@ -81,8 +86,8 @@ class StepCalls:
                     result = plain(part, *rest, **kwargs)
             finally:
                 self.is_probing = False
-            if not call.is_probe:
-                self.end_step()
+            if self._stop is not None and not call.is_probe:
+                self._stop.end_step()
             return result
 
         trainer = self._module.trainer
@@ -90,23 +95,18 @@ class StepCalls:
         return StepInputs(kind, batch, step, mix_seed(self._seed, _KINDS.index(kind), *position))
 
     def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
-        """Log what the step has logged, once for the whole batch.
-
-        Args:
-            sizes: The number of samples of each microbatch.
-            shares: The share of each in means over the batch.
-        """
+        """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
         self._capture.replay(sizes, shares)
 
 
 class QuietLogger:
-    """A logger that logs nothing; all else about it is as it was."""
+    """Stands for a logger, with all of it but what logs."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self.experiment = DummyLogger().experiment
 
-    @property  # type: ignore[misc] # it is asked for only
+    @property  # type: ignore[misc] # nothing sets it
     def __class__(self) -> type[Any]:
         return type(self._logger)
 
@@ -135,13 +135,13 @@ class LoggersQuiet:
 
 
 class PrintQuiet:
-    """Silences this thread's ``print``, but not of who names a file, as debuggers do.
+    """Silences this thread's ``print``, unless it names a file, as debuggers do.
 
-    A step that fails says what it has printed so far.
+    Where the step fails, what it has printed so far appears.
     """
 
     def __enter__(self) -> None:
-        self._said: list[Callable[[], None]] = []
+        self._printed: list[Callable[[], None]] = []
         self._plain = builtins.print
         self._thread = threading.get_ident()
         builtins.print = self._print
@@ -149,14 +149,14 @@ class PrintQuiet:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         builtins.print = self._plain
         if kind is not None and issubclass(kind, Exception):
-            for say in self._said:
-                say()
+            for print_it in self._printed:
+                print_it()
 
     def _print(self, *values: Any, **options: Any) -> None:
         if "file" in options or threading.get_ident() != self._thread:
             self._plain(*values, **options)
         else:
-            self._said.append(lambda: self._plain(*values, **options))
+            self._printed.append(lambda: self._plain(*values, **options))
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -1,1 +1,1 @@
-"""What steps log: taken aside microbatch by microbatch, and published to the other ranks."""
+"""The values that steps log: captured by microbatch, and published to the other ranks."""

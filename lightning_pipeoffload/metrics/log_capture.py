@@ -1,7 +1,7 @@
-"""What ``self.log`` records in a step, taken aside microbatch by microbatch and logged once.
+"""Captures ``self.log`` in the steps of a batch's microbatches, and logs once for the batch.
 
-Lightning sees what it would see had the step run on the whole batch: one value of each name, and
-for a metric that the step calls its value over the batch.
+Lightning receives what it would receive had the step run on the whole batch: one value of each
+name, and for a metric that the step calls its value over the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.
 
 @dataclass
 class _Call:
-    """One call of ``self.log``: in which microbatch, and with what; of which metric that is."""
+    """One call of ``self.log``; ``origin`` is the call of a metric that returned the value."""
 
     microbatch: int
     value: Any
@@ -37,11 +37,7 @@ class _Call:
 
 
 class LogCapture:
-    """Takes the calls of ``self.log`` in a step aside.
-
-    Args:
-        module: The module whose ``log`` is taken.
-    """
+    """Captures the calls of a module's ``self.log``."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -56,17 +52,17 @@ class LogCapture:
         self._metrics = WholeBatchValues(module)
 
     def capturing(self, keep: bool, probing: bool = False) -> AbstractContextManager[None]:
-        """Take the calls of one microbatch.
+        """Capture the calls of one microbatch.
 
         Args:
             keep: Whether the step comes to its end, with all that it logs.
-            probing: Whether the step has no values, and shows only what is logged where.
+            probing: Whether the step is a probe, without values.
         """
         return self._capturing(keep, probing) if keep or probing else self._ignoring()
 
     @contextmanager
     def _ignoring(self) -> Iterator[None]:
-        """Take what a stage logs that the step leaves before its end."""
+        """Drop the calls of a stage that leaves the step before its end."""
         self._module.__dict__["log"] = _ignore
         try:
             yield
@@ -93,7 +89,7 @@ class LogCapture:
                 yield
         finally:
             del self._module.__dict__["log"]
-            # Only now can values of earlier stages be there: used on the last stage, they come.
+            # Values of earlier stages are there only now: used on the last stage, they come.
             for call in calls:
                 call.value = _detach(call.value)
             if probing:
@@ -104,7 +100,7 @@ class LogCapture:
 
         Args:
             sizes: The number of samples of each microbatch.
-            shares: The share of each in means, where the step does not say it by ``batch_size``.
+            shares: The share of each in means, where the step gives no ``batch_size``.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         for (name, _), entries in calls.items():
@@ -139,7 +135,7 @@ class LogCapture:
 
 
 def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Take a call of ``self.log``; the same operations count as where it is kept."""
+    """Drop a call of ``self.log``, with the operations that one that is kept has."""
     _detach(value)
 
 
@@ -150,7 +146,7 @@ def _detach(value: Any) -> Any:
 def _over_batch(entries: list[_Call], combined: Any) -> Any:
     """Return a metric's value over the batch where the step logs what the metric returned.
 
-    Where it has changed that number in place, it is what the microbatches' combine to.
+    Where the step has changed that number in place, return what the microbatches' combine to.
     """
     origins = [entry.origin for entry in entries if entry.origin is not None]
     if len(origins) < len(entries) or len({(id(o.copy), *o[1:3]) for o in origins}) > 1:

@@ -1,7 +1,7 @@
-"""Which processes a metric's value is of: this rank's counterparts in all replicas, or it alone.
+"""The processes over which a metric gathers: this rank's counterparts in all replicas.
 
-That holds after a run too, where a script prints what a callback has counted, until the next run of
-whatever strategy begins.
+They stay the same after a run, where a script prints what a callback has counted, until the next
+run of any strategy begins.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PLAIN_SETUP = Strategy.setup_environment
 
 
 class MetricGroups:
-    """Lets all metrics of a process gather over the replicas until another run, wherever they are.
+    """Makes all metrics of a process gather over the replicas until another run begins.
 
     Within a pipeline nothing is gathered: what steps have written is sent at an epoch's end.
 
     Args:
         replicas: The counterparts of this rank.
-        refuse: A function that raises for a metric whose value is on another rank.
+        refuse: Raises for a metric whose value is on another rank.
     """
 
     def __init__(self, replicas: Replicas, refuse: Callable[[Metric], None]) -> None:
@@ -54,13 +54,13 @@ class MetricGroups:
         return gather_all_tensors(state, self._group if group is None else group)
 
     def end_run(self) -> None:
-        """Keep nothing of the run but over whom metrics gather."""
+        """Drop what is of the run, all but the processes over which metrics gather."""
         self._refuse = lambda metric: None
         self._is_alone_with = lambda state: False
 
 
 def _start_run(self: Strategy) -> None:
-    """Let metrics gather as torchmetrics does, unless the strategy of this run has its own way."""
+    """Make metrics gather as torchmetrics does, unless this run's strategy changes that again."""
     Metric.sync = _PLAIN  # type: ignore[method-assign]
     Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]
     _PLAIN_SETUP(self)

@@ -1,8 +1,8 @@
 """Values of metrics over a whole batch, where the step calls them with microbatches.
 
-What a metric returns when it is called is of that call's inputs; Lightning logs it as the value "on
-step" of the metric, and a step may log it itself. A copy of the metric, updated with the same
-inputs, has it for the batch, whatever the metric computes.
+A metric that is called returns the value of that call's inputs. Lightning logs it as the value "on
+step" of the metric, and a step may log it itself. A copy of the metric that is updated with the
+inputs of all microbatches has the value of the batch, whatever the metric computes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchmetrics import Metric
 
 
 class CallValue(NamedTuple):
-    """A tensor that a call of a metric has returned, or a number in it.
+    """A number that a call of a metric has returned.
 
     Attributes:
         copy: The copy of the metric that is updated with the whole batch.
-        leaf: Which tensor of what the call returned.
-        element: Which number of the tensor.
-        returned: The tensor itself.
+        leaf: Index of the tensor among those that the call returned.
+        element: Index of the number in that tensor.
+        returned: The tensor.
         then: Its values when it was returned.
     """
 
@@ -48,11 +48,7 @@ class CallValue(NamedTuple):
 
 
 class WholeBatchValues:
-    """Copies of a module's metrics that know of one batch only.
-
-    Args:
-        module: The module whose metrics are meant.
-    """
+    """Copies of a module's metrics that are updated with one batch only."""
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
@@ -62,7 +58,7 @@ class WholeBatchValues:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the metrics' calls in the microbatch that begins now."""
+        """Record the metrics' calls in the microbatch that begins now."""
         self._calls.clear()
         self._returned.clear()
         for metric in self._metrics:
@@ -90,10 +86,10 @@ class WholeBatchValues:
         return value
 
     def origin(self, value: Any) -> CallValue | None:
-        """Tell whether a number that the step logs is one that a metric returned in this call.
+        """Return the call of a metric that returned a number, if one did in this microbatch.
 
-        ``detach()`` and an index into several numbers (of a wrapper by class) keep the memory, by
-        which it is known. What is computed from it is a number like any other.
+        ``detach()`` and an index into several numbers keep the memory, by which it is known. What
+        is computed from it is a number like any other.
         """
         if type(value) is not Tensor or value.numel() != 1:
             return None
@@ -105,14 +101,14 @@ class WholeBatchValues:
         return found._replace(element=element) if is_in_it else None
 
     def give_to(self, metric: Metric) -> None:
-        """Let Lightning find the batch's value where it looks for that of the last call."""
+        """Put the batch's value where Lightning reads that of the last call."""
         copies = self._copies.get(id(metric))
         if copies:
             # Private: Lightning reads it.
             metric._forward_cache = copies[self._calls[id(metric)] - 1].compute()
 
     def forget(self) -> None:
-        """Be done with the batch."""
+        """Drop what is of the batch."""
         self._returned.clear()
         for copies in self._copies.values():
             for copy in copies:
@@ -140,7 +136,7 @@ def _fresh(metric: Metric) -> Metric:
 class _CopiesWithoutGraphs(TorchFunctionMode):
     """Copies tensors that were computed, which torch refuses, without what they came from.
 
-    A metric that was given the model's outputs as they are keeps such: its latest value at least.
+    A metric that was given the model's outputs undetached has such tensors.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Publishes numbers in a store without making the one who has them wait.
+"""Numbers in the run's store, for other ranks to read; a rank that has some does not wait.
 
 Neither for an accelerator that has yet to compute them, nor for the store: a thread does both.
 """
@@ -6,7 +6,8 @@ Neither for an accelerator that has yet to compute them, nor for the store: a th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from queue import SimpleQueue
 from threading import Thread
@@ -18,9 +19,11 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 
 from lightning_pipeoffload.runtime import late_values
 
-_NUM_KEPT = 64  # more moments than ranks can be apart
+_NUM_STORED = 64  # more moments than ranks can be apart
+_KIND = "figures"
 
 Numbers = dict[str, dict[str, Any]]
+Figures = dict[str, float]
 
 
 class Publisher:
@@ -28,31 +31,36 @@ class Publisher:
 
     Args:
         store: A store that all ranks can read.
-        fail: Called with an error of the thread that publishes; for what it does not write, other
-            ranks would wait.
+        fail: Called with an error of the thread that publishes: other ranks would wait for what it
+            does not write.
+        are_deleted: Whether old entries are deleted; else they stay until the reader deletes them.
     """
 
-    def __init__(self, store: Store, fail: Callable[[Exception], None]) -> None:
-        self._store = store
-        self._fail = fail
+    def __init__(
+        self, store: Store, fail: Callable[[Exception], None], are_deleted: bool = True
+    ) -> None:
+        self._store, self._fail = store, fail
+        self._are_deleted = are_deleted
+        self._is_abandoned = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._keys: list[str] = []
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
 
     def publish(self, key: str, metrics: Numbers) -> None:
-        """Set ``key`` to a JSON object with the numbers as they are now.
+        """Set ``key``, which is new in the store, to a JSON object of the numbers as they are now.
 
         Args:
-            key: A key that is new in the store.
+            key: The key.
             metrics: Numbers, or tensors of one element, by kind and name.
         """
         fetch = start_fetching(metrics)
 
         def write() -> None:
             self._store.set(key, json.dumps(fetch()))
-            self._keys.append(key)
-            if len(self._keys) > _NUM_KEPT:
+            if self._are_deleted:
+                self._keys.append(key)
+            if len(self._keys) > _NUM_STORED:
                 self._store.delete_key(self._keys.pop(0))
 
         self._queue.put(write)
@@ -63,7 +71,8 @@ class Publisher:
         self._thread.join()
 
     def abandon(self) -> None:
-        """Write what there is, and nobody waits for it."""
+        """End without waiting for the thread, and ignore its errors: the run was broken off."""
+        self._is_abandoned = True
         self._queue.put(None)
 
     def _work(self) -> None:
@@ -71,27 +80,98 @@ class Publisher:
             for write in iter(self._queue.get, None):
                 write()
         except Exception as error:
-            self._fail(error)
+            if not self._is_abandoned:
+                self._fail(error)
+
+
+class RankFigures:
+    """Numbers of each rank, step by step, on their way to global rank 0; no rank waits for them.
+
+    ::
+
+        rank 3          step 10: give    step 20: give
+                             v                v
+        store                numbers          numbers
+                             v                v
+        global rank 0   step 10: give    step 11: arrived: those of step 10, of all ranks
+
+    Args:
+        store: A connection to a store that nothing else uses.
+        name: A name for the numbers in the store, the same on every rank.
+        global_rank: This rank.
+        ranks: The global ranks that give numbers.
+        fail: Called with an error of the thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        global_rank: int,
+        ranks: Sequence[int],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._store, self._name, self._global_rank = store, name, global_rank
+        self._ranks = ranks
+        self._publisher = Publisher(store, fail, are_deleted=False)
+        self._expected: deque[int] = deque()
+        self._is_closed = False
+
+    def give(self, step: int, figures: dict[str, Any]) -> None:
+        """Send this rank's numbers of a step, as all ranks do in the same order.
+
+        Args:
+            step: The step, larger than those before.
+            figures: Numbers, or tensors of one element, by name.
+        """
+        self._publisher.publish(self._key(step, self._global_rank), {_KIND: figures})
+        if self._global_rank == 0:
+            self._expected.append(step)
+
+    def arrived(self) -> Iterator[tuple[int, dict[int, Figures]]]:
+        """Yield on global rank 0 the numbers that have come: the step, and those of each rank.
+
+        Once closed it waits for the rest.
+        """
+        while self._expected:
+            step = self._expected[0]
+            keys = [self._key(step, rank) for rank in self._ranks]
+            if not self._is_closed and not self._store.check(keys):
+                return
+            found = [json.loads(each)[_KIND] for each in self._store.multi_get(keys)]
+            for key in keys:
+                self._store.delete_key(key)
+            self._expected.popleft()
+            yield step, dict(zip(self._ranks, found, strict=True))
+
+    def close(self) -> None:
+        """Return when this rank's numbers are published."""
+        self._publisher.close()
+        self._is_closed = True
+
+    def abandon(self) -> None:
+        """End without waiting for other ranks: the run was broken off."""
+        self._publisher.abandon()
+        self._expected.clear()
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._name}/{step}/{rank}"
 
 
 def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
-    """Start to bring numbers to the host.
-
-    Returns:
-        A function that waits for them and returns them as floats.
-    """
-    places = [(kind, name) for kind, values in metrics.items() for name in values]
-    values = [metrics[kind][name] for kind, name in places]
+    """Start to bring numbers to the host; return a function that waits for them, as floats."""
+    names = [(kind, name) for kind, values in metrics.items() for name in values]
+    values = [metrics[kind][name] for kind, name in names]
     # Never from the host to the accelerator, which would wait for all that it was given.
     numbers = [None if late_values.is_remote(value) else float(value) for value in values]
     remote = [value for value in values if late_values.is_remote(value)]
     if not remote:
-        return lambda: _by_kind(metrics, places, numbers)
+        return lambda: _by_kind(metrics, names, numbers)
     fetch = _start_copy(remote)
 
     def wait() -> Numbers:
         fetched = iter(fetch())
-        return _by_kind(metrics, places, [next(fetched) if n is None else n for n in numbers])
+        return _by_kind(metrics, names, [next(fetched) if n is None else n for n in numbers])
 
     return wait
 
@@ -104,8 +184,8 @@ def _start_copy(remote: list[Tensor]) -> Callable[[], list[float]]:
     return lambda: read().tolist()
 
 
-def _by_kind(kinds: Numbers, places: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:
+def _by_kind(kinds: Numbers, names: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:
     found: Numbers = {kind: {} for kind in kinds}
-    for (kind, name), number in zip(places, numbers, strict=True):
+    for (kind, name), number in zip(names, numbers, strict=True):
         found[kind][name] = number
     return found

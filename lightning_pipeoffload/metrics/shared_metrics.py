@@ -1,16 +1,16 @@
 """What ``self.log`` recorded on a pipeline's root, read by all its ranks.
 
-Only the last stage comes to the loss, and that stage is on the root. The other ranks fetch what the
-root has published when, and only when, something of theirs asks for it: nobody waits otherwise::
+Only the last stage comes to the loss, and that stage is on the root. Another rank fetches what the
+root has published when something on it reads a metric; else no rank waits::
 
     root            step 1  tick 1: publish   step 2  tick 2: publish   step 3 ...
                                  v                         v
     store                    numbers 1                 numbers 2
                                  v
-    another rank    step 1  tick 1   asks for "loss": waits for numbers 1, no later ones
+    another rank    step 1  tick 1   reads "loss": waits for numbers 1, no later ones
 
-What callbacks and schedulers decide on is global rank 0's in every replica: else a learning rate,
-say, would be another one in each, and their weights would drift apart.
+Callbacks and schedulers decide by global rank 0's metrics in every replica: else a learning rate,
+say, would be another one in each, and their weights would differ.
 """
 
 from __future__ import annotations
@@ -39,32 +39,26 @@ _Metrics = dict[str, Any]
 
 
 class RunInLoop(Protocol):
-    """A run that has something to do where Lightning's loop comes by its connector."""
+    """The run that is called where Lightning's loop calls its connector."""
 
     def end_batch(self) -> None:
-        """The hooks of a batch's end have run."""
+        """Called after the hooks of a batch's end."""
 
     def arrive(self) -> None:
-        """The last batch of an epoch or an evaluation is done."""
+        """Called after the last batch of an epoch or an evaluation."""
 
     def send_collected(self) -> None:
-        """The hooks of an epoch's or an evaluation's end come next."""
+        """Called before the hooks of an epoch's or an evaluation's end."""
 
     def reset_logged(self) -> None:
-        """Lightning has reset what steps have logged."""
+        """Called when Lightning resets what steps have logged."""
 
 
 class _Published:
-    """What one replica's root has published, as another rank reads it.
-
-    Args:
-        store: A store that all ranks can read.
-        replica: The replica.
-    """
+    """What one replica's root has published, as another rank reads it."""
 
     def __init__(self, store: Store, replica: int) -> None:
-        self._store = store
-        self._replica = replica
+        self._store, self._replica = store, replica
         self._tick = 0
         self._last: dict[str, _Metrics] = {}
 
@@ -78,20 +72,20 @@ class _Published:
         return self._last
 
     def forget(self, tick: int) -> None:
-        """Let there be nothing at a tick, nor before it."""
+        """Drop what was published up to a tick."""
         self._tick, self._last = tick, {}
 
 
 class SharedMetricsConnector(_LoggerConnector):
     """Lightning's connector, whose metrics are those of the root on every rank of a pipeline.
 
-    Every rank goes through the same loop, so counting its milestones (**ticks**: the end of a
-    step, of an epoch, of a hook) names a moment on all of them. The root publishes what it has at
-    each.
+    Every rank goes through the same loop, so the number of its milestones so far (**ticks**: the
+    end of a step, of an epoch, of a hook) means one moment on all of them. The root publishes what
+    it has at each.
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
-        run: The run that hears where the loop is; None: none does.
+        run: The run that is called where the loop is; None: none.
     """
 
     run: RunInLoop | None = None
@@ -111,13 +105,13 @@ class SharedMetricsConnector(_LoggerConnector):
         store: Store | None,
         fail: Callable[[Exception], None],
     ) -> SharedMetricsConnector:
-        """Make one with the state of ``plain``; without a store it is a plain one.
+        """Make one with the state of ``plain``; without a store it reads nothing from others.
 
         Args:
-            plain: The trainer's own connector, which this one takes the place of.
+            plain: The trainer's own connector.
             mesh: The processes, of which some are roots.
             store: A store that all ranks can read.
-            fail: A function that ends the run by an error of another thread.
+            fail: Ends the run by an error of another thread.
         """
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
@@ -136,7 +130,7 @@ class SharedMetricsConnector(_LoggerConnector):
         self.run = None
 
     def leave(self) -> None:
-        """Fetch what there is while the others are still there; then be a plain connector."""
+        """Fetch the last metrics while the other ranks are there; read nothing from them later."""
         for kind in ("callback", "log", "pbar"):
             self._read(kind)
         if self._publisher is not None:
@@ -144,7 +138,7 @@ class SharedMetricsConnector(_LoggerConnector):
         self._stop_reading()
 
     def abandon(self) -> None:
-        """Be a plain connector: the run was broken off, and nobody publishes what is asked for."""
+        """Read nothing from other ranks any more: the run was broken off."""
         if self._publisher is not None:
             self._publisher.abandon()
         self._stop_reading()
@@ -164,7 +158,7 @@ class SharedMetricsConnector(_LoggerConnector):
         self._publisher.publish(_key(self._replica, self._tick), now)
 
     def _update_all(self) -> dict[str, _Metrics]:
-        """Take in what this rank has logged itself; return all, by kind."""
+        """Update this rank's own metrics; return them by kind."""
         mine: dict[str, _Metrics] = {
             "callback": self._callback_metrics,
             "log": self._logged_metrics,
@@ -236,16 +230,16 @@ class SharedMetricsConnector(_LoggerConnector):
     @property
     @override
     def metrics(self) -> Any:
-        """This rank's values; those for a progress bar are tensors yet."""
+        """This rank's values; those for a progress bar stay tensors."""
         with _keeping_tensors():
             return super().metrics
 
     @property
     @override
     def progress_bar_metrics(self) -> _Metrics:
-        """Numbers; from one batch to the next those that were known by the end of the one before.
+        """Numbers; during a batch those that were known by the end of the one before.
 
-        A bar that is drawn at each batch would otherwise wait for the accelerator at each.
+        Otherwise a bar that shows each batch would wait for the accelerator at each.
         """
         metrics = self._read("pbar")
         if not any(map(late_values.is_remote, metrics.values())):
@@ -257,9 +251,9 @@ class SharedMetricsConnector(_LoggerConnector):
         return self._fetch_shown()["pbar"] if self._fetch_shown is not None else {}
 
     def _read(self, kind: str) -> _Metrics:
-        """Return metrics of a kind; where both have a value the root's counts.
+        """Return metrics of a kind; the root's come before this rank's own.
 
-        For decisions that of global rank 0.
+        Before these, for decisions, come those of global rank 0.
         """
         metrics = self._update_all()[kind]
         metrics.update(self._fetch().get(kind, {}))
@@ -274,18 +268,15 @@ class SharedMetricsConnector(_LoggerConnector):
 
 @contextmanager
 def _keeping_tensors() -> Iterator[None]:
-    """Let Lightning collect what a progress bar shows without waiting for each value."""
-    # Private: Lightning turns them into numbers there, though nothing may draw a bar.
-    place = vars(result)
-    plain, place["convert_tensors_to_scalars"] = place["convert_tensors_to_scalars"], _same
+    """Keep Lightning from waiting for each value that a progress bar might show."""
+    # Private: Lightning turns them into numbers there, though there may be no bar.
+    names = vars(result)
+    plain = names["convert_tensors_to_scalars"]
+    names["convert_tensors_to_scalars"] = lambda value: value
     try:
         yield
     finally:
-        place["convert_tensors_to_scalars"] = plain
-
-
-def _same(value: Any) -> Any:
-    return value
+        names["convert_tensors_to_scalars"] = plain
 
 
 def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:

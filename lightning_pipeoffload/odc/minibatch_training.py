@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_pipeoffload.loop.backward_hooks import BackwardHooks
+from lightning_pipeoffload.loop.backward import BackwardHooks
 from lightning_pipeoffload.odc.minibatch import Minibatch
 from lightning_pipeoffload.odc.minibatch_logs import LoggedName, MinibatchLogs
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun

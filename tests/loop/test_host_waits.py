@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
-from lightning_pipeoffload.loop import pipeline_run
+from lightning_pipeoffload.loop import fit_run
 from lightning_pipeoffload.loop.step_exchange import StepExchange
 from lightning_pipeoffload.runtime import late_values
 from tests.support.fits import SILENT
@@ -118,7 +118,7 @@ def steady(monkeypatch):
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     monkeypatch.setattr(late_values, "is_remote", lambda value: isinstance(value, Tensor))
     comparing = lambda pipeline, group, late: StepExchange(pipeline, group, True)  # noqa: E731
-    monkeypatch.setattr(pipeline_run, "StepExchange", comparing)
+    monkeypatch.setattr(fit_run, "StepExchange", comparing)
     return steady
 
 

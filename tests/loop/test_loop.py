@@ -34,21 +34,22 @@ def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
             assert outcome[what] == expected[what]
 
 
-class SlowClock(L.Callback):
-    """Lets ranks other than global rank 0 believe that they validated long ago."""
+class Validated(L.Callback):
+    """Makes one rank's last validation long ago; notes the steps at which there is one."""
 
-    num_validations = 0
+    def __init__(self, rank):
+        self.rank, self.steps = rank, []
 
-    def on_train_start(self, trainer, module):
-        if not trainer.is_global_zero:
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_rank == self.rank and trainer.global_step == 2:
             trainer._last_val_time = float("-inf")
 
     def on_validation_start(self, trainer, module):
-        self.num_validations += 1
+        self.steps.append(trainer.global_step)
 
 
-def _validate_by_clock():
-    clock = SlowClock()
+def _validate_by_clock(rank):
+    clock = Validated(rank)
     trainer = L.Trainer(
         **fits.SILENT | {"num_sanity_val_steps": 0},
         devices=2,
@@ -59,8 +60,9 @@ def _validate_by_clock():
         callbacks=[clock],
     )
     trainer.fit(fits.Net(depth=4), fits.loader(), fits.loader())
-    return clock.num_validations
+    return clock.steps
 
 
-def test_ranks_validate_by_the_clock_of_one(ranks):
-    assert ranks(2).run(_validate_by_clock) == [0, 0]
+@pytest.mark.parametrize(("rank", "steps"), [(0, [3]), (1, [])])
+def test_ranks_validate_by_global_rank_0s_clock_a_batch_later(ranks, rank, steps):
+    assert ranks(2).run(_validate_by_clock, rank) == [steps, steps]

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.step_exchange import StepExchange, Told
+from lightning_pipeoffload.loop.step_exchange import Said, StepExchange
 from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from tests.support import fits
@@ -40,8 +40,8 @@ def compared(batches, is_late):
     for batch in batches:
         exchange.note(batch, "a batch")
         batch += 1
-        exchange.turn(Told(), trains=False)
-    exchange.settle(Told(), trains=False)
+        exchange.turn()
+    exchange.settle(Said())
     return [vector[-2] for vector in group.sent]
 
 
@@ -54,11 +54,14 @@ def test_a_batch_of_the_device_is_compared_with_the_next_as_it_was_before_the_st
 
 def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
     exchange = StepExchange(SimpleNamespace(), Group(), False)
-    assert exchange.turn(Told(stops=True), trains=False) == Told()
+    exchange.turn(Said(stops=True))
+    assert exchange.take() == Said()
     assert exchange.all_stop()
-    assert exchange.turn(Told(outgrown=True), trains=False) == Told(stops=True)
+    exchange.turn(Said(outgrown=True, due=2))
+    assert exchange.take() == Said(stops=True)
     assert not exchange.all_stop()
-    assert exchange.settle(Told(), trains=False) == Told(outgrown=True)
+    exchange.turn()  # a batch of an evaluation
+    assert exchange.settle(Said()) == Said(outgrown=True, due=2)
 
 
 def options_of(**given):

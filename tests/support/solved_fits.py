@@ -10,7 +10,7 @@ from unittest import mock
 
 import lightning as L
 
-from lightning_pipeoffload.loop import plan_updates
+from lightning_pipeoffload.loop import run_plans
 from lightning_pipeoffload.planning import plan_solver
 from lightning_pipeoffload.schedule import Costs, Schedule, build, offload_activations
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -92,8 +92,8 @@ def fit(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, 
 def by_script(num_devices: int, max_steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Change the plan twice: to one that copies, and to another order."""
     with (
-        mock.patch.object(plan_updates, "PlanSolver", Scripted),
-        mock.patch.object(plan_updates, "is_worth_changing", return_value=True),
+        mock.patch.object(run_plans, "PlanSolver", Scripted),
+        mock.patch.object(run_plans, "is_worth_changing", return_value=True),
     ):
         return fit(num_devices, max_steps, {**options, "memory_limit": "4MiB"})
 
@@ -111,7 +111,7 @@ def with_solver(num_devices: int, folder: str, options: dict[str, Any]) -> dict[
     """Fit while a solver looks for plans; return what is left of it, too."""
     _STARTED.clear()
     options = {"plan_cache": folder, "solver_seconds": 60, **options}
-    with mock.patch.object(plan_updates, "PlanSolver", Watched):
+    with mock.patch.object(run_plans, "PlanSolver", Watched):
         try:
             done = fit(num_devices, 8, options)
         except RuntimeError as error:

@@ -1,0 +1,210 @@
+"""From a batch's loss to the gradients of its step: hooks, backwards, clipping and the loss scale.
+
+Forwards and backwards of a pipeline interleave. What Lightning does before its one backward happens
+before the first B of a plan, and what it does behind it after the last::
+
+    F F F [zero_grad, on_before_backward] B F B F B B [sums, on_after_backward] | clip, step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
+from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
+from lightning_pipeoffload.planning.training_plan import Accumulation
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+def scaler_of(precision: Precision) -> GradScaler | None:
+    return getattr(precision, "scaler", None)
+
+
+class BackwardHooks:
+    """Runs zero_grad and the hooks around a batch, and each microbatch's own backward within.
+
+    Attributes:
+        adds_up: Whether the next batch's gradients add up to those that are there.
+    """
+
+    def __init__(self, module: LightningModule, precision: Precision, device: torch.device) -> None:
+        self._module, self._precision, self._device = module, precision, device
+        self._scaler = scaler_of(precision)
+        self._zero_grad: Callable[[], None] | None = None
+        self.adds_up = True
+
+    def expect(self, zero_grad: Callable[[], None] | None) -> None:
+        """Keep the call that Lightning makes before a batch's backward; None: gradients add up."""
+        self._zero_grad = zero_grad
+        self.adds_up = zero_grad is None
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Run the backward of one microbatch's loss."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._precision.backward(loss, self._module, None)
+
+    def _zero(self) -> None:
+        if self._zero_grad is not None:
+            self._zero_grad()
+
+    def _begin(self, loss: Tensor | None) -> None:
+        self._precision.pre_backward(self._shown(loss), self._module)
+
+    def _shown(self, loss: Tensor | None) -> Tensor:
+        """Return the loss for hooks; zero on a rank without one."""
+        return torch.zeros((), device=self._device) if loss is None else loss
+
+
+class BatchBackward(BackwardHooks):
+    """The hooks before and after all the backwards of a batch of the pipeline."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        precision: Precision,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        collected: CollectedValues | None,
+    ) -> None:
+        super().__init__(module, precision, pipeline.device)
+        self._pipeline, self._group, self._collected = pipeline, group, collected
+        self._is_summed = False
+
+    def start(self, results: Sequence[Any]) -> None:
+        """Do what Lightning does between a training step and its backward.
+
+        Args:
+            results: What steps have returned on this rank by then.
+        """
+        with nullcontext() if self._collected is None else self._collected.between_steps():
+            self._zero()
+            self._begin(_loss_of(results[-1]) if results else None)
+        if self._is_summed:
+            self._group.part_shared_gradients()
+            self._is_summed = False
+
+    def end(self, output: Any, accumulation: Accumulation) -> Any:
+        """Do what Lightning does after a backward; return the output, or a zero for the loss."""
+        if accumulation.is_last or accumulation.watched_by:
+            self._pipeline.sum_stage_gradients()
+            self._group.sum_shared_gradients()
+            self._is_summed = True
+        self._pipeline.gradient_age.change()
+        output = self._shown(None) if output is None else output
+        self._precision.post_backward(self._shown(_loss_of(output)), self._module)
+        return output
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+class GradientTotals:
+    """Clips by the norm over all ranks, and skips a step whose gradients overflow on any.
+
+    The norm of each gradient is squared, and all ranks sum these in the order of the optimizer's
+    parameters, so its bits do not depend on which rank has which.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        group: PipelineGroup,
+        age: GradientAge,
+        validation: PostValidation,
+    ) -> None:
+        self._precision, self._group, self._age = precision, group, age
+        self._validation = validation
+
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all ranks, tied weights counted once."""
+        squares = self._squared_norms([*self._precision.main_params(optimizer)])
+        clipping = Clipping(self._own_parameters(optimizer), clip_val, squares)
+        if self._validation.assumes_norm():
+            self._validation.expect_clipping(clipping)
+            return
+        clipping.clip(clipping.norm(self._group.sum(squares)))
+        self._age.change()
+
+    def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        nn.utils.clip_grad_value_(self._own_parameters(optimizer), clip_val)
+        self._age.change()
+
+    def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return those of the gradients that this rank counts, in float64; 0 for the others."""
+        counted = {
+            index: parameter.grad
+            for index, parameter in enumerate(parameters)
+            if not isinstance(parameter, ShapeOnly) and self._group.counts(parameter)
+            if parameter.grad is not None
+        }
+        if not counted:
+            return torch.zeros(len(parameters), dtype=torch.float64, device=self._group.device)
+        # Private: as torch's own clipping, one kernel for many.
+        norms = dict(zip(counted, torch._foreach_norm([*counted.values()]), strict=True))
+        none = torch.zeros_like(next(iter(norms.values())))
+        return torch.stack([norms.get(i, none) for i in range(len(parameters))]).double() ** 2
+
+    def _own_parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        own = (p for p in self._precision.main_params(optimizer) if not isinstance(p, ShapeOnly))
+        return [parameter for parameter in own if parameter.grad is not None]
+
+    def unscale(
+        self,
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[Any, Tensor]:
+        """Unscale this rank's gradients, as the scaler does; return whether any rank overflows."""
+        members = [p for g in optimizer.param_groups for p in g["params"]]
+        own: Any = SimpleNamespace(
+            param_groups=[{"params": [p for p in members if not isinstance(p, ShapeOnly)]}]
+        )
+        found = type(scaler)._unscale_grads_(scaler, own, inv_scale, found_inf, allow_fp16)
+        self._age.change()
+        # A rank whose parameters are frozen has looked at nothing.
+        own = found.get(found_inf.device, found_inf)
+        if self._validation.assumes():
+            self._validation.expect_scaling(_scaling(scaler, own))
+            return {found_inf.device: own}
+        return {found_inf.device: self._group.largest(own)}
+
+
+def _scaling(scaler: GradScaler, found: Tensor) -> Scaling:
+    """Return how a scale goes on, by the numbers that it has now."""
+    # Private: the scale, and how many steps in a row it was not too large.
+    scale, growth = scaler._scale, scaler._growth_tracker
+    assert scale is not None
+    assert growth is not None
+    return Scaling(found, partial(_lower, scaler, scale.clone(), growth.clone()), (scale, growth))
+
+
+def _lower(scaler: GradScaler, scale: Tensor, growth: Tensor) -> None:
+    """Lower the scale that there was before the step."""
+    current: Any = scaler._scale
+    current_growth: Any = scaler._growth_tracker
+    current.copy_(scale)
+    current_growth.copy_(growth)
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    # Private: what the scaler itself calls at the end of a step.
+    torch._amp_update_scale_(
+        current, current_growth, torch.ones_like(scale), *factors, scaler.get_growth_interval()
+    )
