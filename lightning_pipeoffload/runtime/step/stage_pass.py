@@ -12,20 +12,21 @@ Only the last stage comes to the head and the loss. Three blocks, of which each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -47,9 +48,15 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
 _NOTHING = nullcontext()
+_VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
-@dataclass(frozen=True)
+def _are_values(arguments: Iterable[Any]) -> bool:
+    """Whether all are plain tensors and numbers; most blocks take nothing else."""
+    return all(type(argument) in _VALUES for argument in arguments)
+
+
+@dataclass
 class StageContext:
     """What every F of one stage has in common.
 
@@ -63,6 +70,8 @@ class StageContext:
         generators: The generators that the modules hold.
         recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
             "full" (blocks).
+        is_first: Whether the step starts here.
+        is_last: Whether the step ends here.
     """
 
     stage: Stage
@@ -74,21 +83,27 @@ class StageContext:
     generators: Generators
     recompute: str = "none"
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the step starts here."""
-        return self.stage.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the step ends here."""
-        return self.stage.index == self.num_stages - 1
+    def __post_init__(self) -> None:
+        self.is_first = self.stage.index == 0
+        self.is_last = self.stage.index == self.num_stages - 1
+        self._shapes_only: tuple[StepRecord | None, frozenset[int]] = None, frozenset()
 
     @cached_property
     def call(self) -> StepCall:
         """What the stage's calls of the user's step are for."""
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
+
+    def shapes_only(self, record: StepRecord) -> frozenset[int]:
+        """Return the blocks before the one that hands over, whose output is known by its shapes."""
+        known, found = self._shapes_only
+        if known is not record:
+            before = range(self.stage.blocks.start - 1)
+            found = frozenset(
+                i for i in before if record.outputs[i].is_template and i not in record.opened
+            )
+            self._shapes_only = record, found
+        return found
 
     def written_tensors(self) -> list[Tensor]:
         """List what the stage's steps write in place and its backwards may read."""
@@ -120,11 +135,12 @@ class StagePass:
         self._called = ""
         self._is_in_block = False
         self.left: Left = []
-        self._seed_segment = seed_all if microbatch.record.draws_beside_torch else seed_torch
-        blocks = context.stage.blocks
-        self._carried = carried_values(
-            microbatch.record, blocks.start, None if context.is_last else blocks.stop
-        )
+        self._record = record = microbatch.record
+        self._generators = context.generators
+        self._seed_segment = seed_all if record.draws_beside_torch else seed_torch
+        self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
+        self._shapes_only = context.shapes_only(record)
+        self._carried = carried_values(record, self._start, None if context.is_last else self._stop)
         self._counter = self._carried if self._carried and self._carried.counts else None
 
     def place(self) -> tuple[str, bool]:
@@ -133,7 +149,7 @@ class StagePass:
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last one its result."""
-        context, generators = self._context, self._context.generators
+        context, generators = self._context, self._generators
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
         with context.writes.of_stage(context.stage.index), generators.kept():
@@ -157,55 +173,56 @@ class StagePass:
         return output
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run an owned block; hand on what was received; else return shapes."""
-        if index >= self._context.stage.blocks.start:
-            output = self._run_owned(index, arguments)
+        """Run a block of the stage; hand over the payload; return shapes for blocks before that."""
+        if index >= self._start:
+            output = self._run_own(index, arguments)
+        elif self._carried is None and index in self._shapes_only:
+            output = self._shapes_of(index, self._record.outputs[index])
         else:
-            output = self._run_remote(index, call)
+            output = self._pass_remote(index, call)
         # Not before the block: a checkpoint around its call has saved the generator by then. After
         # a remote block too: what the step draws there may be used on several stages.
         seed = mix_seed(self._microbatch.seed, index + 1)
         self._seed_segment(seed)
-        self._context.generators.seed(seed)
+        self._generators.seed(seed)
         return output
 
-    def _run_remote(self, index: int, call: Callable[[], Any]) -> Any:
+    def _pass_remote(self, index: int, call: Callable[[], Any]) -> Any:
         with self._paused():
             output = self._output_of(index, call)
-            if index < self._context.stage.blocks.start - 1:
-                return self._shapes_of(index, output)
-            return self._hand_over(index, output)
+            if index == self._start - 1:
+                return self._hand_over(index, output)
+            return self._leave_block(index, self._shapes_of(index, output))
 
-    def _run_owned(self, index: int, arguments: Any) -> Any:
-        chain, name = self._context.chain, self._context.chain.block_name(index)
-        if has_shapes(arguments):
-            arguments = give_values(arguments)
+    def _run_own(self, index: int, arguments: Any) -> Any:
+        context = self._context
+        chain, name = context.chain, context.chain.block_name(index)
+        args, kwargs = arguments
+        if not (_are_values(args) and _are_values(kwargs.values())) and has_shapes(arguments):
+            args, kwargs = arguments = give_values(arguments)
             for leaf in shape_only_leaves(arguments):
                 raise ValueNeededError(name, leaf.origins)
-        args, kwargs = arguments
-        run, is_open = chain.plain_call(index), self._is_open(index)
+        run, is_open = chain.plain_call(index), index in self._record.opened
         self._called, self._is_in_block = name, True
         with _NOTHING if is_open else self._paused():
             # What an open block lets out would come from the first run of it alone.
-            if self._context.recompute != "full" or self._received is None or is_open:
+            if context.recompute != "full" or self._received is None or is_open:
                 output = run(*args, **kwargs)
             else:
-                written = self._context.written_tensors()
+                written = context.written_tensors()
                 output = run_checkpointed(chain.blocks[index], run, args, kwargs, written)
         self._is_in_block = False
-        output = self._leave_block(index, output)
-        if index == self._context.stage.blocks.stop - 1 and not self._context.is_last:
+        if self._carried is not None:
+            output = self._leave_block(index, output)
+        if index == self._stop - 1 and not context.is_last:
             self._left = True
             beside = self._carried.to_hand_on() if self._carried else ()
             raise StageExit([*tensors_in(output), *beside])
         return output
 
-    def _is_open(self, index: int) -> bool:
-        return index in self._microbatch.record.opened
-
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
-        output = self._microbatch.record.outputs[index]
-        if output.is_template and not self._is_open(index):
+        output = self._record.outputs[index]
+        if output.is_template and index not in self._record.opened:
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
@@ -214,7 +231,8 @@ class StagePass:
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
-        return self._counter.resumed() if self._counter and self._is_open(index) else _NOTHING
+        is_open = index in self._record.opened
+        return self._counter.resumed() if self._counter and is_open else _NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:
         return self._counter.paused() if self._counter else _NOTHING
@@ -224,8 +242,7 @@ class StagePass:
 
     def _shapes_of(self, index: int, output: BlockOutput) -> Any:
         origins, device = self._context.chain.output_origins(index), self._microbatch.device
-        shapes = [ShapeOnly(meta, device, origins) for meta in output.metas]
-        return self._leave_block(index, output.fill(shapes))
+        return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
         # As late as here: the step's own beginning has run while the tensors were on their way.

@@ -42,6 +42,8 @@ class Generators:
 
     def seed(self, seed: int) -> None:
         """Seed each, by its name."""
+        if not self._places:  # once for every block of every microbatch
+            return
         for label, generator in self._now():
             _seed(generator, mix_seed(seed, zlib.crc32(label.encode())))
 
