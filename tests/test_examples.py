@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.pairs import slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

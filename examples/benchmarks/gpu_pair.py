@@ -19,7 +19,7 @@ from examples.benchmarks.gpu_part import (
     lines_of,
     start,
 )
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 
 
 def run_two(

@@ -32,7 +32,7 @@ from lightning_pipeoffload.odc.on_demand_processes import Ranks
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.transport import SharedSums
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 
 WIDTH, NUM_BLOCKS = 64, 4
 LONG, SHORT = 0.03, 0.003  # seconds of a block's forward, and of its backward

@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from lightning_pipeoffload.odc.shared_bytes import remove_left_files
-from lightning_pipeoffload.processes.data_parallel import tell_replica
+from lightning_pipeoffload.processes.data_parallel import set_replica
 from lightning_pipeoffload.processes.joint_end import JointEnd
 from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
 class Ranks(HostGroup):
@@ -38,6 +37,7 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
     _world: Ranks | None = None
     _shard_ranks: Ranks
     _group_size: int | None
+    _why_alone = "ranks have different numbers of microbatches"
 
     @property
     @override
@@ -59,7 +59,7 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
         )
         super().setup_environment()
         self._make_groups(self._check_group_size(self.world_size))
-        tell_replica(self.global_rank, self.world_size)
+        set_replica(self.global_rank, self.world_size)
         if self._board is not None:
             run = self.broadcast(secrets.token_hex(8), 0)
             self._board.connect(connect_store(run, self._timeout))
@@ -108,37 +108,28 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._refuse_in_step("barrier")
+        self._refuse_alone("barrier")
         if self._world is not None:
             self._world.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_in_step("broadcast")
+        self._refuse_alone("broadcast")
         return obj if self._world is None else self._world.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        self._refuse_in_step("reduce")
+        self._refuse_alone("reduce")
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        self._refuse_in_step("all_gather")
+        self._refuse_alone("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_in_step("reduce_boolean_decision")
+        self._refuse_alone("reduce_boolean_decision")
         return decision if self._world is None else self._world.agree(decision, all)
-
-    def _refuse_in_step(self, name: str) -> None:
-        self._refuse_after_failure(name)
-        if self.is_in_step:
-            raise RuntimeError(
-                f"{name}() inside training_step would wait for ever: ranks have different numbers "
-                f"of microbatches{in_brackets(calling_line())}; call it in a hook such as "
-                f"on_train_batch_end"
-            )

@@ -1,12 +1,12 @@
-"""What the ranks do together because Lightning, a callback or a hook asks a strategy for it.
+"""The collective operations that Lightning, callbacks and hooks call on a strategy.
 
-Barriers, broadcasts and decisions are over all processes; what is gathered and reduced is over the
-replicas, as under ddp: each rank's with that of its counterparts.
+Barriers, broadcasts and decisions are over all processes. Gathers and reductions are over the
+replicas, as under ddp: each rank with its counterparts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -17,14 +17,17 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.joint_end import JointEnd
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 
 class Collectives(JointEnd):
-    """Answers for all ranks together, and refuses where one of them would wait alone."""
+    """Runs the operations on all ranks, and refuses them where one rank would wait alone."""
 
     _group: PipelineGroup | None = None
-    # What answers the next broadcast, where nobody may wait for it.
+    # Returns the result of the next broadcast in place of a broadcast that would wait.
     answer: Callable[[Any], Any] | None = None
 
     @property
@@ -38,7 +41,7 @@ class Collectives(JointEnd):
             raise RuntimeError("the pipeline's processes are not connected yet")
         return self._group
 
-    # Before the first run there is nobody to wait for, as in Lightning's own strategies.
+    # Before the first run no other rank is there, as in Lightning's own strategies.
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -58,22 +61,19 @@ class Collectives(JointEnd):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the replicas: what this rank of each has, in their order.
-
-        Where there is one the tensor itself, as on one device.
-        """
+        """Gather this rank's tensor of each replica; with one replica return it as it is."""
         if self._group is None or self._group.num_replicas == 1:
             return tensor
         return self._group.replicas.gather_tensor(tensor, differentiable=sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the replicas what this rank of each has."""
+        """Reduce this rank's tensor of each replica."""
         if self._group is None or self._group.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
         if self._group.replicas.is_alone_with(tensor):
             return tensor
-        # A copy: it sums in place, where what a step has logged may be.
+        # A copy: the sum is in place, and a step may have logged the tensor.
         return _sync_ddp_if_available(tensor.clone(), self._group.replicas.group, reduce_op)
 
     @override
@@ -81,12 +81,38 @@ class Collectives(JointEnd):
         self._refuse_alone("reduce_boolean_decision")
         return decision if self._group is None else self._group.world.agree(decision, all)
 
-    def _refuse_alone(self, name: str) -> None:
-        """Refuse what needs all ranks where the others do not come to it."""
-        self._refuse_after_failure(name)
-        if self.is_in_step:
-            raise RuntimeError(
-                f"{name}() inside a step would wait for ever: the other ranks have left the step, "
-                f"or are not there yet{in_brackets(calling_line())}; call it in a hook such as "
-                f"on_train_batch_end"
-            )
+
+def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> Tensor:
+    """Return a copy of a parameter, buffer or gradient on every rank; all ranks call it.
+
+    Raises:
+        ValueError: The tensor is none of these, or the other ranks gather another one.
+    """
+    name = next((name for name, found in _known(pipeline) if found is tensor), "")
+    has_value = bool(name) and not isinstance(tensor, ShapeOnly)
+    asked = group.gather((name, has_value))
+    _check_alike([each for each, _ in asked], tensor)
+    owner = next(rank for rank, (_, has) in zip(group.global_ranks, asked, strict=True) if has)
+    with blaming_peers("lost a rank while gathering a tensor"):
+        return group.bring_to_all(tensor, owner).to(tensor.device)
+
+
+def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
+    for slot in find_slots(pipeline.module):
+        yield slot.name, slot.tensor
+        if slot.kind == "_parameters":
+            yield f"{slot.name}.grad", slot.tensor.grad
+
+
+def _check_alike(names: list[str], tensor: Tensor) -> None:
+    if not all(names):
+        raise ValueError(
+            f"trainer.strategy.gather() was given a tensor of shape {tuple(tensor.shape)} that is "
+            f"no parameter, buffer or gradient of the module; give it the parameter itself, not "
+            f"what was computed from it"
+        )
+    if len(set(names)) > 1:
+        raise ValueError(
+            f"the ranks ask trainer.strategy.gather() for different tensors, {', '.join(names)}; "
+            f"call it in the same order on all of them"
+        )

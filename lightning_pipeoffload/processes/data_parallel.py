@@ -1,6 +1,6 @@
-"""Which replica a process is of, for data that share themselves out.
+"""The replica that a process belongs to, for data sets that divide their samples themselves.
 
-A loader's workers, forked or spawned, are told as they are told everything: by the environment.
+It is in the environment, which a loader's workers, forked or spawned, inherit.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ _RANK, _SIZE = "PIPEOFFLOAD_DATA_PARALLEL_RANK", "PIPEOFFLOAD_DATA_PARALLEL_SIZE
 
 
 def data_parallel_rank() -> int:
-    """Return the replica that this process is of; 0 where no pipeline runs.
+    """Return the replica that this process belongs to; 0 where no pipeline runs.
 
-    All ranks of a pipeline have the same, which must read the same batches; so have the workers of
-    their loaders.
+    All ranks of a pipeline, which must read the same batches, and the workers of their loaders have
+    the same replica.
     """
     return int(os.environ.get(_RANK, 0))
 
 
 def data_parallel_size() -> int:
-    """Return the number of replicas, which share out the data; 1 where no pipeline runs."""
+    """Return the number of replicas that divide the data; 1 where no pipeline runs."""
     return int(os.environ.get(_SIZE, 1))
 
 
-def tell_replica(replica: int, num_replicas: int) -> None:
-    """Let this process, and those that it starts, know its replica."""
+def set_replica(replica: int, num_replicas: int) -> None:
+    """Set the replica of this process and of those that it starts."""
     os.environ[_RANK], os.environ[_SIZE] = str(replica), str(num_replicas)
 
 
 def forget_replica() -> None:
-    """Let this process be of no replica."""
+    """Undo :func:`set_replica`."""
     for name in (_RANK, _SIZE):
         os.environ.pop(name, None)

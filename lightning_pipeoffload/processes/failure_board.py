@@ -1,21 +1,38 @@
-"""When one rank fails, all stop, and each says why.
+"""How all ranks of a run end when one of them fails.
 
-The rank at fault writes what happened onto a board that every rank can read (the run's TCPStore)
-and waits until they have. A thread of each rank reads it, because a rank that waits inside gloo or
-NCCL runs no Python. What stops without a word (a killed process) is noticed by who talks to it, or
-by the machine's other processes, which watch each other already while the ranks connect::
+A thread of each rank reads and writes the run's store, because the main thread may wait inside gloo
+or NCCL, where it runs no Python. The main thread hands its own failure to this thread, and waits.
 
-    rank at fault   main thread: report() -> "rank 2: ..."    waits until seen    ends
-                                               v
-    store           ......................... the cause ..... seen by 0, 1, 3
-                                               v
-    other ranks     thread: looks . . looks . reads it, says why, ends this process
+Rank 2 raises an exception::
+
+    rank 2   report() > failure, raised/2, seen/2     all seen/*: prints its traceback, exits
+    store               failure
+    others              poll .. read failure, say it, write seen/RANK, exit
+
+Rank 1 is killed on another machine, and rank 0 waits for a message from it::
+
+    rank 0   blame_others() > roll   2, 3 present, not 1: failure = "global rank 1, which is gone"
+    others                    present/RANK .. read failure, say it, write seen/RANK, exit
+
+====================  ===========================  ===============================
+key                   written by                   read by
+====================  ===========================  ===============================
+``failure``: a cause  the first to find one, once  every rank at each poll
+``raised/RANK``       a rank that raises an error  ranks that raise an error too
+``seen/RANK``         a rank that knows the cause  rank at fault; the store's host
+``roll``              a rank that has lost others  every rank at each poll
+``present/RANK``      a rank that has read roll    ranks that have lost others
+====================  ===========================  ===============================
+
+A killed process writes nothing. The process that launched it sees its exit status, and the ranks
+that communicate with it get an error.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 import traceback
@@ -27,55 +44,49 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_pipeoffload.processes.failure_cause import (
-    Failure,
-    describe,
-    is_cut_off,
-    name_place,
-    without_answer,
-)
-from lightning_pipeoffload.processes.failure_notes import FailureNotes
-from lightning_pipeoffload.processes.last_words import (
+from lightning_pipeoffload.processes.failure import (
     POLL_SECONDS,
+    Failure,
+    cause_of_absence,
+    describe,
     exit_soon,
     polls,
     say,
     say_instead,
-    say_waiting,
+    says_connection_ended,
 )
-from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
 
 log = logging.getLogger(__name__)
 
-# The cause of a broken connection has this long to show up: a core may stand still for a while.
+# For the cause of a broken connection to show up: a core may stand still for a while.
 _CAUSE_SECONDS = 5.0
-# Who has told waits so long to be heard.
-_HEARD_SECONDS = 30.0
-# What all ranks refuse, each refuses by itself: then nobody stops because of another.
+# For all ranks to acknowledge a failure.
+_SEEN_SECONDS = 30.0
+# For a rank to raise an error of its own after another has: all may raise the same.
 _OWN_ERROR_SECONDS = 1.0
-# A thread that is asked to end does so at its next look, unless the store does not answer.
-_LAST_LOOK_SECONDS = 5.0
-# Ranks of one machine connect within seconds.
-_PATIENCE_SECONDS = 30.0
+# For the thread to end: it does at its next poll, unless the store does not answer.
+_LAST_POLL_SECONDS = 5.0
+# For the ranks of one machine to connect.
+_CONNECT_SECONDS = 30.0
 
-_RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_deaf=True)
+_RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_gone=True)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class FailureBoard:
-    """One rank's view of whether the run has failed.
-
-    Until :meth:`connect`, when the ranks cannot talk yet, it sees the machine's processes alone.
+    """One rank's side of the protocol. Until :meth:`connect` it watches local processes only.
 
     Args:
         global_rank: The global rank of this process.
         world_size: The world size of the run.
         launched: The other processes of this machine.
-        timeout: How long global rank 0, which hosts the store, may leave this rank without answer.
+        timeout: How long global rank 0, which hosts the store, may not answer.
 
     Attributes:
-        also_look: Functions that are called with the store whenever this rank looks at it and
-            nothing has failed; they return why the run is to end, if it is.
-        place_of: A function that says where in the pipelines a global rank is; empty: nowhere.
+        also_look: Functions of the store that the thread calls at each poll while nothing has
+            failed; they return why the run has to end, or None.
+        place_of: A function that returns the place of a global rank in the pipelines, or "".
     """
 
     also_look: Sequence[Callable[[Store], str | None]] = ()
@@ -88,276 +99,295 @@ class FailureBoard:
         launched: LaunchedProcesses,
         timeout: timedelta | None = None,
     ) -> None:
-        self._notes: FailureNotes | None = None
+        self._store: Store | None = None
         self._global_rank = global_rank
+        self._name = f"global rank {global_rank}"
         self._world_size = world_size
+        self._others = [rank for rank in range(world_size) if rank != global_rank]
         self._launched = launched
         self._timeout = timeout or default_pg_timeout
         self._is_ending = False
-        self._lock = threading.RLock()
-        self._stopped = threading.Event()
-        self._is_over = threading.Event()
-        self._num_looks = 0
-        self._threads: list[threading.Thread] = []
-        self._start(self._watch)
+        self._num_polls = 0
+        self._has_task, self._is_over = threading.Event(), threading.Event()
+        self._task: Callable[[], bool] = bool
+        self._result = False
+        self._thread = threading.Thread(target=self._work, name="failure-board", daemon=True)
+        self._thread.start()
+
+    # Called by the main thread
 
     def connect(self, store: Store) -> None:
-        """From now on see what the other ranks write.
-
-        Args:
-            store: A connection to the run's TCPStore that nothing else uses.
-        """
-        self._notes = FailureNotes(store, self._global_rank, self._world_size)
+        """Read and write ``store`` from now on, a connection that nothing else uses."""
+        self._store = store
         if self._global_rank != 0:
-            self._start(self._guard)
+            threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
 
     def report(self, exception: BaseException, place: str, status: int) -> bool:
-        """Tell all ranks that this one failed, and wait a little until they know.
+        """Pass a failure of this rank on, and wait until the others have seen it.
 
-        What another rank has said already, in the same words, is not said again: this process ends.
+        If another rank has reported the same words, this process exits without repeating them.
 
         Args:
-            exception: What happened.
+            exception: What this rank has raised.
             place: The place in the plan, such as "stage 3, B of microbatch 5"; empty between steps.
             status: The exit status of this process; the others take it over.
 
         Returns:
-            Whether every rank has raised the same, and goes on; else this process ends soon.
+            Whether every rank has raised the same, and may go on; else this process exits soon.
         """
-        with self._lock:  # or else this process is ending because of another
-            self._stopped.set()
         if place:
             say(f"{self._name} failed in {place}")
-        cause = describe(exception)
-        told = cause + (f" (in {place})" if place else "")
-        failure = Failure(f"{self._name}: {told}", status)
-        try:
-            failure = self._announce(failure)
-            if isinstance(exception, Exception) and self._all_raise(cause):
-                self._go_on(exception, failure)
-                return True
-            origin, _, said = failure.cause.partition(": ")
-            if said == told and origin != self._name:
-                self._leave(failure, quietly=failure.is_interrupt)
-            if isinstance(exception, SystemExit):  # Python prints nothing of it
-                say(f"{self._name} stops: {told}")
-            self._say_seen()
-            self._wait_until_seen(failure)
-        except dist.DistError:
-            log.debug("the run's store is gone, so nobody can be told", exc_info=True)
-        self.stop()
-        exit_soon(exception, status)
-        return False
+        return self._run_in_thread(lambda: self._report(exception, place, status))
 
-    def fail(self, exception: BaseException, where: str) -> NoReturn:
-        """End the run because of what another thread of this rank has met.
+    def fail(self, exception: BaseException, doing: str) -> None:
+        """End the run because another thread of this rank has failed while ``doing`` something."""
+        self._run_in_thread(lambda: self._fail(exception, doing))
+
+    def blame_others(self, suspicion: str) -> None:
+        """End this process because another rank is lost.
 
         Args:
-            exception: What happened.
-            where: What the thread does, in words.
+            suspicion: The error of this rank; said where nothing else explains it.
         """
-        traceback.print_exception(exception)
-        failure = Failure(f"{self._name}: {describe(exception)} ({where})")
-        try:
-            failure = self._announce(failure)
-        except dist.DistError:
-            failure = _RANK_ZERO_GONE
-        self._leave(failure)
-
-    def stop_because_of_others(self, suspicion: str) -> NoReturn:
-        """End this process because of another rank.
-
-        Args:
-            suspicion: What this rank saw, for when nobody says what happened.
-        """
-        with self._lock:
-            self._stopped.set()
-        self._leave(self._find_failure(suspicion))
+        self._run_in_thread(lambda: self._exit(self._find_failure(suspicion)))
 
     def expect_end(self) -> None:
-        """Take a rank that is gone for one that is done, from now on."""
+        """From now on take a rank that has ended for one that is done."""
         self._is_ending = True
 
     def stop(self) -> None:
-        """Watch no longer.
+        """Stop watching.
 
-        The threads have ended then: one that Python's end finds within a call of torch would abort
-        the process, and a run that has succeeded would end with a bad status.
+        Waits for the thread: one that the interpreter's end finds inside a call of torch aborts the
+        process, and a successful run would end with a bad status.
         """
-        self._stopped.set()
         self._is_over.set()
-        for thread in self._threads:
-            thread.join(_LAST_LOOK_SECONDS)
+        self._has_task.set()
+        self._thread.join(_LAST_POLL_SECONDS)
 
-    @property
-    def _name(self) -> str:
-        return f"global rank {self._global_rank}"
+    def _run_in_thread(self, task: Callable[[], bool]) -> bool:
+        self._task = task
+        self._has_task.set()
+        self._thread.join()
+        self._is_over.set()
+        return self._result
 
-    def _start(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:  # nobody would notice another rank's end
-                self.fail(error, "while watching the other ranks")
+    # The thread
 
-        thread = threading.Thread(target=run, name="failure-board", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _work(self) -> None:
+        try:
+            self._watch()
+            self._result = self._task()
+        except Exception as error:  # else nobody would notice the end of another rank
+            self._fail(error, "while watching the other ranks")
 
     def _watch(self) -> None:
-        wait_is_long = time.monotonic() + _PATIENCE_SECONDS
-        while not self._stopped.wait(POLL_SECONDS):
-            failure = self._look()
+        """Poll until the main thread has a task; exit if the run has failed."""
+        late_at = time.monotonic() + _CONNECT_SECONDS
+        while not self._has_task.wait(POLL_SECONDS):
+            failure = self._poll()
             if failure is not None and not self._has_own_error():
-                with self._lock:
-                    if not self._stopped.is_set():  # by an error of this rank's own
-                        self._leave(failure)
-            if self._notes is None and time.monotonic() > wait_is_long:
-                wait_is_long = float("inf")
-                say_waiting(self._name, self._world_size)
+                self._exit(failure)
+            if self._store is None and time.monotonic() > late_at:
+                late_at = float("inf")
+                address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                say(
+                    f"{self._name} still waits for all {self._world_size} ranks to connect to "
+                    f"{address}; are they all started?"
+                )
 
     def _has_own_error(self) -> bool:
         num_polls = round(_OWN_ERROR_SECONDS / POLL_SECONDS)
-        return any(self._stopped.wait(POLL_SECONDS) for _ in range(num_polls))
+        return any(self._has_task.wait(POLL_SECONDS) for _ in range(num_polls))
 
-    def _guard(self) -> None:
-        """End this process when a look at the store has taken as long as the timeout."""
-        num_polls, looked = 0, -1
-        while not self._is_over.wait(POLL_SECONDS):
-            num_polls = num_polls + 1 if looked == self._num_looks else 0
-            looked = self._num_looks
-            if num_polls * POLL_SECONDS > self._timeout.total_seconds():
-                say(f"{self._name} stops because of global rank 0, which does not answer")
-                self._launched.kill_launcher()
-                os._exit(1)
-
-    def _look(self) -> Failure | None:
+    def _poll(self) -> Failure | None:
         """Return why the run has failed, if it has."""
-        failure = self._look_at_all()
-        self._num_looks += 1
+        failure = self._find_reported()
+        self._num_polls += 1
         return failure
 
-    def _look_at_all(self) -> Failure | None:
+    def _find_reported(self) -> Failure | None:
         lost = self._launched.find_lost_launcher()
-        if self._notes is None:
+        if self._store is None:
             return lost or self._launched.find_ended_child(is_connecting=True)
         try:
-            # torch complains at length about a store that is gone: leave it alone.
-            told = self._notes.read() if lost != _RANK_ZERO_GONE else None
-            if told is not None:
-                return told
+            # torch prints much about a store that is gone, so it is not read then.
+            failure = self._read(self._store) if lost != _RANK_ZERO_GONE else None
+            if failure is not None:
+                return failure
             failure = lost or self._launched.find_ended_child(is_connecting=False)
             if failure is None:
-                causes = (look(self._notes.store) for look in self.also_look)
+                causes = (look(self._store) for look in self.also_look)
                 failure = next((Failure(cause) for cause in causes if cause), None)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
             return None if self._is_ending else _RANK_ZERO_GONE
 
-    def _announce(self, failure: Failure) -> Failure:
-        """Put a failure on the board, unless there is one already; return the one that is there."""
-        if self._notes is None or failure == _RANK_ZERO_GONE:
-            return failure
-        return self._notes.announce(failure)
+    def _read(self, store: Store) -> Failure | None:
+        if store.check(["roll"]):
+            store.set(f"present/{self._global_rank}", "")
+        return Failure.decode(store.get("failure")) if store.check(["failure"]) else None
 
-    def _all_raise(self, cause: str) -> bool:
-        """Whether every rank has raised the same by itself; wait for those that have yet to."""
-        if self._notes is None:
+    def _announce(self, failure: Failure) -> Failure:
+        """Write a failure unless there is one; return the one that is there."""
+        if self._store is None or failure == _RANK_ZERO_GONE:
+            return failure
+        return Failure.decode(self._store.compare_set("failure", "", failure.encode()))
+
+    def _guard(self) -> None:
+        """Exit when a poll of the store has taken as long as the timeout; a thread of its own."""
+        num_waits, seen = 0, -1
+        while not self._is_over.wait(POLL_SECONDS):
+            num_waits = num_waits + 1 if seen == self._num_polls else 0
+            seen = self._num_polls
+            if num_waits * POLL_SECONDS > self._timeout.total_seconds():
+                say(f"{self._name} stops because of global rank 0, which does not answer")
+                self._launched.kill_launcher()
+                os._exit(1)
+
+    # Tasks of the thread: this rank has failed
+
+    def _report(self, exception: BaseException, place: str, status: int) -> bool:
+        error = describe(exception)
+        cause = error + (f" (in {place})" if place else "")
+        failure = Failure(f"{self._name}: {cause}", status)
+        try:
+            failure = self._announce(failure)
+            if isinstance(exception, Exception) and self._all_raise(error):
+                self._go_on(exception, failure)
+                return True
+            origin, _, said = failure.cause.partition(": ")
+            if said == cause and origin != self._name:
+                self._exit(failure, quietly=failure.is_interrupt)
+            if isinstance(exception, SystemExit):  # Python prints nothing of it
+                say(f"{self._name} stops: {cause}")
+            self._acknowledge()
+            self._wait_until_seen(failure)
+        except dist.DistError:
+            log.debug("the run's store is gone, so nobody can read the failure", exc_info=True)
+        exit_soon(exception, status)
+        return False
+
+    def _all_raise(self, error: str) -> bool:
+        """Wait until it is known whether every rank has raised the same error."""
+        store = self._store
+        if store is None:
             return False
-        self._notes.say_raised(cause)
-        for _ in self._polls(_HEARD_SECONDS):
-            ended = [r for r in range(self._world_size) if self._launched.has_ended(r)]
-            found = self._notes.all_raise(cause, ended)
-            if found is not None:
-                return found
+        mine = _ADDRESS.sub("0x", error)
+        store.set(f"raised/{self._global_rank}", mine)
+        for _ in self._counted_polls(_SEEN_SECONDS):
+            is_open = False
+            for rank in self._others:
+                if store.check([f"raised/{rank}"]):
+                    if store.get(f"raised/{rank}").decode() != mine:
+                        return False
+                elif self._launched.has_ended(rank) or store.check([f"seen/{rank}"]):
+                    return False
+                else:
+                    is_open = True
+            if not is_open:
+                return True
         return False
 
     def _go_on(self, exception: Exception, failure: Failure) -> None:
-        """Let the exception reach the caller; where nobody catches it, it is shown once."""
-        self._say_seen()
-        if self._global_rank == 0:  # it may end at once, and it hosts the store
+        """Let the exception reach the caller; if nobody catches it, one rank shows it."""
+        self._acknowledge()
+        if self._global_rank == 0:  # it may exit at once, and it hosts the store
             self._wait_until_seen(failure)
-        self.stop()
         if not failure.cause.startswith(f"{self._name}:"):
             say_instead(exception, f"{self._name} stops because of {failure.cause}")
 
-    def _find_failure(self, suspicion: str) -> Failure:
-        """Return what the rank at fault says, or put down who does not answer or is suspected."""
-        self._is_ending = False
-        if self._notes is None:
-            return self._find_failure_unconnected(suspicion)
+    def _fail(self, exception: BaseException, doing: str) -> NoReturn:
+        traceback.print_exception(exception)
         try:
-            found = self._call_roll(is_cut_off(suspicion))
-            if isinstance(found, Failure):
-                return found
-            cause = without_answer(found, suspicion) if found else suspicion
-            return self._announce(Failure(cause, is_deaf=True))
+            failure = self._announce(Failure(f"{self._name}: {describe(exception)} ({doing})"))
+        except dist.DistError:
+            failure = _RANK_ZERO_GONE
+        self._exit(failure)
+
+    # Tasks of the thread: another rank has failed
+
+    def _find_failure(self, suspicion: str) -> Failure:
+        """Return the announced failure; else blame the ranks that do not answer, or ``suspicion``.
+
+        A rank that waits for messages may find out before the rank at fault, or the process that
+        launched it, has announced the cause.
+        """
+        self._is_ending = False
+        if self._store is None:
+            for _ in self._counted_polls(_CAUSE_SECONDS):
+                failure = self._poll()
+                if failure is not None:
+                    return failure
+            self._launched.kill_all()  # one of them has not connected in all this time
+            return Failure(suspicion)
+        try:
+            self._store.set("roll", "")
+            absent: list[int] = []
+            for number, _ in enumerate(self._counted_polls(_CAUSE_SECONDS)):
+                failure = self._poll()
+                if failure is not None:
+                    return failure
+                absent = self._without("present")
+                is_late = number * POLL_SECONDS >= _OWN_ERROR_SECONDS
+                if absent and is_late and says_connection_ended(suspicion):
+                    break
+            cause = cause_of_absence(absent, suspicion) if absent else suspicion
+            return self._announce(Failure(cause, is_gone=True))
         except dist.DistError:
             return _RANK_ZERO_GONE
 
-    def _find_failure_unconnected(self, suspicion: str) -> Failure:
-        for _ in self._polls(_CAUSE_SECONDS):
-            failure = self._look()
-            if failure is not None:
-                return failure
-        self._launched.kill_all()  # one of them has not come in all this time
-        return Failure(suspicion)
+    def _exit(self, failure: Failure, quietly: bool = False) -> NoReturn:
+        # After a Ctrl-C one line is enough: the user knows the cause.
+        if not quietly and not (failure.is_interrupt and self._global_rank != 0):
+            say(f"{self._name} stops because of {failure.cause_with_place(self.place_of)}")
+        try:
+            if failure != _RANK_ZERO_GONE:
+                self._acknowledge()
+            if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
+                self._wait_until_seen(failure)
+        except dist.DistError:
+            log.debug("the run's store is gone", exc_info=True)
+        # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
+        os._exit(failure.status)
 
-    def _call_roll(self, is_cut_off: bool) -> Failure | list[int]:
-        """Return the failure that shows up meanwhile, or who has not answered in the end."""
-        assert self._notes is not None
-        self._notes.call_roll()
-        absent: list[int] = []
-        for number, _ in enumerate(self._polls(_CAUSE_SECONDS)):
-            failure = self._look()
-            if failure is not None:
-                return failure
-            absent = self._notes.absent() or []
-            if is_cut_off and absent and number * POLL_SECONDS >= _OWN_ERROR_SECONDS:
-                break
-        return absent
+    # Acknowledgements
 
-    def _say_seen(self) -> None:
-        if self._notes is not None:
-            self._notes.say_seen()
+    def _acknowledge(self) -> None:
+        """Let global rank 0, which hosts the store, exit: this rank reads nothing any more."""
+        if self._store is not None:
+            self._store.set(f"seen/{self._global_rank}", "")
 
     def _wait_until_seen(self, failure: Failure) -> None:
-        """Wait until all ranks have seen it that can; end those launched here that cannot."""
-        for _ in self._polls(_HEARD_SECONDS):
-            if not self._unseen(failure):
+        """Wait until all ranks that can have acknowledged the failure; kill local ones that do not.
+
+        They may be stopped for ever.
+        """
+        if self._store is None:
+            return
+        for _ in self._counted_polls(_SEEN_SECONDS):
+            if not self._awaited(failure):
                 break
-        if self._notes is not None:
-            self._launched.kill(self._notes.unseen())
+        self._launched.kill(self._without("seen"))
 
-    def _unseen(self, failure: Failure) -> list[int]:
-        if self._notes is None:
-            return []
-        others = self._notes.unseen()
-        alive = [rank for rank in others if not self._launched.has_ended(rank)]
-        absent = self._notes.absent() if failure.is_deaf else None
-        if absent is not None:
+    def _awaited(self, failure: Failure) -> list[int]:
+        unseen = self._without("seen")
+        alive = [rank for rank in unseen if not self._launched.has_ended(rank)]
+        if not failure.is_gone:
+            return alive
+        assert self._store is not None
+        if self._store.check(["roll"]):
+            absent = self._without("present")
             return [rank for rank in alive if rank not in absent]
-        # One of them is gone, and which is not known: it is on another machine.
-        return alive[1:] if failure.is_deaf and alive == others else alive
+        # One of them is gone, and which one is not known: it is on another machine.
+        return alive[1:] if alive == unseen else alive
 
-    def _polls(self, seconds: float) -> Iterator[None]:
+    def _without(self, key: str) -> list[int]:
+        """Return the other ranks that have not written ``key``/RANK."""
+        assert self._store is not None
+        return [rank for rank in self._others if not self._store.check([f"{key}/{rank}"])]
+
+    def _counted_polls(self, seconds: float) -> Iterator[None]:
         for _ in polls(seconds):
             yield
-            self._num_looks += 1
-
-    def _leave(self, failure: Failure, quietly: bool = False) -> NoReturn:
-        # Who has pressed Ctrl-C knows why: one rank says it.
-        quietly = quietly or (failure.is_interrupt and self._global_rank != 0)
-        with self._lock:
-            if not quietly:
-                cause = name_place(failure, self.place_of)
-                say(f"{self._name} stops because of {cause}")
-            try:
-                if failure != _RANK_ZERO_GONE:
-                    self._say_seen()
-                if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
-                    self._wait_until_seen(failure)
-            except dist.DistError:
-                log.debug("the run's store is gone", exc_info=True)
-            # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
-            os._exit(failure.status)
+            self._num_polls += 1

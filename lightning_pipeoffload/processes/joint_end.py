@@ -1,55 +1,64 @@
-"""How the processes of a run watch each other, and end together.
+"""How the processes of a strategy whose ranks wait for each other end together.
 
-What strategies have in common whose ranks wait for each other: those of a pipeline, and those that
-communicate on demand.
+The part that :class:`PipelineProcesses` and the processes of ``odc`` have in common.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.between_runs import BetweenRuns
 from lightning_pipeoffload.processes.data_parallel import forget_replica
-from lightning_pipeoffload.processes.exception_hooks import ExceptionHooks, NeedsOthersError
-from lightning_pipeoffload.processes.failure_board import FailureBoard
-from lightning_pipeoffload.processes.failure_cause import (
+from lightning_pipeoffload.processes.failure import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
     first_line,
     status_after,
 )
+from lightning_pipeoffload.processes.failure_board import FailureBoard
+from lightning_pipeoffload.processes.launched_processes import BetweenRuns, LaunchedProcesses
 from lightning_pipeoffload.processes.launcher import JointLauncher
-from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.transport import says_peer_lost
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+log = logging.getLogger(__name__)
+
+
+class NeedsOthersError(RuntimeError):
+    """Raised by what needs all ranks, on one that has failed."""
 
 
 class JointEnd(ParallelStrategy):
-    """Lets every rank end when one fails, and leave when all are done."""
+    """Ends every rank when one fails, and ends all together when they are done."""
 
     num_nodes = 1
     _timeout: timedelta | None = default_pg_timeout
     _board: FailureBoard | None = None
-    _has_failed = False
-    _has_broken_off = False
     _launched: LaunchedProcesses
-    _exception_hooks: ExceptionHooks | None = None
+    _has_failed = False
+    _must_reconnect = False
+    _exception_hooks: Sequence[WrappedHook] = ()
+    _warns = False
+    _why_alone = "the other ranks have left the step, or are not there yet"
 
     @property
     def place(self) -> str:
-        """Where in its work this rank is; empty between steps."""
+        """The place of this rank in its plan; empty between steps."""
         return ""
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the user's step is running right now."""
+        """Whether the user's step is running."""
         return False
 
     @property
@@ -57,13 +66,16 @@ class JointEnd(ParallelStrategy):
         """Processes of this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
-    def meet(self) -> None:
-        """Wait for all ranks.
+    @property
+    def _own_trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
-        Raises:
-            NotImplementedError: A strategy has no way to.
-        """
+    def meet(self) -> None:
+        """Wait for all ranks."""
         raise NotImplementedError
+
+    # Start
 
     def _make_launcher(self) -> JointLauncher:
         """Return what starts the ranks of this machine.
@@ -78,7 +90,7 @@ class JointEnd(ParallelStrategy):
             self.cluster_environment,
             self.num_processes,
             self.num_nodes,
-            self._leave_together,
+            self._end_together,
             self._fail,
         )
 
@@ -94,103 +106,115 @@ class JointEnd(ParallelStrategy):
             )
 
     def _watch(self) -> None:
-        """Begin to watch the other processes of this machine; no process group is needed yet."""
+        """Watch the other processes of this machine; no process group is needed yet."""
         self._has_failed = False
         BetweenRuns.end()
         if self.world_size > 1:
-            self._launched = LaunchedProcesses(
-                self.global_rank, self.local_rank, JointLauncher.started
-            )
+            children = JointLauncher.started
+            self._launched = LaunchedProcesses(self.global_rank, self.local_rank, children)
             self._board = FailureBoard(
                 self.global_rank, self.world_size, self._launched, self._timeout
             )
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Let a Ctrl-C end with a shell's status, not with Lightning's 1; all else is told by now.
-
-        Raises:
-            SystemExit: The exception is a Ctrl-C.
-        """
-        if self._exception_hooks is not None:
-            self._exception_hooks.give_back()
-            self._exception_hooks = None
-        if isinstance(exception, KeyboardInterrupt):
-            raise SystemExit(SIGINT_STATUS)
+    # Regular end
 
     def give_back(self) -> None:
         """Leave the user's objects as they were; called after the run's last hook."""
         forget_replica()
 
+    def _end_together(self) -> None:
+        self.give_back()
+        if self._board is not None:  # no rank ends while another one still watches it
+            if self._own_trainer.received_sigterm:  # in one of the last hooks
+                raise SIGTERMException
+            self._board.expect_end()
+            self.meet()
+            self._board.stop()
+            self._board = None
+            self._watch_between_runs()
+
+    def _watch_between_runs(self) -> None:
+        if self._launched.has_children:
+            BetweenRuns(self.global_rank, self._launched)
+
+    # Failure
+
     def _fail(self, exception: BaseException) -> None:
+        """Pass an exception on to the other ranks; called before callbacks see it."""
         self.give_back()
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             exception.code = SIGTERM_STATUS
         is_interrupt = isinstance(exception, KeyboardInterrupt)
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if is_interrupt or says_peer_lost(exception):  # Lightning will not come to it
-            self._finalize_loggers()
+        if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
+            for logger in self._own_trainer.loggers:
+                logger.finalize("failed")
         board, self._board = self._board, None
-        if board is not None:
-            self._has_failed = True
-            is_of_all = self._tell(board, exception)
-            self._break_off(is_of_all)
-            says = self.global_rank == 0 or not is_of_all
-            self._exception_hooks = ExceptionHooks(self._callbacks, says)
-            if isinstance(exception, SystemExit) and exception.code in (None, 0):
-                exception.code = 1
+        if board is None:
+            return
+        self._has_failed = True
+        if says_peer_lost(exception):
+            board.blame_others(first_line(exception))  # exits
+        place = self.place if isinstance(exception, Exception) else ""
+        status = status_after(exception, self._own_trainer.global_step > 0)
+        is_of_all = board.report(exception, place, status)
+        self._break_off(is_of_all)
+        self._warns = self.global_rank == 0 or not is_of_all
+        self._exception_hooks = [
+            WrappedHook(callback, "on_exception", self._run_alone)
+            for callback in self._own_trainer.callbacks
+        ]
+        if isinstance(exception, SystemExit) and exception.code in (None, 0):
+            exception.code = 1
 
-    @property
-    def _callbacks(self) -> list[Callback]:
-        assert self.lightning_module is not None
-        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined] # set at run time
-        return callbacks
+    def _break_off(self, is_of_all: bool) -> None:
+        """Wait for no rank; after an error that all have raised, another run may follow."""
+        if is_of_all:
+            self._must_reconnect = True
+            self._watch_between_runs()
 
-    def _refuse_after_failure(self, name: str) -> None:
-        """Refuse what needs all ranks where this one has failed, and so nobody comes to it."""
+    def _fail_elsewhere(self, exception: Exception) -> None:
+        """End the run because the thread that publishes metrics has failed."""
+        if self._board is not None:
+            self._board.fail(exception, "while publishing metrics")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End with a shell's status after a Ctrl-C, not with Lightning's 1.
+
+        Raises:
+            SystemExit: The exception is a Ctrl-C.
+        """
+        hooks, self._exception_hooks = self._exception_hooks, ()
+        for hook in hooks:
+            hook.remove()
+        if isinstance(exception, KeyboardInterrupt):
+            raise SystemExit(SIGINT_STATUS)
+
+    def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:
+        """Run a callback's ``on_exception``, up to where it needs other ranks."""
+        try:
+            plain(*args)
+        except NeedsOthersError as error:
+            if self._warns:
+                log.warning(str(error))
+            self._warns = False
+
+    def _refuse_alone(self, name: str) -> None:
+        """Refuse an operation of all ranks where the others do not take part.
+
+        Raises:
+            NeedsOthersError: This rank has failed.
+            RuntimeError: This rank is in the middle of a step.
+        """
         if self._has_failed:
             raise NeedsOthersError(
                 f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
                 f"be saved on an exception; save every so many steps"
             )
-
-    def _fail_elsewhere(self, exception: Exception) -> None:
-        """End the run because of what the thread that publishes metrics has met."""
-        if self._board is not None:
-            self._board.fail(exception, "while publishing metrics")
-
-    def _break_off(self, is_of_all: bool) -> None:
-        """Wait for nobody any more; where every rank has raised the same another run may follow."""
-        if is_of_all:
-            self._has_broken_off = True
-            self._rest()
-
-    def _rest(self) -> None:
-        if self._launched.has_children:
-            BetweenRuns(self.global_rank, self._launched)
-
-    def _tell(self, board: FailureBoard, exception: BaseException) -> bool:
-        if says_peer_lost(exception):
-            board.stop_because_of_others(first_line(exception))
-        place = self.place if isinstance(exception, Exception) else ""
-        assert self.lightning_module is not None
-        has_trained = self.lightning_module.trainer.global_step > 0
-        return board.report(exception, place, status_after(exception, has_trained))
-
-    def _finalize_loggers(self) -> None:
-        assert self.lightning_module is not None
-        for logger in self.lightning_module.trainer.loggers:
-            logger.finalize("failed")
-
-    def _leave_together(self) -> None:
-        self.give_back()
-        if self._board is not None:  # nobody leaves while another still watches
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.received_sigterm:  # in one of the last hooks
-                raise SIGTERMException
-            self._board.expect_end()
-            self.meet()
-            self._board.stop()
-            self._board = None
-            self._rest()
+        if self.is_in_step:
+            raise RuntimeError(
+                f"{name}() inside a step would wait for ever: {self._why_alone}"
+                f"{in_brackets(calling_line())}; call it in a hook such as on_train_batch_end"
+            )

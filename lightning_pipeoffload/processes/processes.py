@@ -1,8 +1,4 @@
-"""The processes of a pipeline, as Lightning starts and ends them: what is no business of a step.
-
-Lightning repeats this part in each of its own strategies; here it is apart, below
-:class:`~lightning_pipeoffload.PipeOffloadStrategy`.
-"""
+"""The processes of a pipeline, as Lightning starts, connects and ends them."""
 
 from __future__ import annotations
 
@@ -22,20 +18,19 @@ from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.processes.collectives import Collectives
-from lightning_pipeoffload.processes.data_parallel import tell_replica
-from lightning_pipeoffload.processes.meeting import Meeting
+from lightning_pipeoffload.processes.data_parallel import set_replica
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
-from lightning_pipeoffload.processes.run_store import connect_store
+from lightning_pipeoffload.processes.run_store import Meeting, connect_store
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.schedule import Schedule
 
-# Where a hook needs all ranks, and one is not on its way, nobody waits longer.
+# For all ranks to come to a hook that needs them.
 _PATIENCE = timedelta(seconds=60)
 
 
 class PipelineProcesses(Collectives):
-    """Starts one process for each rank, lets them talk, and ends them together."""
+    """Starts one process for each rank, connects them, and ends them together."""
 
     settings: PipelineSettings
     _process_group_backend: str | None = None
@@ -50,7 +45,7 @@ class PipelineProcesses(Collectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether replicas share the data, so that Lightning gives each its part."""
+        """Whether Lightning has to divide the data among replicas."""
         return self.num_replicas > 1
 
     @property
@@ -67,7 +62,7 @@ class PipelineProcesses(Collectives):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         num_ranks = self.settings.num_ranks(self.num_nodes * self.num_processes)
-        self.settings.provisional_schedule(num_ranks)  # refuses here, before processes start
+        self.settings.provisional_schedule(num_ranks)  # raises here, before processes start
         self._launcher = self._make_launcher()
 
     @override
@@ -81,11 +76,11 @@ class PipelineProcesses(Collectives):
         )
         options: dict[str, Any] = {"timeout": self._timeout}
         if self.world_size == 1:
-            options["store"] = HashStore()  # a rank alone meets nobody, and needs no port for that
+            options["store"] = HashStore()  # one rank needs no port
         _init_dist_connection(self.cluster_environment, backend, **options)
-        if self._group is not None and self._has_broken_off:
+        if self._group is not None and self._must_reconnect:
             self._group.renew()
-        self._has_broken_off = False
+        self._must_reconnect = False
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
@@ -97,7 +92,7 @@ class PipelineProcesses(Collectives):
                 self.num_replicas,
                 self.settings.rank_order,
             )
-        tell_replica(self._group.replica, self._group.num_replicas)
+        set_replica(self._group.replica, self._group.num_replicas)
         if self.world_size > 1:
             self._connect(self._group)
         self.agree_on_randomness()  # a module may be made between here and ``setup``
@@ -110,14 +105,14 @@ class PipelineProcesses(Collectives):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _refuse_other_settings(self, schedule: Schedule) -> None:
-        """Compare what decides on the pipeline's groups, without any of them."""
+        """Compare the settings that decide on the pipeline's groups, before these are made."""
         if self.world_size > 1:
             group = dist.new_group(timeout=self._timeout, backend="gloo")
             refuse_differences(describe_settings(self.settings, schedule), group)
             dist.destroy_process_group(group)
 
     def _connect(self, group: PipelineGroup) -> None:
-        """Hear of the other ranks' failures and metrics, for one fit or evaluation."""
+        """Open this rank's connections to the store of one fit or evaluation."""
         run = group.world.broadcast(secrets.token_hex(8), 0)
         self._metrics_store = connect_store(run, self._timeout)
         patience = min(self._timeout or _PATIENCE, _PATIENCE)
@@ -129,7 +124,7 @@ class PipelineProcesses(Collectives):
         self._board.connect(connect_store(run, self._timeout))
 
     def agree_on_randomness(self) -> None:
-        """Let every rank's global generators go on from where global rank 0's are."""
+        """Set every rank's global random generators to the state of global rank 0's."""
         replay = self.broadcast(RandomnessReplay())
         replay.restore()
 

@@ -1,7 +1,7 @@
-"""What has to be the same on every rank, compared once before a run starts.
+"""Compares modules, optimizers, options and plans of all ranks once before a run starts.
 
-Ranks that run other modules, optimizers or plans would train something that nobody has asked for,
-or wait for each other. Values of weights, devices, ranks and paths may differ.
+Ranks with different ones would train something unintended, or wait for each other. Values of
+weights, devices, ranks and paths may differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Each process, or machine, has its own.
+# Differs between processes or machines.
 _OF_RANK = re.compile("rank|device|seed|host_memory")
 _LONGEST = 200
 _OF_TRAINER = (
@@ -45,16 +45,15 @@ Described = dict[str, str]
 
 
 def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _MAKE_ALIKE) -> None:
-    """Compare with the other ranks; all call it, and all get the same error.
+    """Compare descriptions with the other ranks; all call it, and raise the same error.
 
     Args:
-        described: What has to be the same, by its name.
-        group: The group of processes, on the host.
-        advice: What to do where something differs.
+        described: Descriptions by name.
+        group: A process group of gloo.
+        advice: The end of the error.
 
     Raises:
-        ValueError: Something differs; the message names the first such thing, and what it is on two
-            ranks.
+        ValueError: The message has the first name whose description differs, and two descriptions.
     """
     text = repr(sorted(described.items())).encode()
     digests = _gather(hashlib.blake2b(text, digest_size=16).digest(), group)
@@ -74,7 +73,7 @@ def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _
 
 def _gather(obj: Any, group: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
-    with blaming_peers("lost a rank while comparing what the ranks are to run"):
+    with blaming_peers("lost a rank while comparing modules and options"):
         dist.all_gather_object(found, obj, group=group)
     return found
 
@@ -86,7 +85,7 @@ def _shown(value: str | None) -> str:
 
 
 def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Described:
-    """Describe a strategy's arguments; the schedule by what it does, a callable by its name."""
+    """Describe a strategy's arguments; the schedule by its actions, a callable by its name."""
     arguments = {**vars(settings), "schedule": schedule}
     return {
         f"the strategy's {name}": _described(value)
@@ -96,8 +95,8 @@ def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Describ
 
 
 def describe_trainer(trainer: Trainer) -> Described:
-    """Describe what decides on a trainer's steps, and its precision."""
-    # An interval in seconds is no number of batches, and Lightning then has no attribute for it.
+    """Describe the trainer's options that decide on steps, and its precision."""
+    # Lightning has no attribute for an interval that is given in seconds.
     found = {name: getattr(trainer, name, None) for name in _OF_TRAINER}
     described = {f"the Trainer's {name}": repr(value) for name, value in found.items()}
     described["the Trainer's precision"] = str(trainer.precision)
@@ -105,11 +104,11 @@ def describe_trainer(trainer: Trainer) -> Described:
 
 
 def describe_module(module: nn.Module) -> Described:
-    """Describe a module's tree: classes, settings, and its tensors but for their values."""
+    """Describe a module's tree: classes, settings, and its tensors without their values."""
     described = {}
     for path, part in module.named_modules():
         where = f"{path} of the module" if path else "the module"
-        # One of the user's may tell of values, of weights say.
+        # One of the user's may contain values, of weights say.
         is_of_torch = type(part).extra_repr.__module__.startswith("torch.")
         options = _described(part.extra_repr()) if is_of_torch else ""
         described[where] = f"{type(part).__qualname__}({options})"
@@ -122,7 +121,7 @@ def describe_module(module: nn.Module) -> Described:
 
 
 def _settings_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield numbers that a module's constructor takes and keeps; counters are none."""
+    """Yield the numbers that a module's constructor takes and stores; counters are none."""
     for name in inspect.signature(type(part).__init__).parameters:
         value = vars(part).get(name)
         if isinstance(value, bool | int | float) and not _OF_RANK.search(name):
@@ -136,8 +135,8 @@ def describe_optimizers(
 
     Args:
         optimizers: The trainer's optimizers.
-        names: The names of the parameters in each group of each.
-        schedulers: Lightning's description of each.
+        names: The parameter names of each optimizer's groups.
+        schedulers: Lightning's ``lr_scheduler_configs``.
     """
     described = {}
     for i, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):

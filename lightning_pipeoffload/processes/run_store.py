@@ -1,16 +1,43 @@
-"""The store that every rank of a run can write to and read, each by its own connection."""
+"""The store of a run, which every rank can read and write, and the meetings that are held in it."""
 
 from __future__ import annotations
 
 import os
+import random
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
     PrefixStore,
     Store,
     TCPStore,
 )
 from torch.distributed.constants import default_pg_timeout
+
+# Below those that a system hands out by itself: between the choice and its use, no other process
+# gets one of these without asking for it.
+_PORTS = range(15_000, 30_000)
+
+
+def free_port() -> int:
+    """Return a port of this machine that no process uses.
+
+    Lightning takes one that the system hands out, which another process, gloo of another run say,
+    may be given before the ranks listen there: the run would end with ``EADDRINUSE``.
+
+    Raises:
+        RuntimeError: No free port is found.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"none of a hundred ports in {_PORTS} is free; set MASTER_PORT to one")
 
 
 def connect_store(run: str, timeout: timedelta | None) -> Store:
@@ -28,3 +55,42 @@ def connect_store(run: str, timeout: timedelta | None) -> Store:
         timeout=timeout or default_pg_timeout,
     )
     return PrefixStore(f"pipeoffload/{run}", store)
+
+
+class Meeting:
+    """Calls that all ranks of a pipeline make in the same order; it notices who does not come.
+
+    Args:
+        store: A connection to the run's store.
+        global_rank: The global rank of this process.
+        global_ranks: The global ranks that come.
+        patience: How long a rank waits for the others.
+    """
+
+    def __init__(
+        self, store: Store, global_rank: int, global_ranks: Sequence[int], patience: timedelta
+    ) -> None:
+        self._store = store
+        self._global_rank = global_rank
+        self._global_ranks = global_ranks
+        self._patience = patience
+        self._count = 0
+
+    def come(self, purpose: str) -> dict[int, str]:
+        """Wait for all ranks; return the purpose of each that has come within the patience."""
+        self._count += 1
+        keys = {rank: f"meeting/{self._count}/{rank}" for rank in self._global_ranks}
+        self._store.set(keys[self._global_rank], purpose)
+        try:
+            self._store.wait(list(keys.values()), self._patience)
+        except dist.DistStoreError:
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        found = {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        if self._count > 2:  # others may still read the keys of the last meeting
+            self._store.delete_key(f"meeting/{self._count - 2}/{self._global_rank}")
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """How long a rank waits."""
+        return self._patience.total_seconds()

@@ -1,4 +1,4 @@
-"""A hook of a module or callback, with something done around it on this one instance."""
+"""A function around a hook of one module or callback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WrappedHook:
-    """Stands for a hook among its owner's attributes; copies and pickles have the plain one.
+    """Replaces a hook among its owner's attributes; copies and pickles have the plain one.
 
     Args:
         owner: A module or callback.
@@ -26,11 +26,10 @@ class WrappedHook:
         owner.__dict__[hook] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook, with what is done around it."""
         return self._run(self._plain, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let copies of the owner have what its class has."""
+        """Pickle the hook of the owner's class."""
         return getattr, (self._owner, self._hook)
 
     def remove(self) -> None:

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipeoffload import MinibatchSampler
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
-from lightning_pipeoffload.processes.data_parallel import forget_replica, tell_replica
+from lightning_pipeoffload.processes.data_parallel import forget_replica, set_replica
 
 LENGTHS = [7, 3, 9, 1, 4, 8, 2, 6, 5, 10, 3]
 
@@ -76,7 +76,7 @@ def test_epochs_have_orders_of_their_own_and_seeds_repeat_them():
 def test_the_rank_is_the_strategy_s_unless_it_is_given():
     sampler = MinibatchSampler(LENGTHS, 12)
     assert (sampler.rank, sampler.num_ranks, len(sampler)) == (0, 1, 3)
-    tell_replica(1, 2)
+    set_replica(1, 2)
     try:
         assert (sampler.rank, sampler.num_ranks, len(sampler)) == (1, 2, 2)
     finally:

@@ -510,7 +510,7 @@ REFUSED = {
     "dict": (partial(made, WithoutLoss), "returned a dict with 'other'; it needs 'loss'"),
     "hook of a hook": (partial(made, LateHook), "blocks.0.scale has a hook on its gradient"),
     "part": (partial(made, PartSharded), "embed.weight is not sharded"),
-    "collective": (partial(made, Gathering), r"all_gather\(\) inside training_step would wait"),
+    "collective": (partial(made, Gathering), r"all_gather\(\) inside a step would wait"),
     "hook": (hooked, "blocks.0.scale has a hook on its gradient"),
     "late hook": (stepping_in_backward, "blocks.0.scale has a hook on its gradient"),
     "optimizer": (optimized("Rprop"), "Rprop does not go with strategy='odc'"),

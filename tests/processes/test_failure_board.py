@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_pipeoffload.processes import failure_board
-from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+from lightning_pipeoffload.processes import failure, failure_board
+from lightning_pipeoffload.processes.failure import Failure
+from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
 
 
 def test_who_has_told_waits_for_a_rank_that_stands_still_for_a_while(monkeypatch):
@@ -26,13 +27,10 @@ def test_who_has_told_waits_for_a_rank_that_stands_still_for_a_while(monkeypatch
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
     board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
     board.connect(store)
-    monkeypatch.setattr(failure_board.time, "sleep", sleep)
+    monkeypatch.setattr(failure.time, "sleep", sleep)
     board.report(KeyError("in a hook"), "", 1)
     assert 20 < sum(seconds) < 21
-    assert (
-        failure_board.Failure.decode(store.get("failure")).cause
-        == "global rank 0: KeyError: 'in a hook'"
-    )
+    assert Failure.decode(store.get("failure")).cause == "global rank 0: KeyError: 'in a hook'"
 
 
 @pytest.mark.parametrize(
@@ -53,11 +51,11 @@ def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
     monkeypatch.setattr(failure_board.os, "_exit", lambda status: None)
     board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
     board.connect(store)
-    monkeypatch.setattr(failure_board.time, "sleep", seconds.append)
-    board.stop_because_of_others("Connection closed by peer")
-    assert failure_board.Failure.decode(store.get("failure")).cause == cause
+    monkeypatch.setattr(failure.time, "sleep", seconds.append)
+    board.blame_others("Connection closed by peer")
+    assert Failure.decode(store.get("failure")).cause == cause
     heard = sum(seconds) - (failure_board._CAUSE_SECONDS if len(present) == 2 else 1.0)
-    assert heard == pytest.approx(failure_board._HEARD_SECONDS if waits else 0, abs=0.3)
+    assert heard == pytest.approx(failure_board._SEEN_SECONDS if waits else 0, abs=0.3)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
 def test_a_rank_goes_on_if_all_have_raised_the_same(monkeypatch, others, goes_on):
     store, seconds = HashStore(), []
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
-    monkeypatch.setattr(failure_board.time, "sleep", seconds.append)
+    monkeypatch.setattr(failure.time, "sleep", seconds.append)
     for rank, key in others.items():
         kind, _, other = key.partition("/")
         store.set(f"{kind}/{rank}", other + "ValueError: <object at 0x>")
@@ -87,7 +85,7 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     monkeypatch.setattr(
         failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
     )
-    monkeypatch.setattr(failure_board, "_LAST_LOOK_SECONDS", 0)
+    monkeypatch.setattr(failure_board, "_LAST_POLL_SECONDS", 0)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()), timedelta(seconds=0.5))
     silent = Mock(check=lambda keys: time.sleep(1000))
     board.connect(silent)
@@ -101,14 +99,14 @@ def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, en
     is_called = threading.Event()
     within = []
 
-    def read(notes):
-        within.append(notes)
+    def look(store):
+        within.append(store)
         is_called.set()
         time.sleep(0.3)
         within.pop()
 
-    monkeypatch.setattr(failure_board.FailureNotes, "read", read)
     board = failure_board.FailureBoard(0, 1, LaunchedProcesses(0, 0, ()))
+    board.also_look = [look]
     board.connect(HashStore())
     assert is_called.wait(1000)
     end(board)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.processes import failure_board, last_words
-from lightning_pipeoffload.processes.siblings import LaunchedProcesses
+from lightning_pipeoffload.processes import failure_board
+from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.schedule import build
 
@@ -72,9 +72,9 @@ def test_a_trainer_that_has_started_no_ranks_claims_none():
 
 
 def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
-    monkeypatch.setattr(failure_board, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(failure_board, "_CONNECT_SECONDS", 0.0)
     said = Queue()
-    monkeypatch.setattr(last_words, "say", said.put)
+    monkeypatch.setattr(failure_board, "say", said.put)
     board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
     line = said.get(timeout=1000)
     board.stop()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 from lightning_pipeoffload.runtime import transport as transport_module
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor

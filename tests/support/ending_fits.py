@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 
 from lightning_pipeoffload.processes import failure_board
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 from tests.support import fits
 from tests.support.forks import fork
 

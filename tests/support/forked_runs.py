@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.forks import FORKS, fork
 
 # A machine that runs tests may stand still for minutes.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.forks import FORKS, fork
 
 # A machine that runs tests may stand still for minutes; who never answers is a defect all the same.

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_pipeoffload.processes.free_port import free_port
+from lightning_pipeoffload.processes.run_store import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _WAY = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has daemons

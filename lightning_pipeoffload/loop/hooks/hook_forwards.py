@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.meeting import Meeting
+from lightning_pipeoffload.processes.run_store import Meeting
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.remote_values import Lending
 from lightning_pipeoffload.runtime.groups import PipelineGroup

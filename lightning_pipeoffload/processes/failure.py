@@ -1,0 +1,183 @@
+"""The cause of a run's end, in one line and an exit status; and how a process says it and exits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipeoffload.schedule import ScheduleError
+
+SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports it
+SIGINT_STATUS = 128 + signal.SIGINT
+REFUSED_STATUS = 2
+
+POLL_SECONDS = 0.2
+_EXIT_SECONDS = 15.0  # for the rank at fault to print its traceback and exit
+_LINE = "pipeoffload_line"  # an exception's attribute
+_GONE = re.compile(r"global rank (\d+)(?=, which)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The cause of a run's end, as every rank reads it.
+
+    Attributes:
+        cause: One line that names the rank at fault.
+        status: The exit status of every rank.
+        is_gone: Whether the rank at fault has ended, so that it cannot acknowledge the failure.
+    """
+
+    cause: str
+    status: int = 1
+    is_gone: bool = False
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it is a Ctrl-C."""
+        return self.status == SIGINT_STATUS
+
+    def encode(self) -> str:
+        """Return a value for a store."""
+        return f"{self.status} {self.is_gone:d} {self.cause}"
+
+    @classmethod
+    def decode(cls, value: bytes) -> Failure:
+        """Return the failure that ``encode`` was called on."""
+        status, is_gone, cause = value.decode().split(" ", 2)
+        return cls(cause, int(status), is_gone == "1")
+
+    def cause_with_place(self, place_of: Callable[[int], str]) -> str:
+        """Return the cause; a rank that could not name its place in the pipeline gets it here."""
+        found = _GONE.match(self.cause) if self.is_gone else None
+        place = place_of(int(found[1])) if found is not None else ""
+        return _GONE.sub(rf"\g<0> ({place})", self.cause, count=1) if place else self.cause
+
+
+def describe(exception: BaseException) -> str:
+    """Return an exception in one line."""
+    if isinstance(exception, SIGTERMException):
+        return "told to stop by SIGTERM"
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(exception, SystemExit):
+        hook = _hook_of(exception)
+        return f"sys.exit({exception.code!r})" + (f" in {hook}" if hook else "")
+    return f"{type(exception).__name__}: {first_line(exception)}".rstrip(": ")
+
+
+def _hook_of(exception: BaseException) -> str:
+    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
+    # The variable's name in Lightning's functions that call hooks.
+    hooks = [frame.f_locals["hook_name"] for frame in frames if "hook_name" in frame.f_locals]
+    return hooks[-1] if hooks else ""
+
+
+def first_line(exception: BaseException) -> str:
+    """Return the first line of an exception's message.
+
+    A DataLoader puts a worker's whole traceback into the message: its last line, the worker's own
+    exception, is appended then.
+    """
+    lines = str(exception).strip().splitlines() or [""]
+    from_worker = lines[0].startswith("Caught ") and len(lines) > 1
+    return f"{lines[0]} {lines[-1]}" if from_worker else lines[0]
+
+
+def status_after(exception: BaseException, has_trained: bool) -> int:
+    """Return the exit status of a rank at fault, which is never 0.
+
+    Before the first step a ValueError is a refusal; a plan that cannot be is one at any time.
+    """
+    if isinstance(exception, SIGTERMException):
+        return SIGTERM_STATUS
+    if isinstance(exception, KeyboardInterrupt):
+        return SIGINT_STATUS
+    if isinstance(exception, SystemExit) and isinstance(exception.code, int):
+        return exception.code or 1
+    refusal = ScheduleError if has_trained else ValueError
+    return REFUSED_STATUS if isinstance(exception, refusal) else 1
+
+
+def says_connection_ended(line: str) -> bool:
+    """Whether gloo says of a lost rank that its connection has ended, not that it timed out."""
+    return any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
+def cause_of_absence(global_ranks: Sequence[int], suspicion: str) -> str:
+    """Name the ranks that have not answered after gloo reported ``suspicion``."""
+    several = len(global_ranks) > 1
+    names = f"global rank{'s' * several} {', '.join(map(str, global_ranks))}"
+    if says_connection_ended(suspicion):
+        return f"{names}, which {'are' if several else 'is'} gone"
+    return f"{names}, which {'do' if several else 'does'} not answer"
+
+
+def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
+    """Return the failure that the exit status of another rank's process stands for."""
+    status = process.returncode
+    if status >= 0:
+        return Failure(f"global rank {global_rank}, which ended with status {status}", is_gone=True)
+    name = signal.Signals(-status).name
+    is_request = -status in (signal.SIGINT, signal.SIGTERM)
+    cause = f"global rank {global_rank}, which was killed by {name}"
+    return Failure(cause, 128 - status if is_request else 1, is_gone=True)
+
+
+def polls(seconds: float) -> Iterator[None]:
+    """Yield every ``POLL_SECONDS``; counted, not timed, since a loaded machine may stand still."""
+    for _ in range(max(1, round(seconds / POLL_SECONDS))):
+        yield
+        time.sleep(POLL_SECONDS)
+
+
+def say(line: str) -> None:
+    """Write one line to standard error."""
+    sys.stderr.write(f"[pipeoffload] {line}\n")
+    sys.stderr.flush()
+
+
+def exit_soon(exception: BaseException, status: int) -> None:
+    """Exit in a while, in case something blocks the process's regular end."""
+
+    def exit_in_the_end() -> None:
+        for _ in polls(_EXIT_SECONDS):
+            pass
+        # Python sets last_value when it has printed the traceback at the end of a script.
+        if getattr(sys, "last_value", None) is not exception:
+            traceback.print_exception(exception)
+            sys.stderr.flush()
+        os._exit(status)
+
+    threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()
+
+
+def say_instead(exception: BaseException, line: str) -> None:
+    """Print a line instead of the traceback if nobody catches an exception."""
+    setattr(exception, _LINE, line)
+    if not isinstance(sys.excepthook, _LineHook):
+        sys.excepthook = _LineHook()
+
+
+class _LineHook:
+    def __init__(self) -> None:
+        self._plain = sys.excepthook
+
+    def __call__(
+        self, kind: type[BaseException], exception: BaseException, trace: TracebackType | None
+    ) -> None:
+        line = getattr(exception, _LINE, None)
+        if line is None:
+            self._plain(kind, exception, trace)
+        else:
+            say(line)
