@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy for when it saves and loads."""
+"""The methods of a strategy that Lightning calls when it saves and loads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.checkpoints.replica_values import ReplicaExchange
-from lightning_pipeoffload.checkpoints.scattered_values import ScatteredValues
+from lightning_pipeoffload.checkpoints.saved_values import SavedValues, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.checkpoints.value_places import shapes_of
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     name_optimizer_state,
@@ -35,7 +33,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
 from lightning_pipeoffload.processes.processes import PipelineProcesses
 
 _SEED = "pipeoffload_seed"
-_BY_RANKS = ("state_dict", "optimizer_states")  # what each rank writes of its own
+_BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
 class CheckpointHooks(PipelineProcesses):
@@ -63,7 +61,7 @@ class CheckpointHooks(PipelineProcesses):
 
     @property
     def _split(self) -> SplitState | None:
-        """What a split module's checkpoint has; None until the module is split."""
+        """The state of a split module; None until the module is split."""
         return self._state if self._state is not None and self._state.is_split else None
 
     @property
@@ -71,7 +69,7 @@ class CheckpointHooks(PipelineProcesses):
         return self._split is not None
 
     def settle_weights(self) -> None:
-        """Have all weights, before anything reads them."""
+        """Wait for the pending parameters, before anything reads them."""
         self.group.replicas.pending.settle()
 
     @override
@@ -126,39 +124,23 @@ class CheckpointHooks(PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self._seed
-        if not self._is_split:  # what is to be read still may be in what is replaced
+        if not self._is_split:  # states that are not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
         if self._saves_folder:
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
-        others = ReplicaExchange(checkpoint, self.group.replicas)
-        if self.group.replica:  # replica 0 has all else too, and writes it
-            others.answer()
-            return
-        with others.answered():
-            self._save_file(checkpoint, filepath, storage_options, others)
-
-    def _save_file(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | Path,
-        storage_options: Any | None,
-        others: ReplicaExchange,
-    ) -> None:
-        scattered = ScatteredValues(checkpoint, self.group, others.bring)
-        if type(self.checkpoint_io) is not MovingCheckpointIO:  # it may copy what it is given
-            super().save_checkpoint(scattered.bring(), filepath, storage_options)
-            return
-        with scattered.coming() as coming:
+        # Another plugin may copy the checkpoint before it writes it.
+        one_by_one = type(self.checkpoint_io) is MovingCheckpointIO
+        with SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
             super().save_checkpoint(coming, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
         rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
-        if not self.group.replica:
-            rest = ScatteredValues(rest, self.group).bring()
+        with SavedValues(rest, self.group).coming(one_by_one=False) as whole:
+            rest = whole
         write_checkpoint_folder({**rest, **by_ranks}, path, self.group)
 
     @override

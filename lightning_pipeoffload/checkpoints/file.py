@@ -1,6 +1,7 @@
-"""Checkpoints that a kill cannot spoil: written to a new place, then moved to where they belong.
+"""Checkpoint files: replaced in one step, and read one tensor at a time.
 
-At any moment the old checkpoint or the new one is whole, under the checkpoint's name::
+A checkpoint is written under another name and then moved, so that at any moment, after a kill too,
+the old one or the new one is whole under its name::
 
     being-written.1a2b3c4d.part   new: written, flushed        old: deleted
     last.ckpt                     old             <- exchange ->      new
@@ -11,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,20 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import (
     _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
 )
+from torch import Tensor
+from torch.utils._pytree import (  # private: see runtime/leaves
+    KeyPath,
+    keystr,
+    tree_map_with_path,
+)
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.stored_file import is_archive, load_later, on_host
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 
-_BEING_WRITTEN = "being-written"  # a name that nobody else gives
+_ZIP_MAGIC = b"PK\x03\x04"
+# The entries of a checkpoint of which each rank needs its own only.
+_OF_RANKS = re.compile(r"\['state_dict'\]|\['optimizer_states'\]\[\d+\]\['state'\]")
+_BEING_WRITTEN = "being-written"  # a name that no other program gives
 _PART = ".part"
 _TOKEN_LENGTH = 8
 _AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
@@ -35,10 +47,10 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class MovingCheckpointIO(TorchCheckpointIO):
-    """Writes a local file next to its place and moves it there; others as Lightning does.
+    """Writes a local file into its own folder and moves it; remote ones as Lightning does.
 
     Lightning's own writes to the system's temporary folder. From another disk a move is a copy,
-    which a kill leaves half done, over the checkpoint before it.
+    which a kill leaves half done in place of the checkpoint before it.
     """
 
     @override
@@ -49,7 +61,7 @@ class MovingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         with replacing(path) as part, part.open("wb") as file, showing_first_error():
-            torch.save(checkpoint, file)  # given a name it hides why it could not write
+            torch.save(checkpoint, file)  # given a path it hides why it could not write
 
     @override
     def load_checkpoint(
@@ -57,7 +69,7 @@ class MovingCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         path = present(path)
         if map_location is None and not is_remote(path) and is_archive(path):
-            return load_later(path, weights_only, _is_of_one_rank)
+            return load_later(path, weights_only, _OF_RANKS)
         return super().load_checkpoint(path, map_location or on_host, weights_only)
 
     @override
@@ -71,13 +83,44 @@ class MovingCheckpointIO(TorchCheckpointIO):
             delete(part)
 
 
-def _is_of_one_rank(place: tuple[Any, ...]) -> bool:
-    """Whether a checkpoint's entry is one of those that are shared out among the ranks."""
-    return place[0] == "state_dict" or (place[0] == "optimizer_states" and place[2] == "state")
+def is_archive(path: str | Path) -> bool:
+    """Whether a file is one of ``torch.save``, in the format that it has since torch 1.6."""
+    if not Path(path).is_file():
+        return False
+    with Path(path).open("rb") as file:
+        return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+
+
+def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern[str]) -> Any:
+    """Load a file of ``torch.save`` to the host, of which each tensor is read when it is used.
+
+    Args:
+        path: The path of the file.
+        weights_only: Whether to refuse other than plain data; None: torch's default.
+        is_later: Matches keys, "['state_dict']['head.weight']" say, of tensors that are read when
+            they are used; others are read now.
+    """
+    copied: dict[int, Any] = {}
+
+    def load(keys: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
+        if is_plain and is_later.match(keystr(keys)):
+            return StoredTensor(leaf.to("meta"), leaf.clone)
+        return deepcopy(leaf, copied)
+
+    mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+    return tree_map_with_path(load, mapped)
+
+
+def on_host(storage: Any, location: str) -> Any:
+    """Load a storage to the host, whatever device it was on: a ``map_location``."""
+    return storage
 
 
 def let_move(io: CheckpointIO) -> None:
-    """Let a plugin around another one write by :class:`MovingCheckpointIO`, if it has none yet."""
+    """Let a plugin that wraps another one wrap a :class:`MovingCheckpointIO`."""
     if isinstance(io, _WrappingCheckpointIO):
         io.checkpoint_io = MovingCheckpointIO()
 
@@ -86,11 +129,11 @@ def let_move(io: CheckpointIO) -> None:
 def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     """Give a new file or folder to write to, which is moved to ``path`` when the block ends.
 
-    If the block raises, what it wrote is deleted, and ``path`` stays as it was. What killed runs
-    have left in the same folder is deleted first: it may be what fills the disk.
+    If the block raises, the new one is deleted, and ``path`` stays as it was. Files that killed
+    runs were writing in the same folder are deleted first: they may fill the disk.
 
     Raises:
-        OSError: There is no room, say; the message names the checkpoint.
+        OSError: There is no space, say; the message names the checkpoint.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +155,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def showing_first_error() -> Iterator[None]:
-    """Raise what broke a write of torch's, not what torch raises as it closes the file after it."""
+    """Raise the error of torch's write, not the one that torch raises as it closes the file."""
     try:
         yield
     except RuntimeError as error:
@@ -124,8 +167,8 @@ def showing_first_error() -> Iterator[None]:
 def _move_into_place(part: Path, path: Path) -> None:
     """Move a file or a folder to ``path``; at any moment the old or the new one is there, whole.
 
-    Where the file system cannot exchange two names (NFS), a folder that is there makes room under
-    the name that :func:`present` knows.
+    Where the file system cannot exchange two names (NFS), the old folder is first renamed to where
+    :func:`present` finds it.
     """
     _flush(part)
     if not os.path.lexists(path) or not (part.is_dir() or path.is_dir()):
@@ -133,7 +176,7 @@ def _move_into_place(part: Path, path: Path) -> None:
         delete(_aside(path))
         return
     if _exchange(part, path):
-        return  # what was at the path is now the part, which its maker deletes
+        return  # the part is now the old checkpoint, which the caller deletes
     aside = _aside(path)
     delete(aside)
     path.rename(aside)
@@ -142,7 +185,7 @@ def _move_into_place(part: Path, path: Path) -> None:
 
 
 def present(path: str | Path) -> str | Path:
-    """Return where a checkpoint is: at ``path``, or where a kill within a move has left it."""
+    """Return where a checkpoint is: at ``path``, or where a kill during a move has left it."""
     if is_remote(path) or os.path.lexists(path):
         return path
     aside = _aside(Path(path))
@@ -159,7 +202,7 @@ def delete(path: Path) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete what killed runs were writing in a folder; what someone is writing stays."""
+    """Delete the parts that killed runs were writing in a folder, not those being written."""
     for part in folder.glob(f"{_BEING_WRITTEN}.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
         lock = _lock(part)
         if lock is not None:
@@ -173,17 +216,17 @@ def _new_part(path: Path) -> Path:
 
 
 def _aside(path: Path) -> Path:
-    """Return where a checkpoint waits until the new one is at its place.
+    """Return the path of an old checkpoint until the new one is in place.
 
-    ``last.ckpt`` waits at ``last.being-replaced.ckpt``, where ``ckpt_path="last"`` finds it too.
+    For ``last.ckpt`` it is ``last.being-replaced.ckpt``, which ``ckpt_path="last"`` finds too.
     """
     return path.with_name(f"{path.stem}.being-replaced{path.suffix}")
 
 
 def _lock(part: Path) -> int | None:
-    """Lock a part as one that is being written; None if it is, or if nobody can tell.
+    """Lock a part that is being written; None if another process has, or files have no locks.
 
-    The lock ends with the process, however that ends.
+    The lock ends with the process, even when it is killed.
     """
     try:
         descriptor = os.open(part, os.O_RDONLY)
@@ -203,7 +246,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Let the file or the folder's files reach the disk before their name does."""
+    """Write the file or the folder's files to the disk, before the name is changed."""
     for file in path.iterdir() if path.is_dir() else (path,):
         descriptor = os.open(file, os.O_RDONLY)
         try:

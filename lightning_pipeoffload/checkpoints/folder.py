@@ -1,39 +1,69 @@
-"""The checkpoint as a folder: each rank writes what it owns, with torch's distributed checkpoint.
+"""Checkpoint folders of torch's distributed checkpoint, in which each rank writes what it owns.
 
 The layout is that of Lightning's FSDPStrategy (``model``, ``optimizer_0``, ``meta.pt``), so that
 ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of it, with the
-optimizer's state by the names of the parameters.
+optimizer's state by the names of the parameters. A tensor is read when it is used; one that FSDP
+has written in several pieces is put together by torch's planner.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
     FileSystemWriter,
     SavePlan,
     SavePlanner,
     save,
 )
+from torch.distributed.checkpoint._nested_dict import (
+    unflatten_state_dict,  # private: the inverse of what save does
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.file import is_remote, replacing, showing_first_error
-from lightning_pipeoffload.checkpoints.stored_folder import StoredFolder
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 META_FILE = "meta.pt"
+_METADATA_FILE = ".metadata"
+# All that a .metadata may name, by module.
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        "_MEM_FORMAT_ENCODING",
+    },
+    # Where torch had two of them before.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},  # returns one of torch's layouts by its name
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
 
 
 def is_checkpoint_folder(path: str | Path) -> bool:
@@ -41,12 +71,11 @@ def is_checkpoint_folder(path: str | Path) -> bool:
     return (Path(path) / META_FILE).is_file()
 
 
-def refuse_file_io(io: CheckpointIO) -> NoReturn:
-    """Refuse a plugin that writes files, where checkpoints are folders.
+# Writing
 
-    Raises:
-        ValueError: Always.
-    """
+
+def refuse_file_io(io: CheckpointIO) -> NoReturn:
+    """Refuse a plugin that writes files, where checkpoints are folders."""
     raise ValueError(
         f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each rank "
         f"writes its part of a folder by itself; leave one of them out"
@@ -54,11 +83,7 @@ def refuse_file_io(io: CheckpointIO) -> NoReturn:
 
 
 def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
-    """Refuse a place that is no local folder.
-
-    Raises:
-        ValueError: The place is a URL, or options for one are given.
-    """
+    """Refuse to write a folder to a URL, or with options for one."""
     if storage_options is not None or is_remote(path):
         raise ValueError(
             f"a checkpoint folder is written to a mounted disk, without storage_options; got "
@@ -70,20 +95,22 @@ def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: Pipel
     """Write a Lightning checkpoint; every rank of every replica calls this.
 
     Args:
-        checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes what is not
-            shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank 0.
-        path: The path of the folder, the same on every rank; what is there is replaced.
-        group: The processes. What several have is written by one of them.
+        checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes the tensors that are
+            not shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank
+            0.
+        path: The path of the folder, the same on every rank; a checkpoint there is replaced.
+        group: The processes. A tensor that several have is written by one of them.
 
     Raises:
-        RuntimeError: A rank could not write; all of them raise it, and what was there stays.
+        RuntimeError: A rank could not write; all of them raise it, and ``path`` stays as it was.
     """
     world = group.world
     with replacing(path, folder=True) if group.reports else nullcontext() as own:
         part: Path = world.broadcast(own, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
-            save(_parts(rest), storage_writer=PartWriter(part), process_group=world.host_group)
+            own_tensors, writer = _take_tensors(rest), PartWriter(part)
+            save(own_tensors, storage_writer=writer, process_group=world.host_group)
         if group.reports:
             with (part / META_FILE).open("wb") as file, showing_first_error():
                 torch.save(rest, file)
@@ -94,32 +121,35 @@ class PartWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with showing_first_error():  # what came before an error does not go to other ranks
+        with showing_first_error():  # errors before the one that is raised are not sent to others
             return super().write_data(plan, planner)
 
 
-def _parts(rest: dict[str, Any]) -> dict[str, Any]:
-    """Take what ranks write apart out of a checkpoint."""
+def _take_tensors(rest: dict[str, Any]) -> dict[str, Any]:
+    """Take what each rank writes itself out of a checkpoint."""
     model = rest.pop("state_dict").items()
     states = {"model": {k: v for k, v in model if not isinstance(v, ShapeOnly)}}
-    for place, state in enumerate(rest.pop("optimizer_states", ())):
-        states[f"optimizer_{place}"] = state
-    # An empty dict would be an entry of its own, next to those that other ranks write below it.
+    for index, state in enumerate(rest.pop("optimizer_states", ())):
+        states[f"optimizer_{index}"] = state
+    # torch writes an empty dict as an entry, next to those that other ranks write below it.
     return {key: state for key, state in states.items() if state}
 
 
 @contextmanager
-def _naming_ranks(what: str, group: HostGroup) -> Iterator[None]:
-    """Say in one line what failed on which ranks; the same on all of them."""
+def _naming_ranks(error_text: str, group: HostGroup) -> Iterator[None]:
+    """Raise one line that names the ranks that failed and why; the same on all of them."""
     try:
-        with blaming_peers(f"lost a rank: {what}"):
+        with blaming_peers(f"lost a rank: {error_text}"):
             yield
     except CheckpointException as error:
         reasons = [
             f"global rank {dist.get_global_rank(group.host_group, rank)}: {cause}"
             for rank, (cause, _) in sorted(error.failures.items())
         ]
-        raise RuntimeError(f"{what}: {'; '.join(reasons)}") from error
+        raise RuntimeError(f"{error_text}: {'; '.join(reasons)}") from error
+
+
+# Reading
 
 
 def read_checkpoint_folder(
@@ -129,8 +159,8 @@ def read_checkpoint_folder(
 
     Args:
         path: The path of the folder.
-        rest: What is in its ``meta.pt``.
-        weights_only: Whether to refuse what is not plain data; None: as torch does by default.
+        rest: The content of its ``meta.pt``.
+        weights_only: Whether to refuse other than plain data; None: torch's default.
         fits: Whether the optimizers' states are used too.
 
     Raises:
@@ -144,3 +174,109 @@ def read_checkpoint_folder(
             {"state": {}, **saved[f"optimizer_{n}"]} for n in range(len(saved))
         ]
     return checkpoint
+
+
+class StoredFolder:
+    """The content of a folder.
+
+    Args:
+        path: The path of the folder.
+        weights_only: Whether to refuse other than plain data; None: torch's default.
+
+    Raises:
+        ValueError: The folder's ``.metadata`` is not that of a checkpoint.
+    """
+
+    def __init__(self, path: Path, weights_only: bool | None) -> None:
+        self._path = path
+        self._weights_only = weights_only
+        self._reader = MetadataReader(path)
+        self._metadata = self._reader.read_metadata()
+        self._written = self._stamp()
+
+    def load(self, kinds: tuple[str, ...]) -> dict[str, Any]:
+        """Return what was saved under first keys that begin with one of ``kinds``."""
+        keys: dict[str, tuple[Any, ...]] = self._metadata.planner_data
+        flat: dict[str, Any] = {}
+        for name, entry in self._metadata.state_dict_metadata.items():
+            if str(keys[name][0]).startswith(kinds):
+                flat[name] = None
+                if isinstance(entry, TensorStorageMetadata):
+                    meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                    flat[name] = StoredTensor(meta, partial(self._read_tensor, name, meta))
+        others = {name: None for name, value in flat.items() if value is None}
+        self._read(others)
+        return unflatten_state_dict({**flat, **others}, keys)
+
+    def _read_tensor(self, name: str, meta: Tensor) -> Tensor:
+        target = {name: torch.empty_like(meta, device="cpu")}
+        self._read(target)
+        return target[name]
+
+    def _read(self, flat: dict[str, Any]) -> None:
+        """Read into a flat dict; by this rank alone, since others do not know what it uses."""
+        if self._stamp() != self._written:
+            raise RuntimeError(f"the checkpoint {self._path} was replaced while it was read")
+        # Not torch's load, which warns of each read by a rank alone.
+        planner = _CarefulPlanner(self._weights_only)
+        planner.set_up_planner(flat, self._metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        [plan] = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def _stamp(self) -> tuple[int, int]:
+        status = os.stat(self._path / _METADATA_FILE)
+        return status.st_ino, status.st_mtime_ns
+
+
+class _CarefulPlanner(DefaultLoadPlanner):
+    """Fills a flat dict; unpickles as carefully as ``weights_only`` asks for."""
+
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        loaded = torch.load(value, weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = loaded
+
+
+class MetadataReader(FileSystemReader):
+    """Reads a folder without running code that its ``.metadata``, a pickle, may contain."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        metadata = _unpickle(Path(self.path) / _METADATA_FILE)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # as torch's own reader does
+        return metadata
+
+
+def _unpickle(path: Path) -> Metadata:
+    with path.open("rb") as file:
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"the checkpoint's {path} cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"the checkpoint's {path} holds a {type(metadata).__name__}, no Metadata")
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(
+                f"it wants {module}.{name}, which no metadata needs, and code in it might run; "
+                f"load checkpoints that you trust"
+            )
+        return super().find_class(module, name)

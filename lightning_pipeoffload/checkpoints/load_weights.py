@@ -1,18 +1,24 @@
-"""Weights of files into a module, of which a rank reads what it has."""
+"""Loads weights of files into a module, of which a rank reads those that it has."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.checkpoints.file import is_archive, load_later
+from lightning_pipeoffload.checkpoints.folder import META_FILE, StoredFolder
 from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, to_module
-from lightning_pipeoffload.checkpoints.stored_weights import open_weights
-from lightning_pipeoffload.runtime.stored_tensor import value_of
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_SUFFIX = ".safetensors"
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 
 
@@ -24,24 +30,26 @@ def load_weights(
     key_mapping: KeyMapping | None = None,
     strict: bool = True,
 ) -> None:
-    """Load weights from files into a module, or into a part of one.
+    """Load weights from files into a module, or into a submodule.
 
-    Call it in ``configure_model`` after the layers are made, or anywhere else before training. Of
-    what the module has as a shape only, nothing is read; values are cast to the module's dtypes.
+    Call it in ``configure_model`` after the layers are made, or anywhere else before training.
+    Tensors that the module has as a shape only are not read. Values are cast to the module's
+    dtypes.
 
     Args:
-        module: The module whose weights they are; ``self.model``, say, for those of the Hugging
-            Face model that a LightningModule has.
+        module: The module that the weights belong to; ``self.model``, say, for the weights of the
+            Hugging Face model in a LightningModule.
         path: A Lightning checkpoint, as a file or a folder (FSDPStrategy's too); a file with a
             state dict; a file of safetensors, or a folder of them as ``save_pretrained`` writes it.
-        prefix: What all keys that are meant begin with in the files, and not in the module:
-            "model.", say, for the part of a checkpoint that belongs to ``self.model``.
-        key_mapping: Regular expressions and what to put in their place, or a function of a key;
-            where it returns None the entry is left out.
-        strict: Whether to refuse weights that the files lack, and such as the module lacks.
+        prefix: A prefix that keys of the files have and names in the module have not: "model.",
+            say, for the entries of a checkpoint that belong to ``self.model``. Other keys are left
+            out.
+        key_mapping: Regular expressions and their replacements, or a function that returns the name
+            of a key; a key for which it returns None is left out.
+        strict: Whether to refuse weights that either the files or the module lack.
 
     Raises:
-        FileNotFoundError: There is nothing, or a shard is missing.
+        FileNotFoundError: There is no such file or folder, or a shard is missing.
         ValueError: The weights are not this module's.
     """
     weights = _rename(open_weights(path), prefix, key_mapping)
@@ -62,7 +70,7 @@ def load_weights(
     with torch.no_grad():
         for name in fit.names:
             if own[name].device.type != "meta":
-                own[name].copy_(weights[name])  # nothing is read for what is a shape
+                own[name].copy_(weights[name])  # reads nothing for a shape
 
 
 def _rename(
@@ -85,13 +93,13 @@ def _new_name(key: str, mapping: KeyMapping | None) -> str | None:
 
 
 class _Fit:
-    """What of some weights is a module's.
+    """The weights that belong to a module, and the refusals of those that do not.
 
     Args:
         module: The module.
         own: Its tensors by name.
-        weights: The weights, by the names that they would have in it.
-        path: Where the weights are.
+        weights: The weights, renamed as in the module.
+        path: The path of the weights.
     """
 
     def __init__(
@@ -127,7 +135,7 @@ class _Fit:
                 )
 
     def refuse_missing(self) -> None:
-        """Refuse what the files lack; of tied weights one name is enough."""
+        """Refuse that the files lack weights; of tied weights one name is enough."""
         there = {id(self._own[name]) for name in self.names}
         missing = [name for name, tensor in self._own.items() if id(tensor) not in there]
         missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
@@ -147,7 +155,7 @@ class _Fit:
             )
 
     def refuse_apart(self) -> None:
-        """Refuse two values for a weight that is one."""
+        """Refuse two values for one tensor."""
         first: dict[int, str] = {}
         for name in self.names:
             other = first.setdefault(id(self._own[name]), name)
@@ -169,3 +177,84 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
+
+
+def open_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the weights in a file or a folder by their keys; each is read when it is used.
+
+    Args:
+        path: As that of :func:`load_weights`.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder, or a shard is missing.
+        ValueError: It is of another kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path} to load weights from")
+    return _open_shards([path]) if path.suffix == _SUFFIX else _open_file(path)
+
+
+def _open_folder(path: Path) -> dict[str, Tensor]:
+    if (path / META_FILE).is_file():
+        saved = StoredFolder(path, weights_only=True).load(("model", "state_dict"))
+        return _only_tensors(next(iter(saved.values())))
+    if (path / INDEX_FILE).is_file():
+        shards = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+        found = _open_shards(path / name for name in sorted({*shards.values()}))
+        return _check_index(found, shards)
+    if (path / WEIGHTS_FILE).is_file():
+        return _open_shards([path / WEIGHTS_FILE])
+    raise ValueError(
+        f"the folder {path} has no {META_FILE}, which a checkpoint has, and no {WEIGHTS_FILE} or "
+        f"{INDEX_FILE}, which save_pretrained writes; name the folder that has one of them"
+    )
+
+
+def _check_index(found: dict[str, Tensor], shards: Mapping[str, str]) -> dict[str, Tensor]:
+    absent = [key for key in shards if key not in found]
+    if absent:
+        raise ValueError(
+            f"{INDEX_FILE} says that {absent[0]} is in {shards[absent[0]]}, which has no such key; "
+            f"the files are of different models, get all of them anew"
+        )
+    return {key: found[key] for key in shards}
+
+
+def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - of the extra "hf"
+
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path.name} is not in {path.parent}, whose index names it; get this file too"
+            )
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}; get it anew") from error
+        for key in file.keys():  # noqa: SIM118 - it is no dict
+            mapped = file.get_tensor(key)
+            found[key] = StoredTensor(mapped.to("meta"), mapped.detach)
+    return found
+
+
+def _open_file(path: Path) -> dict[str, Tensor]:
+    if not is_archive(path):
+        raise ValueError(
+            f"{path} is no file of torch.save (the format since torch 1.6) and no {_SUFFIX}; "
+            f"save it anew with torch.save(state_dict, path)"
+        )
+    saved = load_later(path, weights_only=True, is_later=re.compile(""))
+    state = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
+    found = _only_tensors(state) if isinstance(state, Mapping) else {}
+    if not found:
+        raise ValueError(f"{path} has neither a 'state_dict' nor tensors by their names")
+    return found
+
+
+def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a folder that Hugging Face's libraries read."""
+"""Writes a checkpoint's weights as a folder that Hugging Face's libraries read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.checkpoints.file import replacing
 from lightning_pipeoffload.checkpoints.hugging_face import to_hub
-from lightning_pipeoffload.checkpoints.stored_weights import (
+from lightning_pipeoffload.checkpoints.load_weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
     open_weights,
@@ -37,11 +37,11 @@ def save_pretrained(
 
     Args:
         checkpoint: A Lightning checkpoint, as a file or a folder.
-        folder: Where to write; ``from_pretrained`` reads it.
+        folder: A folder that ``from_pretrained`` is to read.
         config: The model's configuration, which names its class (``config.architectures``, else the
             class that ``AutoModelForCausalLM`` takes). None: the keys are written as they are.
-        prefix: What the checkpoint's keys begin with, "model." say, if the LightningModule has the
-            model there. None: found.
+        prefix: The prefix of the model's keys in the checkpoint, "model." say, if the
+            LightningModule has the model as ``self.model``. None: found.
         max_shard_size: Bytes of a file, or "5GB".
 
     Raises:
@@ -77,7 +77,6 @@ def _make_shapes(config: Any) -> Any:
 def _of_model(
     model: Any, weights: Mapping[str, Tensor], prefix: str | None, path: str
 ) -> dict[str, Tensor]:
-    """Return a model's weights by the names in it."""
     own = model.state_dict()
     if prefix is None:
         prefix = _find_prefix(own, weights)
@@ -94,7 +93,7 @@ def _of_model(
 
 
 def _find_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Return what stands before a model's names in a checkpoint."""
+    """Return the prefix of a model's keys in a checkpoint."""
     last = max(own, key=len)
     found = [key.removesuffix(last) for key in weights if key.endswith(last)]
     fits = [each for each in found if all(each + name in weights for name in own)]

@@ -1,7 +1,7 @@
-"""The state of a module and its optimizers that are spread over ranks, as a checkpoint has it.
+"""State dicts of a module and its optimizers that are spread over ranks.
 
-Keys are the plain module's; an optimizer's state has the plain optimizer's layout. So a checkpoint
-loads into the plain module, and into a pipeline of another size.
+Keys are those of the plain module, and an optimizer's state has the layout of the plain optimizer:
+so a checkpoint loads into the plain module, and into a pipeline of another size.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.checkpoints.replica_values import States, states_of_replicas
-from lightning_pipeoffload.checkpoints.value_places import shapes_of
+from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
@@ -20,13 +20,22 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     load_optimizer_state,
     plain_layout,
 )
+from lightning_pipeoffload.runtime.cut.remote_values import (
+    absent_in,
+    explain_absent,
+    make_real,
+    settle,
+)
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 
 class SplitState:
-    """What a checkpoint has of a module that is split.
+    """The state dicts of a split module, as each rank has them.
 
     Args:
         pipeline: This rank's part of the module.
@@ -43,20 +52,20 @@ class SplitState:
 
     @property
     def is_split(self) -> bool:
-        """Whether other ranks' parts have been left to them."""
+        """Whether this rank has only its part of the module."""
         return self._pipeline.is_split
 
     def of_module(self) -> dict[str, Any]:
         """Return the state dict under the plain module's keys, in its order.
 
-        What this rank is not the one to write is shape-only.
+        Tensors that another rank writes are shape-only.
         """
-        found = self._of_all(self._part())
+        found = self._of_all(self._part(), self._group)
         place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
         return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
 
     def _part(self) -> dict[str, Any]:
-        """Return the entries that this rank can write: its own, and what belongs to no stage."""
+        """Return the entries that this rank can write: its own, and those of no stage."""
         state = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
         return {
@@ -65,34 +74,32 @@ class SplitState:
             if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
         }
 
-    def _of_all(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Return all ranks' entries: values where this rank is the lowest that has one."""
-        rank = self._group.global_rank
-        listed = self._group.gather(shapes_of(mine, rank))
-        parts = dict(zip(self._group.global_ranks, listed, strict=True))
-        parts[rank] = mine
+    def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
+        """Return the entries of some ranks: values where this is the lowest that has them."""
+        own = self._group.global_rank
         found: dict[str, Any] = {}
-        for writer in sorted(parts, reverse=True):
-            found |= parts[writer]
+        listed = dict(ranks.gather((own, shapes_of(mine, own))))
+        for rank in sorted(listed, reverse=True):
+            found |= mine if rank == own else listed[rank]
         return found
 
     def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
-        """Return the plain optimizer's state; what other ranks have of it is shapes, or left out.
+        """Return the plain optimizer's state, with shapes where other ranks have the values.
 
         Args:
             optimizer: One of the trainer's optimizers.
-            by_name: Whether it is to be this rank's part, by the names of the parameters.
+            by_name: Return this rank's part only, by the names of the parameters.
         """
         names = self._parameters.names_in(optimizer)
         mine = self._named_state(optimizer)
         if by_name:
             return self._part_of_optimizer(optimizer, names, mine)
-        if self._parameters.shares_of(optimizer) is not None:
-            mine = states_of_replicas(mine, self._group)
-        return plain_layout(optimizer, names, self._of_all(mine))
+        is_shared_out = self._parameters.shares_of(optimizer) is not None
+        ranks = self._group.world if is_shared_out else self._group
+        return plain_layout(optimizer, names, self._of_all(mine, ranks))
 
     def _part_of_optimizer(
-        self, optimizer: Optimizer, names: GroupNames, state: States
+        self, optimizer: Optimizer, names: GroupNames, state: dict[str, Any]
     ) -> dict[str, Any]:
         part: dict[str, Any] = {}
         anything = self._group.world.agree(bool(state), unanimous=False)
@@ -102,13 +109,13 @@ class SplitState:
             part["param_groups"] = groups_with(optimizer.param_groups, names)
         return part
 
-    def _named_state(self, optimizer: Optimizer) -> States:
+    def _named_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = self._pipeline.tensors.canonical_parameters()
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         return {name_of[id(p)]: state for p, state in optimizer.state.items()}
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load what this rank owns of a whole state dict; ``strict`` is judged on the whole.
+        """Load this rank's part of a whole state dict; ``strict`` compares all keys.
 
         Raises:
             RuntimeError: Keys or shapes do not fit, as in ``Module.load_state_dict``.
@@ -128,7 +135,7 @@ class SplitState:
         return {key for key, value in state.items() if not isinstance(value, ShapeOnly)}
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load what this rank owns of the plain optimizers' states.
+        """Load this rank's part of the plain optimizers' states.
 
         Raises:
             ValueError: The states are of other groups.
@@ -137,3 +144,27 @@ class SplitState:
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             shares = self._parameters.shares_of(optimizer)
             load_optimizer_state(optimizer, state, names, own, shares)
+
+
+def make_whole(module: nn.Module, group: PipelineGroup) -> None:
+    """Give every rank the values of a module that an earlier pipeline left on others.
+
+    All ranks call it.
+
+    Raises:
+        RuntimeError: No rank has a tensor of the module.
+    """
+    absent = {slot.name: slot for slot in absent_in(module)}
+    absent_on = group.gather(list(absent))
+    missing = [name for name in absent if all(name in names for names in absent_on)]
+    if missing:
+        raise RuntimeError(explain_absent(module))
+    made: dict[int, Tensor] = {}
+    present = {slot.name: slot.tensor for slot in find_slots(module)}
+    for name in sorted({name for names in absent_on for name in names}):
+        places = zip(group.global_ranks, absent_on, strict=True)
+        source = min(rank for rank, names in places if name not in names)
+        tensor = make_real(absent[name], made) if name in absent else present[name]
+        with blaming_peers("lost a rank while bringing the module together"):
+            tensor.detach().copy_(group.bring_to_all(tensor, source))
+    settle(module)

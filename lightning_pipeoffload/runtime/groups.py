@@ -158,25 +158,6 @@ class PipelineGroup(RankMesh, HostGroup):
             dist.broadcast(as_bytes(found), source, group=self._device_group)
         return tensor if is_source and tensor.device == self.device else found
 
-    def bring(self, value: Any, owner: int, room: Tensor | None = None) -> Any:
-        """Let the root have a value on its host; the others keep what they have.
-
-        Args:
-            value: Any on the rank that has it; on the root what has its shape, if it is a tensor.
-            owner: Global rank that has it.
-            room: On the root, a tensor of bytes to receive it into; None: new memory.
-        """
-        if not isinstance(value, Tensor) or self.global_rank not in (owner, self.root):
-            return value
-        if owner == self.root:
-            return value.cpu()
-        if self.global_rank == owner:
-            dist.send(as_bytes(value.cpu().contiguous()), self.root, group=self.host_group)
-            return value
-        room = torch.empty(value.nbytes, dtype=torch.uint8) if room is None else room
-        dist.recv(room[: value.nbytes], owner, group=self.host_group)
-        return room[: value.nbytes].view(value.dtype).view(value.shape)
-
     def share(self, pipeline: Pipeline) -> None:
         """Agree on what several ranks own: their first one's value counts."""
         sharing = pipeline.tensors.ranks_sharing()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_pipeoffload.checkpoints.metadata import MetadataReader
+from lightning_pipeoffload.checkpoints.folder import MetadataReader
 
 
 class Evil:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.checkpoints.saved_values import SavedValues
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import fits
 
@@ -172,13 +172,12 @@ def count_values(size: int, path: str, options: dict[str, Any]) -> dict[str, Any
     received: weakref.WeakSet[Any] = weakref.WeakSet()
     counts = [0]
     read: list[Any] = []
-    bring, value = PipelineGroup.bring, StoredTensor.value
+    receive, value = SavedValues._receive, StoredTensor.value
 
-    def bring_counted(group: PipelineGroup, leaf: Any, owner: int, *room: Any) -> Any:
-        found = bring(group, leaf, owner, *room)
-        if owner != group.global_rank and group.is_root:
-            received.add(found.untyped_storage())
-            counts.append(len(received))
+    def receive_counted(*args: Any) -> Any:
+        found = receive(*args)
+        received.add(found.untyped_storage())
+        counts.append(len(received))
         return found
 
     def value_counted(stored: StoredTensor) -> torch.Tensor:
@@ -187,7 +186,7 @@ def count_values(size: int, path: str, options: dict[str, Any]) -> dict[str, Any
 
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineGroup, "bring", bring_counted)
+        patch.setattr(SavedValues, "_receive", receive_counted)
         patch.setattr(StoredTensor, "value", value_counted)
         for epochs, callbacks in ((1, []), (2, []), (3, [SavesFirst(path)])):
             record = fits.Record()

@@ -1,0 +1,230 @@
+"""The values of a checkpoint file, which come to global rank 0 one by one as it writes them.
+
+Every rank makes the checkpoint of what it has, since hooks read and change it: values that this
+rank owns, and shapes of the others. ``torch.save`` writes the structure first, then the bytes of
+one tensor after the other::
+
+    global rank 0   structure | own 0 | asks for 1 | own 2 | asks for 3 | done
+    rank 1                            | sends 1                         | goes on
+    rank 2, other replica                                  | sends 3    | goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import (  # private: see runtime/leaves
+    KeyPath,
+    keystr,
+    tree_flatten_with_path,
+    tree_map_with_path,
+    tree_unflatten,
+)
+
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.message_links import as_bytes
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_DONE = -1
+
+
+def shapes_of(tree: Any, global_rank: int) -> Any:
+    """Return a pytree with shapes in place of tensors, whose values are on ``global_rank``."""
+    host = torch.device("cpu")
+
+    def shape(path: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        meta = leaf.meta if isinstance(leaf, ShapeOnly) else leaf.to("meta")
+        return ShapeOnly(meta, host, frozenset((f"{name} (on global rank {global_rank})",)))
+
+    return tree_map_with_path(shape, tree)
+
+
+class SavedValues:
+    """The values of one checkpoint. All ranks of all replicas make one at a time.
+
+    Args:
+        checkpoint: This rank's checkpoint; it is not changed, as a callback may use parts of it.
+        group: This process's groups.
+
+    Raises:
+        RuntimeError: No rank has a value; all of them raise it.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any], group: PipelineGroup) -> None:
+        self._checkpoint = checkpoint
+        self._group = group
+        leaves, self._structure = tree_flatten_with_path(checkpoint)
+        self._leaves: dict[KeyPath, Any] = dict(leaves)
+        absent = [path for path, leaf in leaves if isinstance(leaf, ShapeOnly)]
+        self._absent: list[KeyPath] = group.world.broadcast(absent, 0)
+        numbers = group.world.gather(self._number_values()) if self._absent else []
+        replica = group.first_replica
+        ranks = [*replica, *(rank for rank in range(group.world_size) if rank not in replica)]
+        self._owners = [
+            _owner(path, {rank: numbers[rank][index] for rank in ranks})
+            for index, path in enumerate(self._absent)
+        ]
+
+    def _number_values(self) -> list[int | None]:
+        """Number the absent values that this rank has; names of one tensor have one number."""
+        numbers: dict[Any, int] = {}
+        leaves = [self._leaves.get(path) for path in self._absent]
+        return [
+            numbers.setdefault(_memory_of(leaf), index)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)
+            else None
+            for index, leaf in enumerate(leaves)
+        ]
+
+    @contextmanager
+    def coming(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
+        """Give the checkpoint, on global rank 0 with all values; the others send them at the end.
+
+        Args:
+            one_by_one: Whether each value comes when ``torch.save`` writes it; else all come now.
+        """
+        owners = sorted({rank for rank, _ in self._owners} - {0})
+        if self._group.global_rank in owners:
+            yield self._checkpoint
+            self._send_asked()
+        elif self._group.global_rank:
+            yield self._checkpoint
+        else:
+            try:
+                yield self._with_values(one_by_one)
+            finally:
+                for rank in owners:
+                    self._ask(_DONE, rank)
+
+    def _with_values(self, one_by_one: bool) -> dict[str, Any]:
+        fetches: dict[KeyPath, tuple[Any, Callable[[], Tensor]]] = {}
+        for path, leaf in self._leaves.items():
+            if _is_elsewhere(leaf):
+                fetches[path] = _memory_of(leaf), partial(_on_host, leaf)
+        # One after the other into the same memory: allocating each would fragment it.
+        largest = max((self._leaves[path].nbytes for path in self._absent), default=0)
+        room = torch.empty(largest if one_by_one else 0, dtype=torch.uint8)
+        for path, (owner, number) in zip(self._absent, self._owners, strict=True):
+            receive = partial(self._receive, self._leaves[path], owner, number, room)
+            fetches[path] = (owner, number), receive
+        made: dict[Any, Any] = {}
+        for path, (key, fetch) in fetches.items():
+            if key not in made:
+                made[key] = LateTensor(self._leaves[path], fetch) if one_by_one else fetch()
+        leaves = [
+            made[fetches[path][0]] if path in fetches else leaf
+            for path, leaf in self._leaves.items()
+        ]
+        whole: dict[str, Any] = tree_unflatten(leaves, self._structure)
+        return whole
+
+    def _receive(self, like: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
+        size = like.nbytes
+        room = room[:size] if room.numel() else torch.empty(size, dtype=torch.uint8)
+        with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
+            self._ask(number, owner)
+            dist.recv(room, owner, group=self._group.world.host_group)
+        return room.view(like.dtype).view(like.shape)
+
+    def _ask(self, number: int, rank: int) -> None:
+        dist.send(torch.tensor([number]), rank, group=self._group.world.host_group)
+
+    def _send_asked(self) -> None:
+        number = torch.empty(1, dtype=torch.int64)
+        group = self._group.world.host_group
+        with blaming_peers("lost global rank 0 while it wrote a checkpoint"):
+            while True:
+                dist.recv(number, 0, group=group)
+                if int(number) == _DONE:
+                    return
+                value = _on_host(self._leaves[self._absent[int(number)]])
+                dist.send(as_bytes(value.contiguous()), 0, group=group)
+
+
+class LateTensor:
+    """Stands for a tensor in the argument of ``torch.save``; it is loaded as any other one.
+
+    Args:
+        like: A tensor of the same shape and dtype.
+        fetch: A function that returns the value; called once, when its bytes are written.
+    """
+
+    def __init__(self, like: Tensor, fetch: Callable[[], Tensor]) -> None:
+        self._shape = tuple(like.shape)
+        self._dtype = like.dtype
+        self._storage = torch.UntypedStorage(like.numel() * like.element_size(), device="meta")
+        # What torch.save calls for the bytes of a tensor that is on a device.
+        self._storage.cpu = lambda: _bytes_of(fetch())  # type: ignore[method-assign]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle what a tensor of this shape would, with the storage of its own."""
+        strides = torch.empty(self._shape, device="meta").stride()
+        rebuild, arguments = torch.empty(0, dtype=self._dtype).__reduce_ex__(protocol)
+        storage, _, _, _, *rest = arguments
+        own: Any = self._storage
+        if isinstance(storage, torch.storage.TypedStorage):
+            own = torch.storage.TypedStorage(wrap_storage=own, dtype=self._dtype, _internal=True)
+        return rebuild, (own, 0, self._shape, strides, *rest)
+
+
+def _bytes_of(value: Tensor) -> torch.UntypedStorage:
+    """Return a storage on the host that begins with a tensor's values."""
+    value = value.detach().cpu().contiguous()
+    return (value.clone() if value.storage_offset() else value).untyped_storage()
+
+
+def _tag(storage: Any) -> str | None:
+    return "cpu" if "cpu" in vars(storage) else None
+
+
+def _restore(storage: Any, location: str) -> None:
+    return None
+
+
+# Before torch's own, which takes a storage without memory for one of the meta device.
+torch.serialization.register_package(0, _tag, _restore)
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    value: Tensor = value_of(leaf).detach().cpu()
+    return value
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    """Whether a tensor has a value that is not in this process's host memory."""
+    if (
+        not isinstance(leaf, Tensor)
+        or isinstance(leaf, ShapeOnly)
+        or leaf.layout is not torch.strided
+    ):
+        return False
+    return isinstance(leaf, StoredTensor) or leaf.device.type != "cpu"
+
+
+def _memory_of(leaf: Any) -> Any:
+    """Return a key that names of one tensor have in common, such as those of a tied weight."""
+    if isinstance(leaf, StoredTensor) or leaf.layout is not torch.strided or not leaf.numel():
+        return id(leaf)
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+
+
+def _owner(path: KeyPath, on_rank: dict[int, int | None]) -> tuple[int, int]:
+    """Return the first global rank that has a value, and the number that it has there."""
+    for rank, number in on_rank.items():
+        if number is not None:
+            return rank, number
+    raise RuntimeError(
+        f"the checkpoint was not saved: checkpoint{keystr(path)} has a value on no rank; save what "
+        f"a rank has computed from its own part of the module only"
+    )
