@@ -10,8 +10,7 @@ from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
 from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
-from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
-from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
+from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
 from lightning_pipeoffload.processes.data_parallel import (
     data_parallel_rank,

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from examples.benchmarks.sleeping import Sleep
 from lightning_pipeoffload.odc.on_demand_processes import Ranks
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.odc.sharded_group import ShardedGroup
+from lightning_pipeoffload.odc.sharding import ShardedGroup
 from lightning_pipeoffload.odc.transport import SharedSums
 from lightning_pipeoffload.processes.run_store import free_port
 

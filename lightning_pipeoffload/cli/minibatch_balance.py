@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
-from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances
-from lightning_pipeoffload.odc.balance_picture import draw_balances
-from lightning_pipeoffload.odc.text_costs import find_cost
+from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances, draw_balances
+from lightning_pipeoffload.odc.packing import find_cost
 from lightning_pipeoffload.pictures.figures import save_figure
 from lightning_pipeoffload.schedule.quantities import share_text
 

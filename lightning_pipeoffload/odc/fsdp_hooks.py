@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from lightning_pipeoffload.odc.sharded_group import ShardedGroup
+from lightning_pipeoffload.odc.sharding import ShardedGroup
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 
 

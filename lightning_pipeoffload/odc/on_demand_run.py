@@ -1,8 +1,8 @@
-"""A minibatch from its first gather to its gradients, on one rank."""
+"""One rank's minibatches: gathers of weights, gradients and buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
 from lightning_pipeoffload.odc.run_checks import refuse_gradient_hooks
-from lightning_pipeoffload.odc.sharded_group import ShardedGroup, local_part, sharded_groups
-from lightning_pipeoffload.odc.step_buffers import StepBuffers
+from lightning_pipeoffload.odc.sharding import ShardedGroup, local_part, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import blaming_peers
@@ -179,3 +178,58 @@ def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+class StepBuffers:
+    """The buffers that a checkpoint has. Others are constants mostly, which a rank may extend.
+
+    Args:
+        module: The user's module.
+        device: The device of this rank.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._slots = {
+            f"{path}.{key}": (part, key)
+            for path, part in module.named_modules()
+            for key in part._buffers
+            # Private: which buffers no state dict has.
+            if key not in part._non_persistent_buffers_set
+        }
+        self._before = self._now()
+
+    def open(self) -> None:
+        """Note what there is before a minibatch."""
+        self._before = self._now()
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return what this rank's steps have changed since, for other processes."""
+        return {
+            name: buffer.detach().cpu()
+            for name, (buffer, version) in self._now().items()
+            if not _is_same(self._before.get(name), buffer, version)
+        }
+
+    def settle(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over what other ranks have changed.
+
+        Args:
+            ranks: What each rank has changed.
+        """
+        first = {name: value for rank in reversed(ranks) for name, value in rank.items()}
+        for name, value in first.items():
+            part, key = self._slots[name]
+            own = part._buffers[key]
+            if own is not None and own.shape == value.shape:
+                own.detach().copy_(value)
+            else:
+                part._buffers[key] = value.to(self._device)
+
+    def _now(self) -> dict[str, tuple[Tensor, int]]:
+        found = {name: part._buffers.get(key) for name, (part, key) in self._slots.items()}
+        return {name: (own, own._version) for name, own in found.items() if own is not None}
+
+
+def _is_same(before: tuple[Tensor, int] | None, buffer: Tensor, version: int) -> bool:
+    return before is not None and before[0] is buffer and before[1] == version

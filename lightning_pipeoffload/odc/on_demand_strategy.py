@@ -28,16 +28,16 @@ from lightning_pipeoffload.loop.lightning_patches import (
     LaterSteps,
     stop_without_waiting,
 )
-from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate
-from lightning_pipeoffload.odc.minibatch_sampler import MinibatchSampler
+from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_checkpoints import OnDemandCheckpoints
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.run_checks import check_run
-from lightning_pipeoffload.odc.sharded_arithmetic import as_if_whole, refuse_optimizers
-from lightning_pipeoffload.odc.sharded_group import ShardedGroup
 from lightning_pipeoffload.odc.sharding import (
+    ShardedGroup,
+    as_if_whole,
     is_sharded,
+    refuse_optimizers,
     shard,
     share_initial_values,
 )

@@ -1,11 +1,64 @@
-"""Which texts of a minibatch each rank packs into which microbatch."""
+"""Packs the texts of a minibatch into microbatches: which rank gets which texts.
+
+As in arXiv 2601.19362. Texts of unequal cost are divided into parts of nearly equal cost by the
+largest differencing method of Karmarkar and Karp: of two partial divisions, those that differ most,
+the heaviest part of one is joined with the lightest of the other, until one division is left. Then
+the heaviest part swaps texts with others for as long as that makes it lighter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
 
-from lightning_pipeoffload.odc.partition import partition
-from lightning_pipeoffload.odc.text_costs import Cost
+Cost = Callable[[int], float]
+
+
+def quadratic(square: float, linear: float, constant: float = 0.0) -> Cost:
+    """Return the curve that fits a transformer: attention grows with the square of the length.
+
+    Args:
+        square: Cost of 32,000 tokens that see each other.
+        linear: Cost of 32,000 tokens by themselves.
+        constant: What every text costs besides.
+    """
+
+    def cost(length: int) -> float:
+        share = length / 32000
+        return square * share * share + linear * share + constant
+
+    return cost
+
+
+def tokens(length: int) -> float:
+    """Return the length itself."""
+    return float(length)
+
+
+# The two curves are of arXiv 2601.19362, without what a forward costs however short its text is:
+# texts of one microbatch pay that together.
+COSTS: dict[str, Cost] = {
+    "tokens": tokens,
+    "1.5b": quadratic(1.982, 2.612),
+    "7b": quadratic(4.348, 8.768),
+}
+
+
+def find_cost(cost: str | Cost) -> Cost:
+    """Return a cost by its name, or the one that is given.
+
+    Raises:
+        ValueError: There is no cost of that name.
+    """
+    if not isinstance(cost, str):
+        return cost
+    if cost not in COSTS:
+        raise ValueError(
+            f"cost={cost!r} must be one of {', '.join(COSTS)}, or a function of a text's length"
+        )
+    return COSTS[cost]
+
 
 Microbatches = list[list[int]]
 """Of one rank: the places of the texts in each of its microbatches; there may be none."""
@@ -104,3 +157,89 @@ def _packed(
         if all(sum(lengths[i] for i in part) <= limit for part in found):
             return sorted(found, key=lambda part: -sum(costs[i] for i in part))
         num += 1
+
+
+Parts = list[list[int]]
+
+_MAX_SWAPS = 100
+
+
+def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False) -> Parts:
+    """Divide things into parts whose heaviest is as light as can be found.
+
+    Args:
+        costs: The cost of each thing.
+        num_parts: How many parts; some may be empty.
+        equal_counts: Whether all parts have as many things, give or take one.
+
+    Returns:
+        The places of the things in each part.
+    """
+    found = [_improved(_difference(costs, num_parts, equal_counts=True), costs)]
+    if not equal_counts:
+        found.append(_improved(_difference(costs, num_parts, equal_counts=False), costs))
+    return min(found, key=lambda parts: max(_weights(parts, costs), default=0.0))
+
+
+def _difference(costs: Sequence[float], num_parts: int, equal_counts: bool) -> Parts:
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    size = num_parts if equal_counts else 1
+    ties = count()
+    heap = []
+    for start in range(0, len(order), size):
+        parts = [[index] for index in order[start : start + size]]
+        parts += [[] for _ in range(num_parts - len(parts))]
+        heap.append(_entry(parts, costs, next(ties)))
+    heapify(heap)
+    while len(heap) > 1:
+        (_, _, first), (_, _, second) = heappop(heap), heappop(heap)
+        light = zip(first, reversed(second), strict=True)
+        joined = [(a + c, one + other) for (a, one), (c, other) in light]
+        heappush(heap, _entry([part for _, part in joined], costs, next(ties)))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+
+
+_Entry = tuple[float, int, list[tuple[float, list[int]]]]
+
+
+def _entry(parts: Parts, costs: Sequence[float], tie: int) -> _Entry:
+    """Return a partial division as the heap orders it: the one that differs most comes first."""
+    pairs = zip(_weights(parts, costs), parts, strict=True)
+    weighted = sorted(pairs, key=lambda pair: pair[0], reverse=True)
+    return weighted[-1][0] - weighted[0][0], tie, weighted
+
+
+def _weights(parts: Parts, costs: Sequence[float]) -> list[float]:
+    return [sum(costs[index] for index in part) for part in parts]
+
+
+def _improved(parts: Parts, costs: Sequence[float]) -> Parts:
+    """Swap things of the heaviest part for lighter ones of others, while that helps."""
+    weights = _weights(parts, costs)
+    for _ in range(_MAX_SWAPS):
+        heavy = max(range(len(parts)), key=weights.__getitem__)
+        best = min(
+            (
+                (_after_swap(weights, heavy, light, costs[i] - costs[j]), light, i, j)
+                for light in range(len(parts))
+                for i in parts[heavy]
+                for j in parts[light]
+                if light != heavy and costs[i] > costs[j]
+            ),
+            default=None,
+        )
+        if best is None or best[0] >= weights[heavy]:
+            break
+        _, light, i, j = best
+        parts[heavy].remove(i)
+        parts[light].remove(j)
+        parts[heavy].append(j)
+        parts[light].append(i)
+        for part in (heavy, light):
+            weights[part] = sum(costs[index] for index in parts[part])
+    return parts
+
+
+def _after_swap(weights: list[float], heavy: int, light: int, difference: float) -> float:
+    """Return the heavier of two parts after they have swapped things that differ."""
+    return max(weights[heavy] - difference, weights[light] + difference)

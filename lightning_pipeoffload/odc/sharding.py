@@ -1,9 +1,14 @@
-"""Shards a user's module with FSDP2: each block by itself, and the rest around them."""
+"""Shards a module by FSDP2: which parameters are communicated together, and how optimizers step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +18,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer, Rprop, SparseAdam
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.host_group import HostGroup
@@ -101,3 +110,219 @@ def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecision
         policy.output_dtype,
         policy.cast_forward_inputs,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedGroup:
+    """Parameters that are gathered at once, and whose gradients are pushed at once.
+
+    Attributes:
+        name: The module's name, for messages.
+        module: The module, on which FSDP2's hooks are set.
+        members: FSDP2's own record of each parameter, in its order.
+        names: Their names.
+        sizes: The elements of each one's shard, padded to be the same on every rank.
+        trained: The places of the parameters that are trained.
+        published: What a shard is gathered as.
+        summed: What gradients are added up in.
+    """
+
+    name: str
+    module: FSDPModule
+    members: tuple[Any, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    trained: tuple[int, ...]
+    published: torch.dtype
+    summed: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of a rank's shard."""
+        return sum(self.sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the parameters."""
+        first = self.parameters[0].data
+        assert isinstance(first, DTensor)
+        return first.device_mesh.size()
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the same parameters are trained as when this was noted."""
+        return self.trained == _trained(self.members)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, as this rank's shards."""
+        return [member.sharded_param for member in self.members]
+
+    @property
+    def trained_size(self) -> int:
+        """Elements of a rank's shard of what is trained."""
+        return sum(self.sizes[place] for place in self.trained)
+
+    def starts(self, places: Sequence[int]) -> list[int]:
+        """Where the shard of each of some parameters begins, if these lie one after the other."""
+        return [0, *accumulate(self.sizes[place] for place in places)][: len(places)]
+
+    def local_shards(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield where each parameter's shard begins, and this rank's, flat and without padding."""
+        starts = self.starts(range(len(self.sizes)))
+        for start, parameter in zip(starts, self.parameters, strict=True):
+            yield start, local_part(parameter.detach()).reshape(-1)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def sharded_groups(root: nn.Module) -> list[ShardedGroup]:
+    """List what is sharded in a module.
+
+    Raises:
+        ValueError: There is a parameter that is not sharded, or one that cannot be communicated on
+            demand.
+    """
+    groups = [
+        _group(name, module)
+        for name, module in root.named_modules()
+        if isinstance(module, FSDPModule) and _members(module)
+    ]
+    held = {id(parameter) for group in groups for parameter in group.parameters}
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in held:
+            raise ValueError(
+                f"{name} is not sharded, so its gradients would stay what each rank makes of them; "
+                f"let configure_model call fully_shard(self, ...) too, around what it shards"
+            )
+    return groups
+
+
+def _members(module: FSDPModule) -> tuple[Any, ...]:
+    # Private: which parameters FSDP2 communicates together, in which order and how padded.
+    group = module._get_fsdp_state()._fsdp_param_group
+    return () if group is None else tuple(group.fsdp_params)
+
+
+def _group(name: str, module: Any) -> ShardedGroup:
+    members = _members(module)
+    policy = module._get_fsdp_state()._fsdp_param_group.mp_policy
+    places = ((member._module_info, member) for member in members)
+    names = tuple(f"{_path(module, info.module, name)}{info.param_name}" for info, member in places)
+    types = {member.sharded_param.dtype for member in members}
+    if len(types) > 1:
+        raise ValueError(
+            f"{name or 'the module'} has parameters of {_listed(types)}, which are gathered "
+            f"together; give them one dtype, or shard those of another by themselves"
+        )
+    published = policy.param_dtype or next(iter(types))
+    return ShardedGroup(
+        name or "the module's own parameters",
+        module,
+        members,
+        names,
+        tuple(member.padded_sharded_param_size.numel() for member in members),
+        _trained(members),
+        published,
+        policy.reduce_dtype or published,
+    )
+
+
+def _trained(members: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, m in enumerate(members) if m.sharded_param.requires_grad)
+
+
+def _path(root: nn.Module, module: nn.Module, prefix: str) -> str:
+    inner = next(name for name, found in root.named_modules() if found is module)
+    return "".join(f"{part}." for part in (prefix, inner) if part)
+
+
+def _listed(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
+
+
+_REFUSED = {
+    Rprop: "it writes into those elements of a gradient that it chooses, which shards cannot",
+    SparseAdam: "it takes sparse gradients only, which FSDP2 does not shard",
+}
+
+
+def refuse_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse what torch cannot compute of shards.
+
+    Raises:
+        ValueError: There is such an optimizer; the message names it.
+    """
+    for kind, reason in _REFUSED.items():
+        if any(isinstance(optimizer, kind) for optimizer in optimizers):
+            raise ValueError(
+                f"{kind.__name__} does not go with strategy='odc': {reason}; use another "
+                f"optimizer, such as AdamW"
+            )
+
+
+@contextmanager
+def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
+    """Let the steps that an optimizer takes inside give what they would give on one device."""
+    with ExitStack() as modes:
+
+        def enter(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if kwargs.get("closure") is None:
+                modes.enter_context(_AsIfWhole())
+                return args, kwargs
+            return args, {**kwargs, "closure": _outside(modes, kwargs["closure"])}
+
+        hooks = (
+            optimizer.register_step_pre_hook(enter),
+            optimizer.register_step_post_hook(lambda *_: modes.close()),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure that trains as always; what the optimizer does after it is another thing."""
+
+    def call() -> Any:
+        modes.close()
+        result = closure()
+        modes.enter_context(_AsIfWhole())
+        return result
+
+    return call
+
+
+class _AsIfWhole(TorchFunctionMode):
+    """Makes whole what is a sum over ranks, and what is rounded before it is multiplied.
+
+    Adafactor squares norms in place, which sums that are not added up yet do not allow. Muon goes
+    on in bfloat16, in which what the ranks' rows add up to is not the product of the matrices.
+    """
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, DTensor) and (_is_partial(result) or _is_rounded(func, result)):
+            return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
+        return result
+
+
+def _is_partial(tensor: DTensor) -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def _is_rounded(func: Callable[..., Any], result: DTensor) -> bool:
+    return func in (Tensor.bfloat16, Tensor.to) and result.dtype == torch.bfloat16

@@ -6,9 +6,14 @@ import pytest
 
 from lightning_pipeoffload.cli.minibatch_balance import draw_lengths
 from lightning_pipeoffload.odc.balance import balances
-from lightning_pipeoffload.odc.packing import MODES, check_packing, pack
-from lightning_pipeoffload.odc.partition import partition
-from lightning_pipeoffload.odc.text_costs import COSTS, find_cost
+from lightning_pipeoffload.odc.packing import (
+    COSTS,
+    MODES,
+    check_packing,
+    find_cost,
+    pack,
+    partition,
+)
 
 LONGEST = 65536
 
