@@ -141,7 +141,7 @@ class CheckpointHooks(PipelineProcesses):
         rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
         with SavedValues(rest, self.group).coming(one_by_one=False) as whole:
             rest = whole
-        write_checkpoint_folder({**rest, **by_ranks}, path, self.group)
+        write_checkpoint_folder({**rest, **by_ranks}, path, self.group.world)
 
     @override
     def load_checkpoint(

@@ -40,7 +40,6 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.file import is_remote, replacing, showing_first_error
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
@@ -91,27 +90,30 @@ def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:
         )
 
 
-def write_checkpoint_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:
-    """Write a Lightning checkpoint; every rank of every replica calls this.
+def write_checkpoint_folder(
+    checkpoint: dict[str, Any], path: Path, world: HostGroup, weights_key: str = "model"
+) -> None:
+    """Write a Lightning checkpoint; every process of the run calls this.
 
     Args:
         checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes the tensors that are
             not shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank
             0.
         path: The path of the folder, the same on every rank; a checkpoint there is replaced.
-        group: The processes. A tensor that several have is written by one of them.
+        world: The processes. A tensor that several have is written by one of them.
+        weights_key: The key of the ``state_dict`` in the folder.
 
     Raises:
         RuntimeError: A rank could not write; all of them raise it, and ``path`` stays as it was.
     """
-    world = group.world
-    with replacing(path, folder=True) if group.reports else nullcontext() as own:
+    is_first = dist.get_rank() == 0
+    with replacing(path, folder=True) if is_first else nullcontext() as own:
         part: Path = world.broadcast(own, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
-            own_tensors, writer = _take_tensors(rest), PartWriter(part)
-            save(own_tensors, storage_writer=writer, process_group=world.host_group)
-        if group.reports:
+            tensors, writer = _take_tensors(rest, weights_key), PartWriter(part)
+            save(tensors, storage_writer=writer, process_group=world.host_group)
+        if is_first:
             with (part / META_FILE).open("wb") as file, showing_first_error():
                 torch.save(rest, file)
 
@@ -125,10 +127,10 @@ class PartWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
 
-def _take_tensors(rest: dict[str, Any]) -> dict[str, Any]:
+def _take_tensors(rest: dict[str, Any], weights_key: str) -> dict[str, Any]:
     """Take what each rank writes itself out of a checkpoint."""
     model = rest.pop("state_dict").items()
-    states = {"model": {k: v for k, v in model if not isinstance(v, ShapeOnly)}}
+    states = {weights_key: {k: v for k, v in model if not isinstance(v, ShapeOnly)}}
     for index, state in enumerate(rest.pop("optimizer_states", ())):
         states[f"optimizer_{index}"] = state
     # torch writes an empty dict as an entry, next to those that other ranks write below it.

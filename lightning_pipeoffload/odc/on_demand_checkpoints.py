@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -16,23 +17,52 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map  # private: torch exports no other
 from typing_extensions import override
 
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, let_move, present
+from lightning_pipeoffload.checkpoints.folder import refuse_remote_folder, write_checkpoint_folder
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.sharding import as_if_whole
 
 
 class OnDemandCheckpoints(OnDemandProcesses):
-    """Lets a file have of the optimizer what it has on one device."""
+    """Writes checkpoints whole or not at all; a file has the optimizer's state of one device."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MovingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        let_move(io)
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        # Private: where Lightning's own strategy keeps the argument.
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+            return
+        refuse_remote_folder(filepath, storage_options)
+        assert self._world is not None
+        write_checkpoint_folder(checkpoint, path, self._world, weights_key="state_dict")
 
     @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if Path(checkpoint_path).is_dir():
+        path = present(checkpoint_path)
+        if Path(path).is_dir():
             with ExitStack() as stack:
                 for optimizer in self.optimizers:  # of which torch takes a step, to have a state
                     stack.enter_context(as_if_whole(optimizer))
-                return super().load_checkpoint(checkpoint_path, weights_only)
-        return self._load_file(checkpoint_path, weights_only)
+                return super().load_checkpoint(path, weights_only)
+        return self._load_file(path, weights_only)
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         optimizers, self.optimizers = self.optimizers, []
@@ -50,7 +80,6 @@ class OnDemandCheckpoints(OnDemandProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        # Private: where Lightning's own keeps the argument.
         if not self._save_distributed_checkpoint:
             return whole_state(optimizer, keep=self.is_global_zero)
         with as_if_whole(optimizer):  # torch takes a step, to have a state

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.odc.shared_bytes import remove_left_files
 from lightning_pipeoffload.processes.data_parallel import set_replica
-from lightning_pipeoffload.processes.joint_end import JointEnd
+from lightning_pipeoffload.processes.joint_processes import JointProcesses
 from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.runtime.host_group import HostGroup
 
@@ -31,10 +31,9 @@ class Ranks(HostGroup):
         self.host_group = dist.new_group(global_ranks, timeout=timeout, backend="gloo")
 
 
-class OnDemandProcesses(JointEnd, ModelParallelStrategy):
+class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
     """Starts one process for each rank; a machine's share the parameters, machines repeat them."""
 
-    _world: Ranks | None = None
     _shard_ranks: Ranks
     _group_size: int | None
     _why_alone = "ranks have different numbers of microbatches"
@@ -102,22 +101,6 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
         return size
 
     @override
-    def meet(self) -> None:
-        assert self._world is not None
-        self._world.barrier()
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._refuse_alone("barrier")
-        if self._world is not None:
-            self._world.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_alone("broadcast")
-        return obj if self._world is None else self._world.broadcast(obj, src)
-
-    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         self._refuse_alone("reduce")
         return super().reduce(tensor, group, reduce_op)
@@ -128,8 +111,3 @@ class OnDemandProcesses(JointEnd, ModelParallelStrategy):
     ) -> Tensor:
         self._refuse_alone("all_gather")
         return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_alone("reduce_boolean_decision")
-        return decision if self._world is None else self._world.agree(decision, all)

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.distributed import (
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.joint_end import JointEnd
+from lightning_pipeoffload.processes.joint_processes import JointProcesses
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -23,8 +23,8 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 
-class Collectives(JointEnd):
-    """Runs the operations on all ranks, and refuses them where one rank would wait alone."""
+class Collectives(JointProcesses):
+    """Adds the operations over replicas."""
 
     _group: PipelineGroup | None = None
     # Returns the result of the next broadcast in place of a broadcast that would wait.
@@ -41,21 +41,10 @@ class Collectives(JointEnd):
             raise RuntimeError("the pipeline's processes are not connected yet")
         return self._group
 
-    # Before the first run no other rank is there, as in Lightning's own strategies.
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._refuse_alone("barrier")
-        if self._group is not None:
-            self._group.world.barrier()
-
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_alone("broadcast")
         answer, self.answer = self.answer, None
-        if answer is not None:
-            return answer(obj)
-        return obj if self._group is None else self._group.world.broadcast(obj, src)
+        return super().broadcast(obj, src) if answer is None else answer(obj)
 
     @override
     def all_gather(
@@ -75,11 +64,6 @@ class Collectives(JointEnd):
             return tensor
         # A copy: the sum is in place, and a step may have logged the tensor.
         return _sync_ddp_if_available(tensor.clone(), self._group.replicas.group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_alone("reduce_boolean_decision")
-        return decision if self._group is None else self._group.world.agree(decision, all)
 
 
 def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ class PipelineProcesses(Collectives):
                 self.num_replicas,
                 self.settings.rank_order,
             )
+        self._world = self._group.world
         set_replica(self._group.replica, self._group.num_replicas)
         if self.world_size > 1:
             self._connect(self._group)
@@ -127,7 +128,3 @@ class PipelineProcesses(Collectives):
         """Set every rank's global random generators to the state of global rank 0's."""
         replay = self.broadcast(RandomnessReplay())
         replay.restore()
-
-    @override
-    def meet(self) -> None:
-        self.group.world.barrier()

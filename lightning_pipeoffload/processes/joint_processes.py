@@ -1,6 +1,6 @@
-"""How the processes of a strategy whose ranks wait for each other end together.
+"""Processes that wait for each other, and so have to end together.
 
-The part that :class:`PipelineProcesses` and the processes of ``odc`` have in common.
+The base class of both strategies' processes, those of a pipeline and those of ``odc``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launched_processes import BetweenRuns, LaunchedProcesses
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
+from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -38,10 +39,12 @@ class NeedsOthersError(RuntimeError):
     """Raised by what needs all ranks, on one that has failed."""
 
 
-class JointEnd(ParallelStrategy):
+class JointProcesses(ParallelStrategy):
     """Ends every rank when one fails, and ends all together when they are done."""
 
     num_nodes = 1
+    # Connects all processes; None before the first run.
+    _world: HostGroup | None = None
     _timeout: timedelta | None = default_pg_timeout
     _board: FailureBoard | None = None
     _launched: LaunchedProcesses
@@ -71,9 +74,23 @@ class JointEnd(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        raise NotImplementedError
+    # Collective operations; before the first run no other rank is there to wait for
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._refuse_alone("barrier")
+        if self._world is not None:
+            self._world.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_alone("broadcast")
+        return obj if self._world is None else self._world.broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._refuse_alone("reduce_boolean_decision")
+        return decision if self._world is None else self._world.agree(decision, all)
 
     # Start
 
@@ -128,7 +145,8 @@ class JointEnd(ParallelStrategy):
             if self._own_trainer.received_sigterm:  # in one of the last hooks
                 raise SIGTERMException
             self._board.expect_end()
-            self.meet()
+            assert self._world is not None
+            self._world.barrier()
             self._board.stop()
             self._board = None
             self._watch_between_runs()
