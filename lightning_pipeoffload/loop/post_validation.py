@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lightning_pipeoffload.optimizers.kept_step import KeptStep, is_torchs
+from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, is_torchs
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
@@ -103,7 +103,7 @@ class PostValidation:
         self.pending.may_wait = True
         self.is_on = self.is_open = False
         self.num_taken_back = 0
-        self._snapshot: KeptStep | None = None
+        self._snapshot: OptimizerSnapshot | None = None
         self._was_wrong = self._any_watched = False
         self._forget_step()
 
@@ -114,7 +114,7 @@ class PostValidation:
         self._sum: _Sum | None = None
         self._is_watched = self._is_validated = False
 
-    def start(self, snapshot: KeptStep) -> None:
+    def start(self, snapshot: OptimizerSnapshot) -> None:
         """Begin with the next step of the snapshot's optimizer; all processes call it."""
         self._snapshot, self.is_on = snapshot, True
         self._group.connect_borders()
@@ -140,7 +140,7 @@ class PostValidation:
             self._snapshot, self.is_on = None, False
             return False
         self._is_watched = is_watched(self._snapshot.optimizer)  # on this rank, since it trains
-        self._snapshot.keep()
+        self._snapshot.take()
         return True
 
     def expect_scaling(self, scaling: Scaling) -> None:
@@ -156,7 +156,7 @@ class PostValidation:
         if self._is_watched:
             self._validate_now()
         else:
-            self._snapshot.keep_anew()  # hooks have run since the loss scale was taken out
+            self._snapshot.retake()  # hooks have run since the loss scale was taken out
             self._start_sum()
 
     def _validate_now(self) -> None:
@@ -204,7 +204,7 @@ class PostValidation:
                 self._correct(own, total)
         assert self._snapshot is not None
         self._any_watched |= bool(total[1])
-        self._snapshot.end()
+        self._snapshot.free_gradients()
         self.num_taken_back += not is_right
         self._was_wrong = not is_right
         self._forget_step()
@@ -229,7 +229,7 @@ class PostValidation:
             of_replicas.settle()  # of the step that is right, for which nobody waits after this
         elif not own[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None
-            self._snapshot.take_back()
+            self._snapshot.undo()
             self._scaling.lower()
 
     def settle(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
-from lightning_pipeoffload.optimizers.kept_step import bytes_usable
+from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import MachineLimits

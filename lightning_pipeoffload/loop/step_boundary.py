@@ -24,7 +24,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     without_forward_hooks,
 )
 from lightning_pipeoffload.loop.post_validation import PostValidation, clips_by_norm, is_watched
-from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
+from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pending_parameters import SettlingMode
@@ -78,7 +78,7 @@ class StepBoundary:
     def _start_validation(self) -> None:
         may_start = _may_step_ahead(self._trainer, self._group.reports)
         if self._group.world.agree(may_start, unanimous=True):
-            self.validation.start(KeptStep(self._trainer.optimizers[0]))
+            self.validation.start(OptimizerSnapshot(self._trainer.optimizers[0]))
             found = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(found, unanimous=False)
 
@@ -171,7 +171,7 @@ def _may_step_ahead(trainer: Trainer, reports: bool) -> bool:
 def _obstacle(trainer: Trainer) -> str:
     (optimizer,) = trainer.optimizers
     name = type(optimizer).__name__
-    if not can_keep(optimizer):
+    if not has_snapshots(optimizer):
         return f"{name} is not one of torch's, and may change more than weights and its state"
     if is_watched(optimizer):
         return f"hooks run at the steps of {name}"

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
-from lightning_pipeoffload.optimizers.kept_step import KeptStep
+from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot
 from tests.support import fits
 
 
@@ -170,15 +170,15 @@ class Strategy(PipeOffloadStrategy):
 
 def visit_what_is_taken_back(module: Failing) -> None:
     """Visit the module in the middle of a step that is taken back, in the second epoch."""
-    plain = KeptStep.repeat
+    plain = OptimizerSnapshot.repeat
 
-    def repeat(kept: KeptStep, change_gradients: Callable[[], None]) -> None:
+    def repeat(snapshot: OptimizerSnapshot, change_gradients: Callable[[], None]) -> None:
         # A rank may be forked from one that has done this for a module of its own.
         if module._trainer is not None and module.trainer.current_epoch == 1:
             module.visit(TAKEN_BACK)
-        plain(kept, change_gradients)
+        plain(snapshot, change_gradients)
 
-    KeptStep.repeat = repeat
+    OptimizerSnapshot.repeat = repeat
 
 
 def read_options() -> Namespace:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.optimizers import kept_step
-from lightning_pipeoffload.optimizers.kept_step import KeptStep, can_keep
+from lightning_pipeoffload.optimizers import optimizer_snapshot
+from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
 OPTIMIZERS = {
@@ -45,12 +45,12 @@ def step_right(optimizer, parameters):
     optimizer.step()
 
 
-def step_wrong(kept, optimizer, parameters):
-    kept.keep()
+def step_wrong(snapshot, optimizer, parameters):
+    snapshot.take()
     optimizer.step()
-    kept.end_step()
-    kept.repeat(lambda: halve(parameters))
-    kept.end()
+    snapshot.end_step()
+    snapshot.repeat(lambda: halve(parameters))
+    snapshot.free_gradients()
 
 
 def assert_same(found, expected):
@@ -63,20 +63,20 @@ def test_what_was_kept_of_the_first_step_goes_on_with_the_optimizer(name):
     for results, repeats in ((found, True), (expected, False)):
         parameters = weights()
         optimizer = OPTIMIZERS[name](parameters, lr=0.1)
-        kept = KeptStep(optimizer)
+        snapshot = OptimizerSnapshot(optimizer)
         state = None
         for step in range(3):
             give_gradients(parameters, step)
             if not repeats:
                 step_right(optimizer, parameters)
             elif step:
-                step_wrong(kept, optimizer, parameters)
+                step_wrong(snapshot, optimizer, parameters)
             else:  # somebody takes the state before it is known to be wrong
-                kept.keep()
+                snapshot.take()
                 optimizer.step()
-                kept.end_step()
+                snapshot.end_step()
                 state = optimizer.state_dict()
-                kept.repeat(lambda own=parameters: halve(own))
+                snapshot.repeat(lambda own=parameters: halve(own))
             state = state or optimizer.state_dict()
             results.append(copy.deepcopy((state["state"], parameters)))
     assert_same(found, expected)
@@ -87,13 +87,13 @@ def test_gradients_are_kept_when_an_option_lets_the_step_write_into_them():
     for repeats in (True, False):
         parameters = weights()
         optimizer = torch.optim.SGD(parameters, weight_decay=0.1, **NESTEROV)
-        kept = KeptStep(optimizer)
+        snapshot = OptimizerSnapshot(optimizer)
         for step in range(6):
             give_gradients(parameters, step)
             if step == 4:
                 optimizer.param_groups[0]["weight_decay"] = 0.0
             if repeats:
-                step_wrong(kept, optimizer, parameters)
+                step_wrong(snapshot, optimizer, parameters)
             else:
                 step_right(optimizer, parameters)
         results.append(parameters)
@@ -103,16 +103,16 @@ def test_gradients_are_kept_when_an_option_lets_the_step_write_into_them():
 def test_gradients_that_a_hook_has_written_since_are_kept():
     parameters = weights()
     optimizer = torch.optim.SGD(parameters, **NESTEROV)
-    kept = KeptStep(optimizer)
+    snapshot = OptimizerSnapshot(optimizer)
     give_gradients(parameters, 0)
-    kept.keep()
+    snapshot.take()
     halve(parameters[:2])
     parameters[2].grad = None
-    kept.keep_anew()
+    snapshot.retake()
     before = [p.grad.clone() for p in parameters[:2]]
     optimizer.step()
-    kept.end_step()
-    kept.take_back()
+    snapshot.end_step()
+    snapshot.undo()
     assert_same([p.grad for p in parameters[:2]], before)
     assert not optimizer.state
 
@@ -120,12 +120,12 @@ def test_gradients_that_a_hook_has_written_since_are_kept():
 def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
     parameters = weights()
     optimizer = torch.optim.SGD(parameters, **NESTEROV)
-    kept = KeptStep(optimizer)
+    snapshot = OptimizerSnapshot(optimizer)
     give_gradients(parameters, 0)
-    kept.keep()
+    snapshot.take()
     optimizer.step()
-    kept.end_step()
-    kept.end()
+    snapshot.end_step()
+    snapshot.free_gradients()
     gradient = weakref.ref(parameters[0].grad)
     optimizer.zero_grad()
     gc.collect()
@@ -136,14 +136,14 @@ def test_room_is_asked_for_again_when_state_appears(monkeypatch):
     """Before the first step most optimizers have none."""
     parameters = weights()
     room = 1.5 * sum(p.nbytes for p in parameters)
-    monkeypatch.setattr(kept_step, "_bytes_left", lambda device: room)
+    monkeypatch.setattr(optimizer_snapshot, "_bytes_left", lambda device: room)
     optimizer = torch.optim.AdamW(parameters)
-    kept = KeptStep(optimizer)
+    snapshot = OptimizerSnapshot(optimizer)
     found = []
     for step in range(2):
         give_gradients(parameters, step)
-        step_wrong(kept, optimizer, parameters)
-        found.append(kept.has_room)
+        step_wrong(snapshot, optimizer, parameters)
+        found.append(snapshot.has_room)
     assert found == [True, False]
 
 
@@ -168,15 +168,15 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
     for repeats in (True, False):
         parameters = weights()
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        kept = KeptStep(optimizer)
+        snapshot = OptimizerSnapshot(optimizer)
         for step in range(3):
             give_gradients(parameters, step)
             if repeats:
-                kept.keep()
+                snapshot.take()
                 optimizer.step()
-                kept.end_step()
+                snapshot.end_step()
                 change(optimizer, parameters)
-                kept.repeat(lambda own=parameters: halve(own))
+                snapshot.repeat(lambda own=parameters: halve(own))
             else:
                 step_right(optimizer, parameters)
                 change(optimizer, parameters)
@@ -186,15 +186,15 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizers_of_torch_are_known(name):
-    assert can_keep(OPTIMIZERS[name](weights(), lr=0.1))
+    assert has_snapshots(OPTIMIZERS[name](weights(), lr=0.1))
 
 
 def test_others_are_not():
     class Own(torch.optim.SGD):
         pass
 
-    assert not can_keep(Own(weights(), lr=0.1))
-    assert not can_keep(torch.optim.LBFGS(weights()))
+    assert not has_snapshots(Own(weights(), lr=0.1))
+    assert not has_snapshots(torch.optim.LBFGS(weights()))
 
 
 def test_copies_may_take_what_the_device_has_left_beside_other_processes(monkeypatch):
@@ -202,5 +202,5 @@ def test_copies_may_take_what_the_device_has_left_beside_other_processes(monkeyp
     monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (30, 100))
     monkeypatch.setattr(accelerator, "memory_reserved", lambda device: 20)
     monkeypatch.setattr(accelerator, "max_memory_reserved", lambda device: 25)
-    assert kept_step.bytes_usable(device) == 45
-    assert kept_step._bytes_left(device) == 20
+    assert optimizer_snapshot.bytes_usable(device) == 45
+    assert optimizer_snapshot._bytes_left(device) == 20
