@@ -1,30 +1,125 @@
 """An optimizer whose groups have the whole module's parameters, and whose step has this rank's.
 
-Hooks, schedulers and callbacks see the groups that one device's optimizer would have. While it
-computes, or sets gradients to zero, they are narrowed to what this rank owns, and a step that is
-shared out over replicas to what this one steps with; the closure, in which hooks run, sees all
-again::
+Hooks, schedulers and callbacks see the groups that one device's optimizer would have. During its
+computation, and while gradients are set to zero, the groups are narrowed to what this rank owns.
+Inside the closure, in which hooks run, they are whole again::
 
     optimizer.step(closure)   groups:  this rank's   | in the closure: all |   this rank's
     hooks, schedulers         groups:  all
+
+With ``sharding="optimizer"`` the replicas of a rank divide its step: each parameter is stepped by
+one replica, the largest first by the replica that has least, and then sent to the others::
+
+    mean of the gradients  [ embed ][ layer 0 ][ layer 1 ][ head ]   on every replica
+    step of replica 0      [ embed ]           [ layer 1 ]           and optimizer state
+    step of replica 1               [ layer 0 ]           [ head ]   and optimizer state
+    weights                [ embed ][ layer 0 ][ layer 1 ][ head ]   on every replica
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.optimizer_state import forget_states
-from lightning_pipeoffload.optimizers.step_shares import StepShares
+from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets, share_out
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 
+class StepShares:
+    """Assigns each parameter to the replica that steps it.
+
+    Args:
+        group: This process's groups; its counterparts are in other replicas.
+    """
+
+    def __init__(self, group: PipelineGroup) -> None:
+        self._group = group
+        self._owners: dict[Tensor, int] = {}
+        self._loads = [0] * group.num_replicas
+        self._stepping: dict[Tensor, None] = {}
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that divide the step."""
+        return len(self._loads)
+
+    def take_on(self, parameters: Iterable[Tensor]) -> None:
+        """Assign new parameters to replicas; all replicas have them in one order."""
+        new = [p for p in parameters if p not in self._owners]
+        for trains in (True, False):
+            members = [p for p in new if p.requires_grad == trains]
+            owners = share_out([p.nbytes for p in members], self._loads)
+            self._owners.update(zip(members, owners, strict=True))
+
+    def is_own(self, parameter: Tensor) -> bool:
+        """Whether this replica steps a parameter, and has its state."""
+        return self._owners.get(parameter) == self._group.replica
+
+    def start_step(self) -> None:
+        """Forget the parameters of the last step, which may have ended in an error."""
+        self._stepping.clear()
+
+    def own_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of a group's parameters that this replica steps now."""
+        self.take_on(parameters)
+        # Others are not changed, and need not be sent.
+        stepping = [p for p in parameters if p.requires_grad or p.grad is not None]
+        self._stepping.update(dict.fromkeys(stepping))
+        return [p for p in stepping if self.is_own(p)]
+
+    def gather(self) -> None:
+        """Start to send each replica's parameters to all; all replicas call it.
+
+        They are pending parameters then; see :class:`PendingParameters`.
+        """
+        replicas = self._group.replicas
+        copies = [
+            _Copy(replicas, replica, values)
+            for replica in range(self.num_replicas)
+            for values in self._values_by_bucket(replica)
+        ]
+
+        def end() -> None:
+            for copy in copies:
+                copy.end()
+
+        replicas.pending.add(end, self._stepping)
+
+    def _values_by_bucket(self, replica: int) -> Iterable[list[Tensor]]:
+        values = [p.detach() for p in self._stepping if self._owners[p] == replica and p.numel()]
+        buckets = in_buckets(dict(enumerate(values)))
+        return ([values[number] for number in bucket] for bucket in buckets)
+
+
+class _Copy:
+    """Values on their way from one replica to all.
+
+    Args:
+        replicas: The replicas.
+        source: The replica that has them.
+        values: The tensors, on each replica.
+    """
+
+    def __init__(self, replicas: Replicas, source: int, values: list[Tensor]) -> None:
+        self._is_received = source != replicas.own
+        self._bundle = Bundle(values)
+        self._wait = replicas.start_copy(self._bundle.flat, source)
+
+    def end(self) -> None:
+        """Wait for the values, and copy them into the parameters."""
+        self._wait()
+        if self._is_received:
+            self._bundle.unpack()
+
+
 def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
-    """Let an optimizer step with what this rank owns, from its first step on; again is harmless.
+    """Narrow an optimizer's steps to what this rank owns; a second call changes nothing.
 
     Args:
         optimizer: The optimizer of the whole module's parameters.
@@ -55,7 +150,7 @@ class NarrowedOptimizer:
     Attributes:
         optimizer: That optimizer.
         age: The age of those parameters' gradients.
-        shares: What each replica steps with; None: all step with everything.
+        shares: The parameters of each replica; None: all replicas step all.
     """
 
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
@@ -70,8 +165,8 @@ class NarrowedOptimizer:
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
 
     def adopt(self) -> None:
-        """Put into the groups what has taken the shapes' places in a module made whole since."""
-        self._widen()  # where a step has ended in an error
+        """Replace shapes in the groups by the parameters of a module that is whole again."""
+        self._widen()  # after a step that has ended in an error
         for group in self.optimizer.param_groups:
             group["params"] = [self._real(p) for p in group["params"]]
 
@@ -83,13 +178,13 @@ class NarrowedOptimizer:
         return real
 
     def share_out(self, shares: StepShares | None) -> None:
-        """Share out the step, and keep of the state what is this replica's.
+        """Divide the step among replicas, and drop the state of the others' parameters.
 
         Args:
-            shares: What each replica steps with; None: all step with everything.
+            shares: The parameters of each replica; None: all replicas step all.
 
         Raises:
-            RuntimeError: The optimizer's state is shared out in another way, by a fit before.
+            RuntimeError: A fit before this one has divided the optimizer's state in another way.
         """
         has_state = bool(self.optimizer.state)
         if has_state and self.shares is not None:
@@ -113,12 +208,12 @@ class NarrowedOptimizer:
 
     @property
     def stateless(self) -> list[Tensor]:
-        """Parameters that came from a rank whose optimizer stepped, and left their state there."""
+        """Parameters that came from another rank, on which their state has stayed."""
         state = self.optimizer.state
         return [p for p in self._adopted if state and p not in state and p.requires_grad]
 
     def come_last(self) -> None:
-        """Let the user's hooks before a step, which were registered since, see all."""
+        """Run after the user's hooks before a step, so that they see whole groups."""
         self._pre_hook.remove()
         self._pre_hook = self.optimizer.register_step_pre_hook(self._start_step)
 
@@ -146,7 +241,7 @@ class NarrowedOptimizer:
         self.age.change(are_none=set_to_none)
 
     def _narrow(self, shares: StepShares | None) -> None:
-        self.adopt()  # a module that has left its pipeline may train on one device
+        self.adopt()  # the module may be whole again, on one device
         for group in self.optimizer.param_groups:
             self._whole.append((group, group["params"]))
             own = own_members(group)
@@ -173,3 +268,9 @@ class NarrowedOptimizer:
 def own_members(group: dict[str, Any]) -> list[Tensor]:
     """Return the parameters of an optimizer's group that are this rank's."""
     return [p for p in group["params"] if not isinstance(p, ShapeOnly)]
+
+
+def forget_states(optimizer: Optimizer, is_forgotten: Callable[[Tensor], bool]) -> None:
+    """Drop an optimizer's state of some parameters."""
+    for parameter in [p for p in optimizer.state if is_forgotten(p)]:
+        del optimizer.state[parameter]

@@ -1,8 +1,8 @@
-"""The parameters that optimizers have: the whole module's, of which a rank trains its own.
+"""The parameters of the optimizers: the whole module's, of which a rank trains its own.
 
 Code that freezes, unfreezes and groups parameters (``configure_optimizers``, a callback) is the
-same on every rank and means the whole module's; it sees them all, once the module is split as
-shapes.
+same on every rank and refers to the whole module's. Once the module is split, it sees those of
+other ranks as shapes.
 """
 
 from __future__ import annotations
@@ -11,31 +11,34 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, narrow_steps
+from lightning_pipeoffload.optimizers.narrowed_optimizer import (
+    NarrowedOptimizer,
+    StepShares,
+    forget_states,
+    narrow_steps,
+)
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
     fill_groups,
     follow_parameters,
-    forget_states,
     name_groups,
     read_states,
 )
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_optimizer
-from lightning_pipeoffload.optimizers.step_shares import StepShares
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 
 
 class OptimizedParameters:
-    """Which parameters of the whole module each optimizer has, and which of them this rank trains.
+    """The parameters of each optimizer, and those of them that this rank trains.
 
     Args:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
         optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
-        num_sharing: The number of replicas that share out steps and what optimizers keep.
-        is_declared: Whether the user says that the optimizers' steps are per parameter.
+        num_sharing: The number of replicas that divide steps and optimizer state.
+        is_declared: The user's ``per_parameter_optimizer``.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class OptimizedParameters:
         return list(zip(self._optimizers(), self.names, strict=True))
 
     def narrow_steps(self) -> None:
-        """Let the optimizers step with what this rank owns, even where a step's closure splits.
+        """Narrow steps to this rank's parameters, even where a closure splits the module.
 
         Raises:
-            ValueError: An optimizer's step may depend on which other parameters it has.
+            ValueError: An optimizer's step may depend on its other parameters.
         """
         if self._group.world_size == 1:
             return
@@ -83,12 +86,12 @@ class OptimizedParameters:
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
 
     def start_training(self) -> None:
-        """Heed the hooks that were registered with the optimizers since they were made."""
+        """Run after the hooks that were registered with the optimizers since."""
         for narrowed in self._narrowed:
             narrowed.come_last()
 
     def leave_remote(self) -> None:
-        """Leave what other ranks own to them, for good; called before the first training step."""
+        """Drop what other ranks own; called once, before the first training step."""
         names = self.names
         self._bring_states()
         self._pipeline.commit()
@@ -101,12 +104,12 @@ class OptimizedParameters:
                 follow_parameters(optimizer)
 
     def _adopt(self) -> None:
-        """Have in the groups what the first batch has brought to this rank."""
+        """Put parameters into the groups that the first batch has brought to this rank."""
         for narrowed in self._narrowed:
             narrowed.adopt()
 
     def _bring_states(self) -> None:
-        """Let the states of parameters follow these to other ranks."""
+        """Send the states of parameters that have moved to other ranks."""
         parts = self._pipeline.parts
         for name, source in parts.moved.items() if parts is not None else ():
             parameter = self._pipeline.module.get_parameter(name)
@@ -117,7 +120,7 @@ class OptimizedParameters:
                     optimizer.state[parameter] = state
 
     def forget_remote(self) -> None:
-        """Let the optimizers forget what they know of what other ranks and replicas own."""
+        """Drop the optimizer state of parameters of other ranks and replicas."""
         own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
@@ -127,17 +130,15 @@ class OptimizedParameters:
                 narrowed.share_out(StepShares(self._group) if is_shared_out else None)
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
-        """Return what each replica steps with; None where all step with everything."""
+        """Return the parameters of each replica; None where all replicas step all."""
         found = [n.shares for n in self._narrowed if n.optimizer is optimizer]
         return found[0] if found else None
 
     def _refuse_lost_states(self) -> None:
-        """Refuse an optimizer that the user keeps where its states are on another rank.
-
-        States stay on the rank that stepped with them.
+        """Refuse an optimizer of an earlier fit whose states stayed on another rank.
 
         Raises:
-            RuntimeError: This rank trains now what another trained in an earlier fit.
+            RuntimeError: This rank trains a parameter that another rank trained before.
         """
         own = self._pipeline.tensors.canonical_parameters()
         names = {id(parameter): name for name, parameter in own.items()}

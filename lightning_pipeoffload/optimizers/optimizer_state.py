@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.step_shares import StepShares
+from lightning_pipeoffload.optimizers.narrowed_optimizer import StepShares
 from lightning_pipeoffload.runtime.stored_tensor import read_stored
 
 GroupNames = list[list[str]]
@@ -33,19 +33,13 @@ def fill_groups(
             group["params"] = [parameters[name] for name in members]
 
 
-def forget_states(optimizer: Optimizer, is_forgotten: Callable[[Tensor], bool]) -> None:
-    """Let an optimizer forget what it knows of some parameters."""
-    for parameter in [p for p in optimizer.state if is_forgotten(p)]:
-        del optimizer.state[parameter]
-
-
 def plain_layout(
     optimizer: Optimizer, names: GroupNames, states: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state dict that the optimizer of the plain module would have.
 
     Args:
-        optimizer: The optimizer of one rank's parameters; its groups tell the options.
+        optimizer: The optimizer of one rank's parameters, with the options of the groups.
         names: The names of the whole module's parameters in each group.
         states: The states of parameters, by name.
     """
@@ -124,14 +118,14 @@ def load_optimizer_state(
     parameters: Mapping[str, Tensor],
     shares: StepShares | None = None,
 ) -> None:
-    """Load what this rank owns of a plain optimizer's state dict.
+    """Load this rank's part of a plain optimizer's state dict.
 
     Args:
         optimizer: The optimizer of this rank's parameters.
         state: The state of an optimizer of the whole module.
         names: The names of the whole module's parameters in each group.
         parameters: This rank's parameters, by name.
-        shares: What each replica steps with; None: all step with everything.
+        shares: The parameters of each replica; None: all replicas step all.
 
     Raises:
         ValueError: The state is of other groups.
@@ -158,15 +152,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def read_states(optimizer: Optimizer) -> None:
-    """Read what an optimizer has from a checkpoint and was not used yet."""
+    """Read the state tensors that are still in a checkpoint's file."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
             state.update({name: read_stored(value) for name, value in state.items()})
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to where its parameters have moved.
-
-    It may have been loaded, or made, while the module was on the host; counts of steps stay there.
-    """
+    """Move an optimizer's state to the devices of its parameters; step counts stay on the host."""
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,10 +1,10 @@
-"""Which optimizers may step with a part of the parameters, and how many bytes they keep for each.
+"""The optimizers that may step some of the parameters only, and the bytes of their state.
 
-A rank's optimizer has this rank's parameters only. That is the step of one device where the new
-value and state of a parameter depend on nothing but its own value, gradient and state and the
-numbers of its group: no other parameter, no random number drawn for several, no communication, no
-loss of a closure. Optimizers of libraries are known by the function that takes the step; any other
-one is the user's to declare with ``per_parameter_optimizer=True``.
+A rank's optimizer has this rank's parameters only. It does what one device does if the new value
+and state of a parameter depend only on its own value, gradient and state and the numbers of its
+group: on no other parameter, no random number drawn for several, no communication, no loss of a
+closure. Optimizers of libraries are known by their ``step`` function; for any other the user says
+so with ``per_parameter_optimizer=True``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALLEST_QUANTIZED = 4096
 
 
 class Row(NamedTuple):
-    """What is known of an optimizer whose steps are per parameter.
+    """The properties of an optimizer whose steps are per parameter.
 
     Attributes:
         state_bytes: From optimizer, group and parameter: bytes of the state but for single numbers.
@@ -190,7 +190,7 @@ TABLE: dict[str, Row] = {
 }
 """Classes whose ``step`` is per parameter, by module and name."""
 
-# Known to go by all their parameters, which no declaration changes; by the name of the class.
+# Names of classes that use all their parameters, whatever the user declares.
 _OVER_ALL = {
     "AdaLomo",
     "Adai",
@@ -212,16 +212,16 @@ _UNKNOWN = Row(_copies(2))  # counted as Adam
 def refuse_optimizer(
     optimizer: Any, num_ranks: int, num_sharing: int = 1, is_declared: bool = False
 ) -> None:
-    """Refuse an optimizer whose step for a parameter may depend on which others it has.
+    """Refuse an optimizer whose step of a parameter may depend on its other parameters.
 
     Args:
         optimizer: The user's optimizer.
         num_ranks: The number of ranks over which its parameters are spread.
-        num_sharing: The number of replicas that share out its step.
-        is_declared: Whether the user says that its steps are per parameter.
+        num_sharing: The number of replicas that divide its step.
+        is_declared: The user's ``per_parameter_optimizer``.
 
     Raises:
-        ValueError: It may; the message names its class, why, and what to do.
+        ValueError: The message has its class, the reason, and what to do.
     """
     if not optimizer.param_groups:  # Lightning's, where the user has none
         return
@@ -257,13 +257,13 @@ def refuse_optimizer(
 
 
 def _step_of(optimizer: Any) -> str:
-    """Name the class whose ``step`` an optimizer has, with its module."""
+    """Return module and name of the class that defines an optimizer's ``step``."""
     step = inspect.unwrap(type(optimizer).step)
     return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
 
 
 def _changed_step(optimizer: Any) -> str:
-    """Say what is not the class's own in an optimizer's step; "" where all is."""
+    """Return why an optimizer's step may not be that of its class; "" if it is."""
     own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
@@ -279,7 +279,7 @@ def _changed_step(optimizer: Any) -> str:
 
 
 def _changed_helpers(kind: type) -> str:
-    """Name a method that the step may call and a subclass of another library has changed."""
+    """Return a method that the step may call and a subclass of another library overrides; or ""."""
     step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     classes = inspect.getmro(kind)
     owner = next(c for c in reversed(classes) if inspect.unwrap(vars(c).get("step", c)) is step)
@@ -294,7 +294,7 @@ def _changed_helpers(kind: type) -> str:
 
 
 def measure_states(optimizers: Iterable[Optimizer]) -> dict[int, int]:
-    """Return the bytes that optimizers will keep for each parameter, by its id.
+    """Return the bytes of optimizer state of each parameter, by its id.
 
     Single numbers, such as the count of steps, are left out. An optimizer that is not in the table
     counts as Adam.

@@ -1,4 +1,4 @@
-"""What decides on an optimizer's steps beside gradients, for the ranks to compare."""
+"""The inputs of an optimizer's step besides gradients, which the ranks compare."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class StepOptions:
-    """The options of optimizers' groups, which parameters train, and the number of steps, by now.
+    """The current options of optimizers' groups, trained parameters and number of steps.
 
     Args:
         optimizers: The trainer's optimizers.
-        trained: Of each parameter of the module, 1 if it trains, else 0.
-        num_steps: The number of times that a step was called for.
+        trained: For each parameter of the module 1 if it trains, else 0.
+        num_steps: The number of calls of ``optimizer.step``.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: bytes, num_steps: int) -> None:
@@ -42,7 +42,7 @@ class StepOptions:
             self._groups = map_operands(_start_reading, self._groups)
 
     def digest(self) -> int:
-        """Return a number that tells them apart; waits for tensors of an accelerator."""
+        """Return a checksum; waits for tensors of an accelerator."""
         if not self._known:
             self._known = marshal.dumps((self._read(), self._trained, self._num_steps), 2)
         return zlib.crc32(self._known)
@@ -51,11 +51,7 @@ class StepOptions:
         return map_operands(lambda leaf: leaf() if callable(leaf) else leaf, self._groups)
 
     def describe(self, names: Sequence[str]) -> dict[str, str]:
-        """Describe each of them.
-
-        Args:
-            names: The names of the module's parameters.
-        """
+        """Describe each of them, given the names of the module's parameters."""
         described = {
             f"{'the number of ' if key == 'params' else ''}{key} in group {place} of optimizer {i}":
             repr(value)

@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_pipeoffload import PipelineMonitor
-from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer
-from lightning_pipeoffload.optimizers.step_shares import StepShares
+from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, StepShares
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from tests.support import replica_fits, shared_steps
