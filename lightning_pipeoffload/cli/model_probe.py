@@ -22,8 +22,8 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
-from lightning_pipeoffload.runtime.making.blueprint import draw_blueprint
-from lightning_pipeoffload.runtime.making.module_of_shapes import making_shapes
+from lightning_pipeoffload.runtime.making.construction import draw_blueprint
+from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice

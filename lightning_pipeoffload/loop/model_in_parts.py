@@ -11,8 +11,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import make_whole
 from lightning_pipeoffload.runtime.cut.remote_values import ModuleCopies, absent_in
-from lightning_pipeoffload.runtime.making.blueprint import Blueprint, draw_blueprint
-from lightning_pipeoffload.runtime.making.construction import constructing
+from lightning_pipeoffload.runtime.making.construction import (
+    Blueprint,
+    constructing,
+    draw_blueprint,
+)
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 
 

@@ -169,7 +169,7 @@ def fit_failing(kind, error):
     ("kind", "error", "text"),
     [
         (Failing, ValueError, "call lightning_pipeoffload.load_weights(self, path)"),
-        (Empty, RuntimeError, "since configure_model made it: what is there is what was in memory"),
+        (Empty, RuntimeError, "since configure_model made it: it has whatever was in memory"),
     ],
 )
 def test_making_layers_so_is_refused(ranks, kind, error, text):

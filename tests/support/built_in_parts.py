@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.making.blueprint import Blueprint, draw_blueprint
-from lightning_pipeoffload.runtime.making.construction import constructing
+from lightning_pipeoffload.runtime.making.construction import (
+    Blueprint,
+    constructing,
+    draw_blueprint,
+)
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import build

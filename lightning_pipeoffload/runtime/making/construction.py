@@ -1,47 +1,247 @@
-"""The second run that makes a module in parts: with values for what this rank needs.
+"""Makes a module in two runs, so that each rank has values only for what its stages need.
 
-Random numbers for all else are drawn as well, and dropped.
+The first run, the blueprint, makes shapes. It finds the chain of blocks and its cut, and which
+stages need each parameter, by the order in which parameters appear. Then all is as it was before.
+The second run makes values for what the rank needs. Random numbers for all else are drawn as well,
+and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.making.blueprint import Blueprint
-from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.partition import (
+    Stage,
+    costs_by_size,
+    cut,
+    find_segments,
+)
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.making.registered_parameters import (
+    Appearance,
+    ParameterShape,
     RegisteredParameters,
     parameters_in,
     tied_names,
 )
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
+from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    in_brackets,
+    running_frames,
+    users_line,
+)
+
+log = logging.getLogger(__name__)
+
+Stages = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How a module is made in parts.
+
+    Attributes:
+        appeared: The parameters in the order in which they appear.
+        needed: The stages that need each of these while the module is made.
+        counts: The number of blocks of each stage.
+        first_names: The first name of each parameter, by each of its names.
+        owners: The stages that have each parameter and buffer afterwards, by name.
+    """
+
+    appeared: Sequence[Appearance]
+    needed: Sequence[Stages]
+    counts: Sequence[int]
+    first_names: dict[str, str]
+    owners: dict[str, Stages]
+
+
+# The first run
+
+
+def draw_blueprint(
+    module: nn.Module,
+    configure: Callable[[], object],
+    stage_ranks: Sequence[int],
+    blocks: str | Sequence[str] | None = None,
+    split: str | Sequence[int] = "auto",
+) -> Blueprint | None:
+    """Run what makes a module, and leave everything as it was.
+
+    Args:
+        module: The user's module.
+        configure: Makes its layers.
+        stage_ranks: The rank of each stage.
+        blocks: See :func:`.block_chain.find_chain`.
+        split: See :func:`.partition.cut`.
+
+    Returns:
+        None if it makes no parameters, or reads the value of one, so that each rank has to make
+        all.
+
+    Raises:
+        ValueError: The module cannot be cut, or reads a whole model from files.
+    """
+    with forked_randomness(), Generators(module).kept(), unchanged(module):
+        draft = _Draft(module)
+        try:
+            with draft.following():
+                configure()
+        except ValueNeededError as error:
+            if not draft.indices(error.origins):
+                raise
+            log.warning(
+                "configure_model reads a value: %s%s, so every rank makes the whole module first; "
+                "leave that out, or compute in place (parameter.mul_(...)), for each rank to make "
+                "its own part only",
+                error,
+                in_brackets(users_line(error)),
+            )
+            return None
+        return draft.examine(stage_ranks, blocks, split)
+
+
+class _Draft(RegisteredParameters):
+    """The run that makes shapes; the parameters of ``module`` are shapes from now on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._module = module
+        self.rules = StepRules(observe=_refuse_unknown_draws)
+        for slot in parameters_in(module):
+            index = self.index_of(slot.tensor)
+            if index is not None:
+                shape = self.replace(index, slot.tensor)
+                slot.module.__dict__[slot.kind][slot.attribute] = shape
+
+    @override
+    def is_real(self, index: int, parameter: Tensor) -> bool:
+        _refuse_pretrained()
+        # What a run before has left on other ranks stays as it is.
+        return index < self.num_found and isinstance(parameter, RemoteTensor)
+
+    @override
+    def label(self, index: int) -> str:
+        return f"{super().label(index)} ({index})"
+
+    def indices(self, origins: frozenset[str]) -> set[int]:
+        """Return the indices of the parameters that origins name."""
+        return {index for index, shape in self._shapes.items() if shape.origins & origins}
+
+    def _index_in(self, slot: Slot) -> int | None:
+        index = self.index_of(slot.tensor)
+        if index is None and isinstance(slot.tensor, ParameterShape):  # made by to_empty
+            return min(self.indices(slot.tensor.origins), default=None)
+        return index
+
+    def examine(
+        self,
+        stage_ranks: Sequence[int],
+        blocks: str | Sequence[str] | None,
+        split: str | Sequence[int],
+    ) -> Blueprint | None:
+        """Return what the run has shown; None if it has made no parameters."""
+        indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
+        known = {name: index for name, index in indices.items() if index is not None}
+        if all(index < self.num_found for index in known.values()):
+            return None
+        chain = find_chain(self._module, blocks)
+        segments = find_segments(self._module, chain, StepRecord(len(chain) + 1))
+        costs = costs_by_size(self._module, chain, segments)
+        stages = cut(chain, costs, stage_ranks, split)
+        owners = self._find_owners(segments, stages)
+        return Blueprint(
+            self.appeared,
+            self._find_needed(known, owners, len(stages)),
+            [len(stage.blocks) for stage in stages],
+            tied_names(self._module),
+            owners,
+        )
+
+    def _find_owners(
+        self, segments: Mapping[str, set[int]], stages: Sequence[Stage]
+    ) -> dict[str, Stages]:
+        everywhere = frozenset(range(len(stages)))
+        return {
+            slot.name: everywhere
+            if slot.kind == "_buffers"
+            else frozenset(s.index for s in stages if s.segments & segments[slot.name])
+            for slot in find_slots(self._module)
+        }
+
+    def _find_needed(
+        self, indices: Mapping[str, int], owners: Mapping[str, Stages], num_stages: int
+    ) -> list[Stages]:
+        """Return the stages that need each parameter.
+
+        All need what is dropped again, for others may be copies of it, and what buffers are
+        computed from.
+        """
+        everywhere = frozenset(range(num_stages))
+        of_all = set(range(len(self.appeared))) - {*indices.values()}
+        for slot in find_slots(self._module):
+            if slot.kind == "_buffers" and isinstance(slot.tensor, ShapeOnly):
+                of_all |= self.indices(slot.tensor.origins)
+        needed = [everywhere if i in of_all else frozenset() for i in range(len(self.appeared))]
+        for name, index in indices.items():
+            needed[index] |= owners[name]
+        return needed
+
+
+def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
+    """Raise where the number of random numbers that an operation draws depends on values."""
+    if not draws_by_shape(func):
+        origins = (leaf.origins for leaf in shape_only_leaves(args))
+        raise ValueNeededError(f"{func.overloadpacket.__name__}()", frozenset().union(*origins))
+
+
+def _refuse_pretrained() -> None:
+    """Raise ``ValueError`` inside of a function that reads a whole model on every rank."""
+    if any(frame.f_code.co_name == "from_pretrained" for frame in running_frames()):
+        raise ValueError(
+            f"from_pretrained in configure_model reads the whole model on every rank"
+            f"{in_brackets(calling_line())}: make the model from its configuration (from_config) "
+            f"and call lightning_pipeoffload.load_weights(self, path), which reads what each rank "
+            f"owns"
+        )
+
+
+# The second run
 
 
 @contextmanager
 def constructing(
     module: nn.Module, blueprint: Blueprint, local_stages: Collection[int], places: Sequence[str]
 ) -> Iterator[None]:
-    """Let what runs inside make a module's layers, with the values that this rank needs.
+    """Make a module's layers inside, with the values that this rank needs.
 
     Args:
-        module: The user's, as it was when the blueprint was drawn.
-        blueprint: Of what is going to run.
+        module: The user's module, as it was when the blueprint was drawn.
+        blueprint: The blueprint of what runs inside.
         local_stages: The stages of this rank.
-        places: Of the stages, for messages.
+        places: Stage and rank of each stage, for messages.
 
     Raises:
-        ValueError: It makes something else than in its first run, or a value from one that is on
+        ValueError: It makes something else than in the first run, or a value from a parameter of
             another rank.
     """
-    parameters = _PartedParameters(module, blueprint, local_stages)
+    parameters = _PartedParameters(module, blueprint, frozenset(local_stages))
     try:
         with parameters.following():
             yield
@@ -52,97 +252,64 @@ def constructing(
 
 
 class _PartedParameters(RegisteredParameters):
-    """A run that makes values for some stages only.
+    """The run that makes values for some stages only."""
 
-    Args:
-        module: The user's.
-        blueprint: Of the run.
-        local_stages: The stages of this rank.
-    """
+    rules = StepRules()
 
-    def __init__(
-        self, module: nn.Module, blueprint: Blueprint, local_stages: Collection[int]
-    ) -> None:
+    def __init__(self, module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:
         super().__init__(module)
         self._blueprint = blueprint
-        self._local_stages = frozenset(local_stages)
-        self._shapes: dict[int, Tensor] = {}
-
-    @override
-    def take(self, index: int, parameter: Tensor) -> Tensor:
-        return parameter if self._is_needed(index) else self._shape(index, parameter)
-
-    @override
-    def take_copy(self, index: int, parameter: Tensor) -> Tensor | None:
-        return None if self._is_needed(index) else self._shape(index, parameter)
+        self._local_stages = local_stages
 
     def check_complete(self) -> None:
-        """Compare with the first run.
-
-        Raises:
-            ValueError: It had more parameters.
-        """
+        """Raise ``ValueError`` if the first run had more parameters."""
         if len(self.appeared) < len(self._blueprint.appeared):
             raise ValueError(_explain_other(self._blueprint.appeared[len(self.appeared)].name))
 
-    def _is_needed(self, index: int) -> bool:
-        self._compare(index)
+    @override
+    def is_real(self, index: int, parameter: Tensor) -> bool:
+        if self._blueprint.appeared[index : index + 1] != [self.appeared[index]]:
+            raise ValueError(_explain_other(super().label(index)))
         return index < self.num_found or bool(self._blueprint.needed[index] & self._local_stages)
 
-    def _compare(self, index: int) -> None:
-        found = self.appeared[index]
-        if self._blueprint.appeared[index : index + 1] != [found]:
-            raise ValueError(_explain_other(f"{found.name} of {found.owner}"))
-
-    def _shape(self, index: int, parameter: Tensor) -> Tensor:
-        if index not in self._shapes:
-            found = self.appeared[index]
-            origin = f"{found.name} of {found.owner}, which another rank makes"
-            self._shapes[index] = ParameterShape.in_place_of(parameter, origin, self)
-        return self._shapes[index]
+    @override
+    def label(self, index: int) -> str:
+        return f"{super().label(index)}, which another rank makes"
 
 
 def _leave_remote(
-    module: nn.Module, blueprint: Blueprint, local_stages: frozenset[int], places: Sequence[str]
+    module: nn.Module, blueprint: Blueprint, local_stages: Stages, places: Sequence[str]
 ) -> None:
-    """Let what other ranks own be shapes, a tied weight under all its names."""
+    """Replace what other ranks own by remote tensors, a tied weight under all its names."""
     _refuse_missing(module, blueprint, local_stages)
     slots = parameters_in(module)
-    shown = {
+    found: dict[int, Tensor] = {
         id(slot.tensor): slot.tensor for slot in slots if blueprint.owners[slot.name] & local_stages
     }
     for slot in slots:
-        if id(slot.tensor) in shown:
-            found = shown[id(slot.tensor)]
-        else:
+        key = id(slot.tensor)
+        if key not in found:
             place = " and ".join(places[stage] for stage in sorted(blueprint.owners[slot.name]))
             origin = f"{slot.name} (of {place})"
-            found = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
-            shown[id(slot.tensor)] = found
-        slot.module.__dict__[slot.kind][slot.attribute] = found
+            found[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
+        slot.module.__dict__[slot.kind][slot.attribute] = found[key]
 
 
-def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: frozenset[int]) -> None:
-    """Refuse what is not as the blueprint says.
-
-    Raises:
-        ValueError: Says what.
-    """
+def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:
+    """Raise ``ValueError`` for what is not as the blueprint says."""
     untied = tied_names(module).items() ^ blueprint.first_names.items()
     if untied:
         raise ValueError(_explain_other(min(untied)[0]))
     for slot in find_slots(module):
         if slot.name not in blueprint.owners:
             raise ValueError(_explain_other(slot.name))
-        if blueprint.owners[slot.name] & local_stages and isinstance(slot.tensor, ShapeOnly):
-            raise ValueError(_explain_missing(slot, slot.tensor))
-        if blueprint.owners[slot.name] & local_stages and slot.tensor.is_meta:
+        if not blueprint.owners[slot.name] & local_stages:
+            continue
+        if isinstance(slot.tensor, ShapeOnly):
+            origins = ", ".join(sorted(slot.tensor.origins)[:3])
+            raise ValueError(f"{slot.name} is made from {origins}: {_ADVICE}")
+        if slot.tensor.is_meta:
             raise ValueError(f"{slot.name} is on the meta device after configure_model: {_FILL}")
-
-
-def _explain_missing(slot: Slot, shape: ShapeOnly) -> str:
-    origins = ", ".join(sorted(shape.origins)[:3])
-    return f"{slot.name} is made from {origins}: {_ADVICE}"
 
 
 def _explain_other(name: str) -> str:
@@ -153,8 +320,8 @@ def _explain_other(name: str) -> str:
 
 
 _FILL = (
-    "make it without torch.device('meta'), of which each rank has its part only anyway, or give it "
-    "memory and values there (to_empty, then the model's own initialization)"
+    "make it without torch.device('meta'), since each rank has only its own part anyway, or give "
+    "it memory and values there (to_empty, then the model's own initialization)"
 )
 _ADVICE = (
     "so that no rank can make it alone in configure_model: make that part in __init__, or give it "

@@ -1,7 +1,7 @@
 """A module that was made in parts, until the first batch has shown which stage uses what.
 
-A weight that a step uses on another stage than its place among the layers tells, as that of an
-embedding which the head multiplies by, goes there then.
+A weight that the step uses on another stage than its layer's, as a head uses that of an embedding,
+is sent there then.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
-from lightning_pipeoffload.runtime.making.blueprint import Blueprint
-from lightning_pipeoffload.runtime.making.unfilled_memory import begins_with_nan
+from lightning_pipeoffload.runtime.making.construction import Blueprint
+from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -22,19 +22,19 @@ Fetch = Callable[[Tensor, int | None], Tensor]
 
 
 class PartedModule:
-    """Who has which parameter.
+    """A module of which each rank has made its stages' parameters.
 
     Args:
-        module: The user's, whose other parts are shapes on this rank.
-        blueprint: Of which it was made.
+        module: The user's module.
+        blueprint: The blueprint that it was made by.
         stage_ranks: The rank of each stage.
-        rank: This one.
+        rank: This rank.
         fetch: Returns a tensor as a rank of the pipeline has it; all ranks call it.
 
     Attributes:
         counts: The number of blocks of each stage.
         owners: The stages that have each parameter and buffer, by name.
-        moved: Names of the parameters that more ranks have since, and the rank they had it from.
+        moved: The rank that sent each parameter which other ranks have got since, by name.
     """
 
     def __init__(
@@ -58,11 +58,7 @@ class PartedModule:
         self.moved: dict[str, int] = {}
 
     def check_filled(self) -> None:
-        """Look once at whether something has filled the parameters of this rank.
-
-        Raises:
-            RuntimeError: Nothing has.
-        """
+        """Raise ``RuntimeError``, in the first call, if a parameter of this rank has no values."""
         if self._is_filled:
             return
         own = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
@@ -75,12 +71,7 @@ class PartedModule:
 
     @torch.no_grad()
     def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:
-        """Give ranks the parameters of which a step has shown that they need them.
-
-        Args:
-            owners: The stages that need each.
-            tensors: The module's.
-        """
+        """Send parameters to the ranks that need them for the stages in ``owners``, by name."""
         slots = {slot.name: slot for slot in find_slots(self._module)}
         for names in tensors.parameter_names():
             have = self._ranks.setdefault(names[0], self._ranks_of(names, self.owners))
@@ -99,8 +90,8 @@ class PartedModule:
 def _explain_unfilled(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
-        f"nothing has filled {', '.join(names[:3])}{more} since configure_model made it: what is "
-        f"there is what was in memory. Under init_module(empty_init=True) torch.nn.init does "
+        f"nothing has filled {', '.join(names[:3])}{more} since configure_model made it: it has "
+        f"whatever was in memory. Under init_module(empty_init=True) torch.nn.init does "
         f"nothing; load weights (load_weights in configure_model, or ckpt_path=), write values "
         f"yourself, or leave empty_init out"
     )

@@ -1,65 +1,77 @@
-"""Follows the parameters of a module while it is being made, in the order in which they appear.
+"""Follows the parameters of a module while it is made, in the order in which they appear.
 
 The order is the same each time the module is made from the same state. So what a first run has
-shown of a parameter, where it ends up and who needs it, is known in a second run when it appears.
+shown of a parameter, its name and the stages that need it, is known in a second run when it
+appears.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.making.parameter_shape import ParameterShape
-from lightning_pipeoffload.runtime.making.unfilled_memory import MarkingEmptyMemory
-from lightning_pipeoffload.runtime.shapes.remote_tensor import install_draws, remove_draws
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.remote_tensor import (
+    RemoteTensor,
+    install_draws,
+    remove_draws,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
-_MOST_KEPT = 32 << 20  # bytes
+aten = torch.ops.aten
 
 
-class FreedMemory:
-    """Counts the bytes of dropped parameters, and returns freed memory to the system in between.
+class ParameterShape(RemoteTensor):
+    """A parameter without a value in a module that is being made.
 
-    glibc keeps freed memory between blocks in use, and takes new memory for tensors that do not fit
-    these gaps: without this, most of the module would stay resident.
+    Its results are shape-only, but ``detach`` and ``empty_like`` return another of these:
+    ``nn.Parameter(parameter)`` requires that, and ``module.to_empty`` would make real memory.
     """
 
-    def __init__(self) -> None:
-        self._num_bytes = 0
-        # Of glibc only; others give large blocks back at once.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    @classmethod
+    def like_parameter(cls, parameter: Tensor, origin: str) -> Self:
+        """Return one of the same shape, with a memory of its own, that ``origin`` names."""
+        meta = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+        )
+        made = cls(meta, parameter.device, frozenset((origin,)), parameter.requires_grad)
+        made._is_param = True  # private: see RemoteTensor
+        return made
 
-    def note(self, num_bytes: int) -> None:
-        """Note that so much is about to be freed."""
-        if self._num_bytes > _MOST_KEPT:
-            self.give_back()
-        self._num_bytes += num_bytes
-
-    def give_back(self) -> None:
-        """Give back what is free."""
-        self._num_bytes = 0
-        if self._trim is not None:
-            self._trim(0)
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        first, options = args[0] if args else None, kwargs or {}
+        if func is aten.empty_like.default and isinstance(first, ParameterShape):
+            device = torch.device(options.get("device") or first.device)
+            meta = func(first.meta, **{**options, "device": "meta"})
+            return ParameterShape(meta, device, first.origins)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.detach.default and isinstance(first, ParameterShape):
+            return ParameterShape(result.meta, result.device, result.origins)
+        return result
 
 
 class Appearance(NamedTuple):
-    """A parameter as it appeared.
+    """A parameter as it appeared: as the attribute ``name`` of a module of the class ``owner``.
 
-    Attributes:
-        name: Of the attribute that it became; of a copy, that of the original.
-        owner: Class of the module that has it; of a copy, "copy".
-        shape: Of the parameter.
-        dtype: Of the parameter.
+    A copy has the name of the original, and "copy" for the owner.
     """
 
     name: str
@@ -68,94 +80,98 @@ class Appearance(NamedTuple):
     dtype: torch.dtype
 
 
-class RegisteredParameters(ABC):
-    """The parameters of a module while it is being made.
+class RegisteredParameters:
+    """The parameters of a module while it is made; here all are replaced by shapes.
 
     Args:
-        module: The user's, as it is before.
+        module: The module as it is before.
 
     Attributes:
-        appeared: Each of them, in order; those that are there before come first.
+        appeared: The parameters in order, with those that are there before first.
         num_found: How many are there before.
-        rules: What holds for shapes, as in a step, where code computes with them.
+        rules: Those for operations on shapes.
     """
 
-    rules = StepRules()
+    # What is observed draws no random numbers, and keeps no results.
+    rules = StepRules(observe=lambda func, args, result: None)
 
     def __init__(self, module: nn.Module) -> None:
         self.appeared: list[Appearance] = []
-        self._freed = FreedMemory()
+        self._freed = _FreedMemory()
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._shapes: dict[int, ParameterShape] = {}
         for slot in parameters_in(module):
             if self.index_of(slot.tensor) is None:
                 self._know(slot.tensor, self._count(slot.attribute, slot.path, slot.tensor))
         self.num_found = len(self.appeared)
 
-    @abstractmethod
-    def take(self, index: int, parameter: Tensor) -> Tensor:
-        """Return what is to stand in a module for a parameter that has appeared."""
+    def is_real(self, index: int, parameter: Tensor) -> bool:
+        """Whether a parameter that has appeared, or a copy of one, keeps its value."""
+        return False
 
-    @abstractmethod
-    def take_copy(self, index: int, parameter: Tensor) -> Tensor | None:
-        """Return what is to stand for a deep copy of a parameter; None: a real copy."""
+    def label(self, index: int) -> str:
+        """Name a parameter, for messages."""
+        return f"{self.appeared[index].name} of {self.appeared[index].owner}"
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """See each parameter that modules get, and each that is copied."""
-        hook: Callable[..., Any] = self._register  # what it returns is taken for the parameter
+        """Follow each parameter that is registered or copied inside."""
+        hook: Callable[..., Any] = self._register  # its result becomes the parameter
         handle = register_module_parameter_registration_hook(hook)
-        plain = nn.Parameter.__deepcopy__
-
-        def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> Tensor:
-            return self._copy(parameter, memo, plain)
-
-        nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign,assignment]
+        plain = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, ParameterShape)]
+        for kind, copy in plain:
+            kind.__deepcopy__ = self._copying(copy)  # type: ignore[method-assign]
         install_draws()
         try:
-            with IN_FORCE.during(self.rules), MarkingEmptyMemory():
+            with IN_FORCE.during(self.rules), _MarkingEmptyMemory():
                 yield
         finally:
             self._freed.give_back()
             remove_draws()
-            nn.Parameter.__deepcopy__ = plain  # type: ignore[method-assign]
+            for kind, copy in plain:
+                kind.__deepcopy__ = copy  # type: ignore[method-assign]
             handle.remove()
 
     def index_of(self, parameter: Tensor) -> int | None:
-        """Return the place of a parameter, or of what stands for it, in the order."""
+        """Return the index at which a parameter, or the shape that replaces it, has appeared."""
         known, index = self._known.get(id(parameter), (None, None))
         return index if known is not None and known() is parameter else None
 
-    def copy(self, parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-        """Return a deep copy of a shape."""
-        return self._copy(parameter, memo, ParameterShape.__deepcopy__)
+    def replace(self, index: int, parameter: Tensor) -> Tensor:
+        """Return a parameter, or the shape that replaces it."""
+        found = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
+        if found is not parameter:
+            self._freed.note(parameter.nbytes)
+        self._know(found, index)
+        return found
 
     def _register(self, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
         index = self.index_of(parameter)
         if index is None:
             index = self._count(name, type(module).__qualname__, parameter)
             self._know(parameter, index)
-        return self._stand_in(index, parameter)
+        return self.replace(index, parameter)
 
-    def _stand_in(self, index: int, parameter: Tensor) -> Tensor:
-        stand_in = self.take(index, parameter)
-        if stand_in is not parameter:
-            self._freed.note(parameter.nbytes)
-        self._know(stand_in, index)
-        return stand_in
+    def _copying(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
+            if id(parameter) not in memo:
+                original = self.index_of(parameter)
+                name = "parameter" if original is None else self.appeared[original].name
+                index = self._count(name, "copy", parameter)
+                is_real = self.is_real(index, parameter)
+                made = plain(parameter, memo) if is_real else self._shape(index, parameter)
+                memo[id(parameter)] = made
+                self._know(made, index)
+            copied: Tensor = memo[id(parameter)]
+            return copied
 
-    def _copy(self, parameter: Tensor, memo: dict[int, Any], plain: Any) -> Tensor:
-        if id(parameter) in memo:
-            known: Tensor = memo[id(parameter)]
-            return known
-        original = self.index_of(parameter)
-        name = "parameter" if original is None else self.appeared[original].name
-        index = self._count(name, "copy", parameter)
-        made = self.take_copy(index, parameter)
-        if made is None:
-            made = plain(parameter, memo)
-        memo[id(parameter)] = made
-        self._know(made, index)
-        return made
+        return copy
+
+    def _shape(self, index: int, parameter: Tensor) -> ParameterShape:
+        if index not in self._shapes:
+            shape = ParameterShape.like_parameter(parameter, self.label(index))
+            self._shapes[index] = shape
+        return self._shapes[index]
 
     def _count(self, name: str, owner: str, parameter: Tensor) -> int:
         self.appeared.append(Appearance(name, owner, parameter.shape, parameter.dtype))
@@ -165,6 +181,13 @@ class RegisteredParameters(ABC):
         self._known[id(parameter)] = weakref.ref(parameter), index
 
 
+@contextmanager
+def making_shapes() -> Iterator[None]:
+    """Make modules whose parameters have no values; buffers have."""
+    with forked_randomness(), RegisteredParameters(nn.Module()).following():
+        yield
+
+
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by each of its names."""
     first: dict[int, str] = {}
@@ -172,5 +195,70 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameters_in(module: nn.Module) -> list[Slot]:
-    """List the places of a module's parameters."""
+    """List the slots of a module's parameters."""
     return [slot for slot in find_slots(module) if slot.kind == "_parameters"]
+
+
+# Memory
+
+_MOST_FREED = 32 << 20  # bytes
+
+
+class _FreedMemory:
+    """Counts the bytes of dropped parameters, and returns freed memory to the system.
+
+    glibc keeps freed memory between blocks in use, and takes new memory for tensors that do not fit
+    these gaps: without this, most of the module would stay resident.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        # Of glibc only; other allocators return large blocks at once.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def note(self, num_bytes: int) -> None:
+        """Count bytes that are about to be freed."""
+        if self._num_bytes > _MOST_FREED:
+            self.give_back()
+        self._num_bytes += num_bytes
+
+    def give_back(self) -> None:
+        self._num_bytes = 0
+        if self._trim is not None:
+            self._trim(0)
+
+
+_MAKERS = {
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(Tensor.new_empty, Tensor.new_empty_strided),
+}
+
+
+class _MarkingEmptyMemory(TorchFunctionMode):
+    """Makes the first element of what ``torch.empty`` returns NaN, to tell whether it is filled."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _MAKERS and type(made) is Tensor and _may_be_marked(made):
+            _first_of(made).fill_(torch.nan)
+        return made
+
+
+def begins_with_nan(tensor: Tensor) -> bool:
+    """Whether nothing has filled the memory of a tensor since ``torch.empty`` made it."""
+    return _may_be_marked(tensor) and bool(_first_of(tensor).isnan().all())
+
+
+def _may_be_marked(tensor: Tensor) -> bool:
+    is_there = not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+    return is_there and tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def _first_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((1,), (1,))
