@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
-from lightning_pipeoffload.runtime.cut.trace import StepRecords
+from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
@@ -163,7 +163,7 @@ class Pipeline:
         self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
-        mark_slots(((slot, slot.tensor) for slot in find_slots(self.module)), self.chain)
+        mark_slots(find_slots(self.module), self.chain)
 
     @property
     def is_split(self) -> bool:

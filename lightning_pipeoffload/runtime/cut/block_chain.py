@@ -1,50 +1,39 @@
-"""The chain of blocks that is cut into stages, the hook that sees each call, and how a step calls.
+"""The chain of blocks that is cut into stages, and the interception of their calls.
 
-A block keeps its place, its name and its parameters: the one instance is given a subclass whose
-``__call__`` asks the pass under way what to do. A way to call that a stage could not follow, or not
-alike in B, is refused.
+A block keeps its place, its name and its parameters: the one instance gets a subclass whose
+``__call__`` asks the running :class:`Pass` what to do.
 """
 
 from __future__ import annotations
 
 import copyreg
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
 class Pass(Protocol):
-    """One run of the user's step: decides what a call of a block does."""
+    """One run of the user's step: says what a call of a block does."""
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
         """Return block ``index``'s output; ``call()`` computes it, ``arguments`` is a pytree."""
 
 
 class StageExit(BaseException):
-    """Leaves the user's step at a block.
-
-    Attributes:
-        payload: The tensors of that block's output, and what goes to the next stage beside it.
-    """
+    """Leaves the user's step at a block."""
 
     def __init__(self, payload: list[Tensor]) -> None:
-        self.payload = payload
+        self.payload = payload  # the tensors of its output, and those carried beside them
 
 
 class BlockChain:
@@ -68,31 +57,31 @@ class BlockChain:
         return self._names[index]
 
     def output_origins(self, index: int) -> frozenset[str]:
-        """Return what the output of a block comes from, for where it is not."""
+        """Return the origins of a block's output where it is shape-only."""
         return self._origins[index]
 
     def index_of(self, name: str) -> int | None:
-        """Return the block that holds a parameter or buffer of this name; None: no block does."""
+        """Return the block that holds a parameter or buffer of this name; None: none does."""
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         return next((self._index[path] for path in prefixes if path in self._index), None)
 
     def plain_call(self, index: int) -> Callable[..., Any]:
-        """Return what calls a block as its own class does."""
+        """Return the call of a block that is not intercepted."""
         block = self.blocks[index]
         return MethodType(own_class(block).__call__, block)
 
     @property
     def is_running(self) -> bool:
-        """Whether a run of the user's step is under way."""
+        """Whether the user's step is running."""
         return self._pass is not None
 
     def running(self, step_pass: Pass) -> AbstractContextManager[None]:
-        """Let ``step_pass`` decide about the blocks' calls."""
+        """Hand the blocks' calls inside to ``step_pass``."""
         return _Running(self, step_pass)
 
     def intercept(self) -> None:
-        """See the blocks' calls from now on; again is harmless."""
+        """Intercept the blocks' calls from now on; again is harmless."""
         if not self._intercepting:
             # One for each class: a compiler starts anew for each type that it meets.
             classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
@@ -108,7 +97,7 @@ class BlockChain:
         self._intercepting = False
 
 
-_RULES = StepRules()  # of who says no others
+_RULES = StepRules()  # unless the pass has others
 
 
 class _Running:
@@ -128,13 +117,13 @@ class _Running:
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:
     """Find the ModuleList or Sequential to cut.
 
-    The one that leaves the most parameters outside of its largest entry, that is, the one whose
-    cutting can spread the most; an outer container that holds the chain as one entry loses to it.
+    The one that has the most parameters outside of its largest entry, that is, the one whose cut
+    can spread the most; a container around it that holds it as one entry loses to it.
 
     Args:
         module: The user's module.
-        name: The name of the container, where the user says it; or patterns of the blocks' names in
-            the order of their calls, in which ``*`` stands for any part of a name between two dots.
+        name: The name of the container that the user gives; or patterns of the blocks' names in the
+            order of their calls, in which ``*`` stands for any text between two dots.
 
     Raises:
         ValueError: No such container or block, several containers that are equally good, or one
@@ -246,143 +235,3 @@ def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
         return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
 
     return subclass_like(plain, {"__call__": call, "__reduce_ex__": reduce})
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """One call of a block as training makes it, but for the values.
-
-    Attributes:
-        arguments: Its arguments, those without values described.
-        autocast: The dtype that autocast computes in; None: it is off.
-        device_type: The type of device that autocast is for.
-    """
-
-    arguments: Any
-    autocast: torch.dtype | None
-    device_type: str
-
-    @classmethod
-    def of(cls, arguments: Any, device_type: str) -> BlockCall:
-        """Describe the call that is being made."""
-        is_on = torch.is_autocast_enabled(device_type)
-        autocast = torch.get_autocast_dtype(device_type) if is_on else None
-        return cls(tree_map(_describe, arguments), autocast, device_type)
-
-    @contextmanager
-    def with_zeros(self) -> Iterator[Any]:
-        """Return the arguments with zeros for values; inside, autocast is as it was."""
-        with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
-            yield tree_map(_make_zeros, self.arguments)
-
-
-@dataclass(frozen=True)
-class _Argument:
-    meta: Tensor
-    device: torch.device
-    requires_grad: bool
-
-
-def _describe(leaf: Any) -> Any:
-    if not isinstance(leaf, ShapeOnly):
-        return leaf
-    return _Argument(leaf.meta.detach(), leaf.device, leaf.requires_grad)
-
-
-def _make_zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, _Argument):
-        return leaf
-    zeros = torch.zeros_like(leaf.meta, device=leaf.device)
-    return zeros.requires_grad_(leaf.requires_grad)
-
-
-class BlockCalls:
-    """The calls of a chain's blocks in one run of a step, of which the compiled ones are kept."""
-
-    def __init__(self, chain: BlockChain, device: torch.device, found: list[BlockCall]) -> None:
-        self._device_type = device.type
-        self._keeps = any(is_compiled(block) for block in chain.blocks)
-        self._found = found
-        self._chain = chain
-        self._training = torch.is_grad_enabled()
-        self._checkpoint: Any = None
-        self._num_hooks: list[int] = []
-
-    def see(self, index: int, expected: int, arguments: Any) -> None:
-        """Look at a call before it is made.
-
-        Raises:
-            ValueError: A stage could not make it; says why and where.
-        """
-        self._check_order(index, expected)
-        self._check_gradients(index)
-        self._check_checkpoint(index)
-        if self._keeps:
-            self._found.append(BlockCall.of(arguments, self._device_type))
-        self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
-
-    def _check_order(self, index: int, expected: int) -> None:
-        if index == expected:
-            return
-        what = f"before {self._chain.block_name(expected)}" if index > expected else "again"
-        raise ValueError(
-            f"the step calls {self._chain.block_name(index)} {what}"
-            f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
-            f"called once and in order"
-        )
-
-    def _check_gradients(self, index: int) -> None:
-        if self._training and not torch.is_grad_enabled():
-            raise ValueError(
-                f"the step calls {self._chain.block_name(index)} without gradients"
-                f"{in_brackets(calling_line())}: leave out torch.no_grad(), and write "
-                f"checkpoint(..., use_reentrant=False)"
-            )
-
-    def _check_checkpoint(self, index: int) -> None:
-        outer, self._checkpoint = self._checkpoint, _checkpoint_around()
-        if outer is not None and outer is self._checkpoint:
-            raise ValueError(
-                f"the step checkpoints {self._chain.block_name(index - 1)} and "
-                f"{self._chain.block_name(index)} together"
-                f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
-                f"checkpoint each by itself, or leave it to "
-                f'recompute="full"'
-            )
-
-    def check_complete(self, expected: int) -> None:
-        """Check that no block is left when the step is over.
-
-        Args:
-            expected: Index of the block that comes next; their number: none does.
-
-        Raises:
-            ValueError: A block is not called.
-        """
-        if expected < len(self._chain):
-            raise ValueError(
-                f"the step does not call {self._chain.block_name(expected)}; a pipeline needs "
-                f"each entry of {self._chain.name} called once and in order"
-            )
-
-    def find_briefly_hooked(self) -> Iterator[int]:
-        """Yield the blocks that had more hooks when they were called than they have now."""
-        for index, (block, before) in enumerate(
-            zip(self._chain.blocks, self._num_hooks, strict=False)
-        ):
-            if _count_hooks(block) < before:
-                yield index
-
-
-def _count_hooks(block: nn.Module) -> int:
-    # Private: which hooks a module has can be seen nowhere else.
-    return len(block._forward_hooks) + len(block._forward_pre_hooks)
-
-
-def _checkpoint_around() -> Any:
-    """Return what is the same while one checkpoint's function runs; None outside of any."""
-    # Private: nothing public tells of a checkpoint, in which blocks are called again in B.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
-        return None
-    return hooks[0]

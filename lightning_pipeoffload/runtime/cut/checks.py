@@ -1,19 +1,21 @@
-"""Refuses steps that cannot be cut where the module is: what is wrong, where, and what would do."""
+"""Refuses steps that cannot be cut: what is wrong, on which line, and what would do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.record import BlockCall, StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 
@@ -34,6 +36,93 @@ def loss_in(result: Any) -> Tensor:
     return loss
 
 
+# While the step is traced
+
+
+class CallChecks:
+    """Refuses calls of blocks that a stage cannot make; describes those of compiled blocks."""
+
+    def __init__(self, chain: BlockChain, device: torch.device, calls: list[BlockCall]) -> None:
+        self._device_type = device.type
+        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
+        self._calls = calls
+        self._chain = chain
+        self._training = torch.is_grad_enabled()
+        self._checkpoint: Any = None
+        self._num_hooks: list[int] = []
+
+    def check(self, index: int, expected: int, arguments: Any) -> None:
+        """Raise ``ValueError`` if a stage could not make the call that is about to be made."""
+        self._check_order(index, expected)
+        self._check_gradients(index)
+        self._check_checkpoint(index)
+        if self._is_compiled:
+            self._calls.append(BlockCall.of(arguments, self._device_type))
+        self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
+
+    def _check_order(self, index: int, expected: int) -> None:
+        if index == expected:
+            return
+        what = f"before {self._chain.block_name(expected)}" if index > expected else "again"
+        raise ValueError(
+            f"the step calls {self._chain.block_name(index)} {what}"
+            f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
+            f"called once and in order"
+        )
+
+    def _check_gradients(self, index: int) -> None:
+        if self._training and not torch.is_grad_enabled():
+            raise ValueError(
+                f"the step calls {self._chain.block_name(index)} without gradients"
+                f"{in_brackets(calling_line())}: leave out torch.no_grad(), and write "
+                f"checkpoint(..., use_reentrant=False)"
+            )
+
+    def _check_checkpoint(self, index: int) -> None:
+        outer, self._checkpoint = self._checkpoint, _checkpoint_around()
+        if outer is not None and outer is self._checkpoint:
+            raise ValueError(
+                f"the step checkpoints {self._chain.block_name(index - 1)} and "
+                f"{self._chain.block_name(index)} together"
+                f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
+                f"checkpoint each by itself, or leave it to "
+                f'recompute="full"'
+            )
+
+    def check_complete(self, expected: int) -> None:
+        """Raise ``ValueError`` if the step has ended before a block, ``expected``."""
+        if expected < len(self._chain):
+            raise ValueError(
+                f"the step does not call {self._chain.block_name(expected)}; a pipeline needs "
+                f"each entry of {self._chain.name} called once and in order"
+            )
+
+    def find_briefly_hooked(self) -> Iterator[int]:
+        """Yield the blocks that have fewer hooks now than when they were called."""
+        for index, (block, before) in enumerate(
+            zip(self._chain.blocks, self._num_hooks, strict=False)
+        ):
+            if _count_hooks(block) < before:
+                yield index
+
+
+def _count_hooks(block: nn.Module) -> int:
+    # Private: which hooks a module has can be seen nowhere else.
+    return len(block._forward_hooks) + len(block._forward_pre_hooks)
+
+
+def _checkpoint_around() -> Any:
+    """Return an object that is one checkpoint's while its function runs; None outside of any."""
+    # Private: nothing public tells of a checkpoint, in which blocks are called again in B.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        return None
+    return hooks[0]
+
+
+# When the step is cut
+
+
 def check_step(
     record: StepRecord,
     chain: BlockChain,
@@ -45,161 +134,170 @@ def check_step(
     Raises:
         ValueError: It cannot; the message names the user's line, and says what would do.
     """
-    stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
-    _check_weight_writes(record, chain, stage_of, owners_of)
-    _check_repeatable(record, stages)
-    _check_brief_hooks(record, chain)
-    _check_imagined(record, chain, stages)
-    _check_own_backwards(record, stage_of)
-    _check_hooked_spans(record, stage_of)
-    _check_crossings(record, chain, stages, stage_of)
-    _check_aliases(record, chain, stages, stage_of)
+    for message in _StepChecks(record, chain, stages).refusals(owners_of):
+        raise ValueError(message)
 
 
-def _check_weight_writes(
-    record: StepRecord,
-    chain: BlockChain,
-    stage_of: Mapping[int, int],
-    owners_of: Callable[[str], frozenset[int]],
-) -> None:
-    for name, segment, line in record.weight_writes:
-        elsewhere = owners_of(name) - {stage_of[segment]}
-        if elsewhere:
-            behind = len(chain) if segment < len(chain) else 0
-            place = f"before {chain.block_name(segment)}" if behind else "behind the blocks"
-            raise ValueError(
-                f"the step writes {name} {place}{in_brackets(line)}, on stage {stage_of[segment]}, "
-                f"but stage {min(elsewhere)} has this weight too and would not see it; write it "
-                f"between batches, in on_train_batch_start() say, or where only the stage that "
-                f"computes with it comes"
+class _StepChecks:
+    def __init__(self, record: StepRecord, chain: BlockChain, stages: Sequence[Stage]) -> None:
+        self._record, self._chain, self._stages = record, chain, stages
+        self._stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
+        self._last_start = stages[-1].blocks.start
+
+    def refusals(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
+        """Yield why the step cannot be cut."""
+        yield from self._weight_writes(owners_of)
+        yield from self._unrepeatable()
+        yield from self._brief_hooks()
+        yield from self._imagined()
+        yield from self._own_backwards()
+        yield from self._hooked_spans()
+        yield from self._crossings()
+        yield from self._aliases()
+
+    def _weight_writes(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
+        for name, segment, line in self._record.weight_writes:
+            others = owners_of(name) - {self._stage_of[segment]}
+            if others:
+                is_behind = segment == len(self._chain)
+                place = "behind the blocks" if is_behind else f"before {self._block(segment)}"
+                yield (
+                    f"the step writes {name} {place}{in_brackets(line)}, on stage "
+                    f"{self._stage_of[segment]}, but stage {min(others)} has this weight too and "
+                    f"would not see it; write it between batches, in on_train_batch_start() say, "
+                    f"or where only the stage that computes with it comes"
+                )
+
+    def _unrepeatable(self) -> Iterator[str]:
+        entry = self._record.unrepeatable
+        if entry is not None and entry.segment < self._last_start:
+            yield (
+                f"{entry.name}(){in_brackets(entry.line)} gives another value each time that the "
+                f"step runs from the same state, so each stage would have its own; keep what it "
+                f"depends on in an attribute of the module, draw it from torch's, numpy's or "
+                f"Python's global generator or from a generator that is an attribute of the "
+                f"module, or let the batch bring it"
             )
 
-
-def _check_repeatable(record: StepRecord, stages: Sequence[Stage]) -> None:
-    entry = record.unrepeatable
-    if entry is not None and entry.segment < stages[-1].blocks.start:
-        raise ValueError(
-            f"{entry.name}(){in_brackets(entry.line)} gives another value each time that the step "
-            f"runs from the same state, so each stage would have its own; keep what it depends on "
-            f"in an attribute of the module, draw it from torch's, numpy's or Python's global "
-            f"generator or from a generator that is an attribute of the module, or let the batch "
-            f"bring it"
-        )
-
-
-def _check_brief_hooks(record: StepRecord, chain: BlockChain) -> None:
-    for block in sorted(record.opened & record.briefly_hooked):
-        raise ValueError(
-            f"the step uses what a hook on {chain.block_name(block)} has kept, and registers and "
-            f"removes that hook itself, but only the last stage comes to where it is removed; "
-            f"register it once, in __init__ or in setup()"
-        )
-
-
-def _check_imagined(record: StepRecord, chain: BlockChain, stages: Sequence[Stage]) -> None:
-    for index, line in record.imagined.items():
-        is_template = record.outputs[index].is_template
-        if index >= stages[-1].blocks.start or (is_template and index not in record.opened):
-            continue
-        what = (
-            "keeps in an attribute, or gives to a hook, what is used behind it"
-            if is_template
-            else "returns numbers or objects beside its tensors"
-        )
-        raise ValueError(
-            f"{chain.block_name(index)} asks for values that only the stage has that runs it"
-            f"{in_brackets(line)}, and {what}, which other stages would have to make up; let it "
-            f"return tensors alone, all that is used behind it among them"
-        )
-
-
-def _check_own_backwards(record: StepRecord, stage_of: Mapping[int, int]) -> None:
-    found = record.own_backwards
-    leads_back = [block for block in found.crossed if stage_of[block] != stage_of[block + 1]]
-    for started in found.started:
-        stage = stage_of[started.segment]
-        if leads_back or any(stage_of.get(goal) != stage for goal in started.goals):
-            raise ValueError(_own_backward(started.line))
-    if leads_back:
-        raise ValueError(_own_backward(""))
-
-
-def _own_backward(line: str) -> str:
-    return (
-        f"the step starts a backward of its own{in_brackets(line)}, which would end where its "
-        f"stage begins, for the rest of the graph is on other stages; differentiate inside of a "
-        f"block, or with respect to what the same stage has computed, or train with one stage"
-    )
-
-
-def _check_hooked_spans(record: StepRecord, stage_of: Mapping[int, int]) -> None:
-    for span in record.hooked_spans:
-        first, last = stage_of[span.first], stage_of[span.last]
-        if first != last:
-            raise ValueError(
-                f"a backward hook is registered on {span.name}, which stage {first} calls and "
-                f"stage {last} returns from: it needs the gradients of both ends, and no stage has "
-                f"them; register it on the blocks or on layers beside them, or a hook on a tensor "
-                f"at one end"
+    def _brief_hooks(self) -> Iterator[str]:
+        for block in sorted(self._record.opened & self._record.briefly_hooked):
+            yield (
+                f"the step uses what a hook on {self._block(block)} has kept, and registers and "
+                f"removes that hook itself, but only the last stage comes to where it is removed; "
+                f"register it once, in __init__ or in setup()"
             )
 
-
-def _check_crossings(
-    record: StepRecord, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
-) -> None:
-    for crossing in record.crossings:
-        made, used = stage_of[crossing.made_in], stage_of[crossing.used_in]
-        obstacle = _obstacle(chain, crossing)
-        if made != used and obstacle:
-            raise ValueError(
-                f"stage {used} ({_span(chain, stages[used])}) needs what stage {made} "
-                f"({_span(chain, stages[made])}) has computed from "
-                f"{_origins(crossing.origins)}{in_brackets(crossing.line)}, {obstacle}"
+    def _imagined(self) -> Iterator[str]:
+        for block, line in self._record.imagined.items():
+            is_template = self._record.outputs[block].is_template
+            is_known_elsewhere = is_template and block not in self._record.opened
+            if block >= self._last_start or is_known_elsewhere:
+                continue
+            what = (
+                "keeps in an attribute, or gives to a hook, what is used behind it"
+                if is_template
+                else "returns numbers or objects beside its tensors"
+            )
+            yield (
+                f"{self._block(block)} asks for values that only the stage has that runs it"
+                f"{in_brackets(line)}, and {what}, which other stages would have to make up; let "
+                f"it return tensors alone, all that is used behind it among them"
             )
 
+    def _own_backwards(self) -> Iterator[str]:
+        """Refuse backwards that would end at a cut, where the graph of another stage begins.
 
-def _check_aliases(
-    record: StepRecord, chain: BlockChain, stages: Sequence[Stage], stage_of: Mapping[int, int]
-) -> None:
-    for alias in record.aliases:
-        made, written = stage_of[alias.made_in], stage_of[alias.written_in]
-        if made != written:
-            raise ValueError(
-                f"stage {written} ({_span(chain, stages[written])}) writes in place into what it "
-                f"gets from stage {made} under another name, computed from "
-                f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after that; "
-                f"each name is sent on its own, so the write would not be seen: compute a new "
-                f"tensor instead (x = x + y for x += y)"
+        Such as::
+
+        stage 0   embedding, block 0 |
+        stage 1                      | block 1, loss, torch.autograd.grad(loss, x)
+                                     ^ ends here, and says nothing
+        """
+        crossed = any(
+            self._stage_of[block] != self._stage_of[block + 1]
+            for block in self._record.led_back_into
+        )
+        lines = [
+            started.line
+            for started in self._record.started
+            if crossed
+            or any(
+                self._stage_of.get(goal) != self._stage_of[started.segment]
+                for goal in started.goals
             )
+        ]
+        for line in lines or ([""] if crossed else []):
+            yield (
+                f"the step starts a backward of its own{in_brackets(line)}, which would end where "
+                f"its stage begins, for the rest of the graph is on other stages; differentiate "
+                f"inside of a block, or with respect to what the same stage has computed, or train "
+                f"with one stage"
+            )
+
+    def _hooked_spans(self) -> Iterator[str]:
+        for span in self._record.hooked_spans:
+            first, last = self._stage_of[span.first], self._stage_of[span.last]
+            if first != last:
+                yield (
+                    f"a backward hook is registered on {span.name}, which stage {first} calls and "
+                    f"stage {last} returns from: it needs the gradients of both ends, and no stage "
+                    f"has them; register it on the blocks or on layers beside them, or a hook on a "
+                    f"tensor at one end"
+                )
+
+    def _crossings(self) -> Iterator[str]:
+        for crossing in self._record.crossings:
+            made, used = self._stage_of[crossing.made_in], self._stage_of[crossing.used_in]
+            obstacle = self._obstacle(crossing)
+            if made != used and obstacle:
+                yield (
+                    f"stage {used} ({self._span(used)}) needs what stage {made} "
+                    f"({self._span(made)}) has computed from {_origins(crossing.origins)}"
+                    f"{in_brackets(crossing.line)}, {obstacle}"
+                )
+
+    def _obstacle(self, crossing: Crossing) -> str:
+        """Say why a value cannot be sent, and what would help; "" if it can."""
+        blocks = [self._chain.index_of(origin) for origin in crossing.origins]
+        if any(block is not None and block > crossing.made_in for block in blocks):
+            return (
+                "but that stage has not all of these weights; compute a penalty on weights behind "
+                "the blocks, or as the optimizer's weight_decay"
+            )
+        if crossing.port is None:
+            return (
+                "but no call of a torch function returned it, so it cannot be followed; let the "
+                "block return it beside its output, or compute it with torch's functions"
+            )
+        return ""
+
+    def _aliases(self) -> Iterator[str]:
+        for alias in self._record.aliases:
+            made, written = self._stage_of[alias.made_in], self._stage_of[alias.written_in]
+            if made != written:
+                yield (
+                    f"stage {written} ({self._span(written)}) writes in place into what it gets "
+                    f"from stage {made} under another name, computed from {_origins(alias.origins)}"
+                    f", and it is read{in_brackets(alias.line)} after that; each name is sent on "
+                    f"its own, so the write would not be seen: compute a new tensor instead "
+                    f"(x = x + y for x += y)"
+                )
+
+    def _block(self, index: int) -> str:
+        return self._chain.block_name(index)
+
+    def _span(self, stage: int) -> str:
+        blocks = self._stages[stage].blocks
+        first, last = self._block(blocks[0]), self._block(blocks[-1])
+        return first if first == last else f"{first} to {last}"
 
 
 def _origins(origins: frozenset[str]) -> str:
     return describe_origins(origins).removeprefix("something computed from ")
 
 
-def _span(chain: BlockChain, stage: Stage) -> str:
-    first, last = chain.block_name(stage.blocks[0]), chain.block_name(stage.blocks[-1])
-    return first if first == last else f"{first} to {last}"
-
-
-def _obstacle(chain: BlockChain, crossing: Crossing) -> str:
-    """Say why a value cannot be sent, and what would help; "" if it can."""
-    blocks = [chain.index_of(origin) for origin in crossing.origins]
-    if any(block is not None and block > crossing.made_in for block in blocks):
-        return (
-            "but that stage has not all of these weights; compute a penalty on weights behind the "
-            "blocks, or as the optimizer's weight_decay"
-        )
-    if crossing.port is None:
-        return (
-            "but no call of a torch function returned it, so it cannot be followed; let the block "
-            "return it beside its output, or compute it with torch's functions"
-        )
-    return ""
-
-
 def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
-    """Check that nothing looks at gradients of which each stage has a part.
+    """Refuse hooks on weights of which each stage has only a part of the gradient.
 
     Raises:
         ValueError: A hook is registered on such a weight.

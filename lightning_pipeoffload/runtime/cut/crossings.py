@@ -1,4 +1,8 @@
-"""Where a step makes the values that go from segment to segment, and which of them do."""
+"""Which values go from segment to segment of a step beside its blocks, and where each is made.
+
+A value has a **port**, the place where the step makes it. The trace and the stages count the calls
+that make values alike, so that a stage knows what to send and what to expect.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import (  # private: to let a block run without the mode around it
+from torch.overrides import (  # private: to run a block without the mode around it
     TorchFunctionMode,
     _get_current_function_mode,
 )
@@ -21,36 +25,70 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 
+class Port(NamedTuple):
+    """Where a step makes a value."""
+
+    segment: int  # the output of block k belongs to segment k + 1
+    call: int  # the number of a call of a torch function in it, from 1 on; 0: the block before
+    place: int  # among the tensors of what the call returned
+
+
+@dataclass
+class Crossing:
+    """A value that goes from one segment to later ones beside the payload."""
+
+    port: Port | None  # None: no call of a torch function has returned it
+    made_in: int
+    used_in: int  # the last segment that needs it
+    shape: torch.Size
+    dtype: torch.dtype
+    trains_from: int | None  # the segment from which on it requires a gradient; None: never
+    origins: frozenset[str]  # names of what it is computed from
+    line: str  # of the user's code that needs it; "" if none is found
+    digest: int = 0  # of the names of the functions called in the segment until it is made
+    led_back: list[tuple[int, int]] | None = None
+    """Pairs of segments between which the loss leads back to it; None: all."""
+
+    def crosses(self, block: int) -> bool:
+        """Whether it crosses the cut before ``block``."""
+        return self.made_in < block <= self.used_in
+
+    def spec_before(self, block: int) -> TensorSpec:
+        """Describe it as it crosses the cut before ``block``."""
+        trains = self.trains_from is not None and self.trains_from < block
+        pairs = self.led_back
+        leads_back = pairs is None or any(made < block <= used for made, used in pairs)
+        return TensorSpec(self.shape, self.dtype, trains, trains and leads_back)
+
+
 def mark_as_the_models(tensor: Tensor) -> None:
-    """Say that a tensor is a weight, or computed from one: elsewhere it may be shape-only."""
+    """Mark a weight, or what is computed from one: on another stage it may be shape-only."""
     tensor.is_the_models = True  # type: ignore[attr-defined]
 
 
-def mark_slots(slots: Iterable[tuple[Slot, Tensor]], chain: BlockChain) -> None:
+def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
     """Mark the weights, and the buffers that go with weights or are in a block."""
     found = list(slots)
-    with_weights = {id(slot.module) for slot, _ in found if slot.kind == "_parameters"}
-    for slot, tensor in found:
+    with_weights = {id(slot.module) for slot in found if slot.kind == "_parameters"}
+    for slot in found:
         if id(slot.module) in with_weights or chain.index_of(slot.name) is not None:
-            mark_as_the_models(tensor)
+            mark_as_the_models(slot.tensor)
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts, in each segment of a step, the calls that make tensors of the model's.
+    """Counts, in each segment of a step, the calls that make tensors from the model's.
 
-    Not those that make constants: a step may keep a mask or a table of positions from one call to
-    the next.
+    Calls that make constants are not counted: a step may keep a mask or a table of positions from
+    one call to the next.
 
     Attributes:
         segment: The segment of the step that runs.
-        digest: A number made of the names of the functions that were called in it.
+        digest: Of the names of the functions that were called in it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.segment = 0
-        self.digest = 0
-        self._call = 0
+        self.start(0)
         self._is_paused = False
 
     def start(self, segment: int) -> None:
@@ -66,7 +104,6 @@ class CallCounter(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` and look at its result."""
         result = func(*args, **(kwargs or {}))
         if self._is_paused or not _makes_the_models(result, (args, kwargs)):
             return result
@@ -75,13 +112,14 @@ class CallCounter(TorchFunctionMode):
         return self.see(self._call, result, args)
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
-        """Return the result of a call, or what is to stand for it."""
+        """Return the result of a counted call, or what takes its place."""
         return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count."""
-        # Steps aside where no mode of the user's is in between: some code is slower under a mode.
+        """Do not count inside."""
+        # Leaves the stack of modes where no mode of the user's is above: some code is slower under
+        # a mode.
         was_paused, self._is_paused = self._is_paused, True
         is_on_top = _get_current_function_mode() is self
         if is_on_top:
@@ -95,7 +133,7 @@ class CallCounter(TorchFunctionMode):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Count again within what is paused."""
+        """Count inside, within what is paused."""
         self._is_paused = False
         try:
             with self:
@@ -115,58 +153,3 @@ def _makes_the_models(result: Any, arguments: Any) -> bool:
 
 def _is_the_models(leaf: Any) -> bool:
     return isinstance(leaf, ShapeOnly) or hasattr(leaf, "is_the_models")
-
-
-class Port(NamedTuple):
-    """Where a step makes a value.
-
-    Attributes:
-        segment: The segment of the step; the output of block k belongs to segment k + 1.
-        call: Number of the call of a torch function in it, from 1 on; 0 is the block before.
-        place: Its place among the tensors of what the call returned.
-    """
-
-    segment: int
-    call: int
-    place: int
-
-
-@dataclass
-class Crossing:
-    """A value that goes from one segment to later ones beside the payload.
-
-    Attributes:
-        port: Where the value is made; None: in a way that cannot be followed.
-        made_in: Segment that computes it.
-        used_in: Last segment that needs it.
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        trains_from: Segment from which on it requires a gradient; None: never.
-        origins: What it is computed from, by name.
-        line: The line of the user's code that needs it; "" if none is found.
-        digest: A number made of the calls in the segment up to the one that makes it.
-        led_back: Segments between which the loss leads back to it; None: all that there are.
-    """
-
-    port: Port | None
-    made_in: int
-    used_in: int
-    shape: torch.Size
-    dtype: torch.dtype
-    trains_from: int | None
-    origins: frozenset[str]
-    line: str
-    digest: int = 0
-    led_back: list[tuple[int, int]] | None = None
-
-    def crosses(self, block: int) -> bool:
-        """Whether it goes over the cut before ``block``."""
-        return self.made_in < block <= self.used_in
-
-    def spec_before(self, block: int) -> TensorSpec:
-        """Describe it as it goes over the cut before ``block``."""
-        trains = self.trains_from is not None and self.trains_from < block
-        return TensorSpec(self.shape, self.dtype, trains, trains and self._is_led_back_over(block))
-
-    def _is_led_back_over(self, block: int) -> bool:
-        return self.led_back is None or any(made < block <= used for made, used in self.led_back)

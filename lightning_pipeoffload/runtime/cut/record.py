@@ -1,29 +1,29 @@
-"""What one run of a step without values has shown, and what two runs have not in common."""
+"""What the trace of a step records: everything that later code asks about a step.
+
+One run without values, for each kind of step and each shape of a microbatch, fills one
+:class:`StepRecord`. The checks, the cut, the estimates of work, the stages and the compiler read
+it; nothing else runs the step to learn about it, but for the bytes that autograd saves, which
+depend on the cut (:mod:`lightning_pipeoffload.runtime.measure.shape_memory`).
+"""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.backwards import HookedSpan, OwnBackwards
-from lightning_pipeoffload.runtime.cut.block_chain import BlockCall
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
-from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import Place, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
-
-_MOST_ELEMENTS = 4096
-_CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
 
 class WeightWrite(NamedTuple):
@@ -34,109 +34,57 @@ class WeightWrite(NamedTuple):
     line: str
 
 
-@dataclass(frozen=True)
-class Alias:
-    """Two names of one piece of memory, of which one is read after the other was written.
+class Alias(NamedTuple):
+    """Two names of one piece of memory, of which one is read after the other was written."""
 
-    Attributes:
-        made_in: Segment from which on there are both.
-        written_in: Segment that writes.
-        origins: What the value is computed from, by name.
-        line: The line of the user's code that reads.
-    """
-
-    made_in: int
+    made_in: int  # the segment from which on both names exist
     written_in: int
-    origins: frozenset[str]
+    origins: frozenset[str]  # names of what the value is computed from
+    line: str  # of the user's code that reads
+
+
+class StartedBackward(NamedTuple):
+    """A backward that the step starts itself, between its blocks."""
+
+    segment: int
+    goals: frozenset[int]  # the segments that made what it leads to; -1: a weight or the batch
     line: str
+
+
+class HookedSpan(NamedTuple):
+    """A call of a module with backward hooks that begins and returns in different segments."""
+
+    name: str
+    first: int
+    last: int
 
 
 class LoggedValue(NamedTuple):
-    """One call of a torch function.
-
-    Attributes:
-        segment: The segment of the step.
-        name: The name of the function.
-        given: The numbers among its arguments.
-        made: Numbers that tell its results apart.
-        line: The line of the user's code that called it.
-    """
+    """One call of a torch function between the blocks."""
 
     segment: int
     name: str
-    given: list[float]
-    made: list[float]
+    given: list[float]  # the numbers among its arguments
+    made: list[float]  # numbers that tell its results apart
     line: str
-
-
-class ValueLog:
-    """What a run of a step computes beside its blocks; shape-only tensors have no value.
-
-    Attributes:
-        entries: The calls, in their order.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[LoggedValue] = []
-
-    def note(self, segment: int, func: Callable[..., Any], arguments: Any, result: Any) -> None:
-        """Note one call of a torch function, if its result is not whatever was in memory."""
-        name = getattr(func, "__name__", "")
-        if "empty" not in name:
-            given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
-            made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self.entries.append(LoggedValue(segment, name, given, made, calling_line()))
-
-
-def first_difference(before: ValueLog, after: ValueLog) -> LoggedValue | None:
-    """Return the first call of two runs that was not the same; None if all were."""
-    for old, new in zip(before.entries, after.entries, strict=False):
-        is_same = old.name == new.name and old.given == new.given
-        if not (is_same and _are_close(old.made, new.made)):
-            return new
-    return None
-
-
-def _are_close(old: list[float], new: list[float]) -> bool:
-    return len(old) == len(new) and all(
-        a == b or math.isclose(a, b, rel_tol=_CLOSE) or (math.isnan(a) and math.isnan(b))
-        for a, b in zip(old, new, strict=True)
-    )
-
-
-@torch.no_grad()
-def _numbers_of(leaf: Any) -> Iterable[float]:
-    if isinstance(leaf, (int, float)):
-        return [float(leaf)]
-    if not isinstance(leaf, Tensor) or isinstance(leaf, ShapeOnly) or leaf.is_meta:
-        return []
-    return _sums_of(leaf)
-
-
-def _sums_of(tensor: Tensor) -> Iterator[float]:
-    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
-        return
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    sample = flat.detach().reshape(-1)
-    sample = sample[:: max(1, len(sample) // _MOST_ELEMENTS)].double()
-    places = torch.arange(len(sample), dtype=sample.dtype, device=sample.device)
-    yield from (sample.sum().item(), (sample @ places).item())
 
 
 @dataclass
 class StepRecord:
-    """What the trace of a step has recorded for microbatches of these shapes."""
+    """What the trace has recorded of a step for microbatches of these shapes."""
 
     num_segments: InitVar[int]
 
     # What goes from block to block.
     outputs: list[BlockOutput] = field(default_factory=list)  # of each block
     crossings: list[Crossing] = field(default_factory=list)  # values beside them
-    # Blocks from which a hook or an attribute keeps a value that is used behind them: such a block
-    # runs, without values, on the later stages too.
     opened: set[int] = field(default_factory=set)
-    # Whether no value was made up behind the blocks, which might decide to call them again.
+    """Blocks that let out, by a hook or an attribute, a value that is used behind them.
+
+    Such a block runs without values on the later stages too.
+    """
     is_certain: bool = True
+    """Whether no value was made up behind the blocks, which might decide to call them again."""
 
     # Parameters and buffers, by name.
     segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -148,9 +96,9 @@ class StepRecord:
 
     # Work: floating-point operations for one microbatch.
     forward_flops: list[int] = field(init=False)  # of each segment
-    weight_flops: list[int] = field(init=False)  # the part that a weight gradient repeats
-    training_flops: int = 0  # of the whole step, forward and backward, nothing twice
-    block_calls: list[BlockCall] = field(default_factory=list)  # where any block is compiled
+    weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
+    training_flops: int = 0  # of the whole step, forward and backward
+    block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
 
     # Random numbers.
     draws: set[Place] = field(default_factory=set)
@@ -167,21 +115,23 @@ class StepRecord:
     aliases: list[Alias] = field(default_factory=list)
     changes_batch: bool = False
 
-    # What makes cuts or plans impossible.
-    briefly_hooked: set[int] = field(default_factory=set)
-    """Blocks with a hook that the step takes away again."""
+    # What makes cuts impossible.
     unrepeatable: LoggedValue | None = None
     """The first value that a second run from the same state did not have."""
     imagined: dict[int, str] = field(default_factory=dict)
     """Blocks that ask for values, which are made up, and the first line that does so."""
-    own_backwards: OwnBackwards = field(default_factory=OwnBackwards)
+    briefly_hooked: set[int] = field(default_factory=set)
+    """Blocks with a hook that the step removes again."""
+    starts_backward: bool = False
+    """Whether the step starts a backward itself, of which nothing may wait for W."""
+    started: list[StartedBackward] = field(default_factory=list)  # those between the blocks
+    led_back_into: set[int] = field(default_factory=set)  # blocks that such a backward reaches
     hooked_spans: list[HookedSpan] = field(default_factory=list)
-    hook_line: str = ""
-    """A line that registers a hook on a tensor; "" if none does."""
+    hook_line: str = ""  # a line that registers a hook on a tensor
 
-    # Sizes beside the blocks that depend on the batch's values.
+    # Sizes between the blocks that depend on the batch's values.
     sized_in: int | None = None  # the last segment with one
-    sizes: tuple[Any, ...] = ()  # these, and the shapes of the arguments of the next block
+    sizes: tuple[Any, ...] = ()  # these, and the shapes of the next block's arguments
 
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
@@ -202,11 +152,6 @@ class StepRecord:
         found = (self.writes, self.written_in_place, self.weight_writes)
         return any(found) or self.changes_batch
 
-    @property
-    def starts_backward(self) -> bool:
-        """Whether the step starts a backward itself, of which nothing may wait for W."""
-        return self.own_backwards.any
-
     def carried_over(self, block: int) -> list[Crossing]:
         """List the carried values that cross the cut before ``block``, in the order they travel."""
         if block not in self._carried:
@@ -222,16 +167,43 @@ class StepRecord:
         return self._payloads[block]
 
 
-class ImaginedError(Exception):
-    """A step whose blocks asked for values went wrong, maybe because these are made up.
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block as training makes it, without the values of its arguments."""
 
-    Attributes:
-        cause: What went wrong.
-        found: What was seen until then.
-        is_in_block: Whether a block went wrong.
-    """
+    arguments: Any
+    autocast: torch.dtype | None  # None: autocast is off
+    device_type: str
 
-    def __init__(self, cause: Exception, found: StepRecord, is_in_block: bool) -> None:
-        self.cause = cause
-        self.found = found
-        self.is_in_block = is_in_block
+    @classmethod
+    def of(cls, arguments: Any, device_type: str) -> BlockCall:
+        """Describe the call that is being made."""
+        is_on = torch.is_autocast_enabled(device_type)
+        autocast = torch.get_autocast_dtype(device_type) if is_on else None
+        return cls(tree_map(_describe, arguments), autocast, device_type)
+
+    @contextmanager
+    def with_zeros(self) -> Iterator[Any]:
+        """Return the arguments with zeros for values; inside, autocast is as it was."""
+        with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
+            yield tree_map(_make_zeros, self.arguments)
+
+
+@dataclass(frozen=True)  # no tuple, which would be a pytree
+class _Argument:
+    meta: Tensor
+    device: torch.device
+    requires_grad: bool
+
+
+def _describe(leaf: Any) -> Any:
+    if not isinstance(leaf, ShapeOnly):
+        return leaf
+    return _Argument(leaf.meta.detach(), leaf.device, leaf.requires_grad)
+
+
+def _make_zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    zeros = torch.zeros_like(leaf.meta, device=leaf.device)
+    return zeros.requires_grad_(leaf.requires_grad)

@@ -1,8 +1,8 @@
-"""The user's module while it is probed: shapes for parameters, copies for buffers."""
+"""The user's module while it is traced: shapes for parameters, copies for buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.cut.record import StepRecord, WeightWrite
+from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -25,30 +26,24 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 class StrippedModule:
-    """What stands in a module's places, and what of it the step writes and autograd saves.
-
-    Who strips a module sets its places back.
-    """
+    """The shapes and copies, what the step writes into them, and which of them autograd saves."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        find_segment: Callable[[], int],
-        record: StepRecord,
+        self, module: nn.Module, device: torch.device, values: ValueTrace, record: StepRecord
     ) -> None:
         self._module = module
         self._device = device
-        self._find_segment = find_segment
+        self._values = values
         self._record = record
         self._buffers: list[tuple[Slot, Tensor, Tensor]] = []
         self._buffer_names: dict[int, str] = {}  # by address
         self._weights: dict[int, str] = {}  # by id of what stands for them
         self._weight_names: dict[int, str] = {}  # by address
         self._saved: set[int] = set()
+        self.saved_attributes: set[Attribute] = set()
 
     def strip(self) -> None:
-        """Put shape-only tensors in the place of parameters, copies in that of buffers."""
+        """Replace the parameters and buffers; whoever calls it puts them back."""
         for slot in find_slots(self._module):
             if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
                 self._copy_buffer(slot, slot.tensor)
@@ -69,7 +64,7 @@ class StrippedModule:
         self._buffer_names[memory_of(copied)] = slot.name
 
     def buffer_name(self, tensor: Tensor) -> str | None:
-        """Return the name of the buffer whose memory a tensor has; None of what has none."""
+        """Return the name of the buffer whose memory a tensor has; None: of none."""
         return self._buffer_names.get(memory_of(tensor))
 
     def weight_name(self, tensor: Tensor) -> str | None:
@@ -77,17 +72,18 @@ class StrippedModule:
         return self._weights.get(id(tensor))
 
     def note_weight_writes(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """Note what an operation writes into parameters."""
+        """Record what an operation writes into parameters."""
         for written in shape_only_leaves(list(written_arguments(func, args))):
             if memory_of(written) in self._weight_names:
                 self._note_write(self._weight_names[memory_of(written)])
 
     def _note_write(self, name: str) -> None:
-        self._record.weight_writes.append(WeightWrite(name, self._find_segment(), calling_line()))
+        write = WeightWrite(name, self._values.segment, calling_line())
+        self._record.weight_writes.append(write)
 
     @contextmanager
     def noting_new_weights(self) -> Iterator[None]:
-        """Note where the step puts another parameter into the place of one."""
+        """Record where the step replaces a parameter by another one."""
         names = {(id(slot.module), slot.attribute): slot.name for slot in find_slots(self._module)}
         plain = nn.Module.register_parameter
 
@@ -104,10 +100,10 @@ class StrippedModule:
             nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
     def noting_saved(self) -> AbstractContextManager[None]:
-        """Know what backwards read, from now on.
+        """Note what autograd saves inside.
 
         Autograd holds the hooks and what they return for as long as it holds a graph, where Python
-        finds no circle: so they know the addresses alone, and nothing has a graph by them.
+        finds no cycle: so they have the addresses alone, and nothing that refers to a graph.
         """
         saved = self._saved
 
@@ -117,20 +113,19 @@ class StrippedModule:
             saved.add(memory_of(tensor))
             return tensor.detach()
 
-        return saved_tensors_hooks(note, lambda kept: kept)
+        return saved_tensors_hooks(note, lambda packed: packed)
 
-    def find_saved_attributes(self) -> Iterator[Attribute]:
-        """Yield the attributes with tensors that a backward reads, beside buffers."""
+    def find_saved_attributes(self) -> None:
+        """Find the attributes, beside buffers, with tensors that autograd has saved."""
         for part in self._module.modules():
-            for name, value in vars(part).items():
-                if name not in REGISTRIES and any(
-                    memory_of(tensor) in self._saved for tensor in tensors_in(value)
-                ):
-                    yield part, name
+            for name in vars(part).keys() - REGISTRIES:
+                tensors = tensors_in(vars(part)[name])
+                if any(memory_of(tensor) in self._saved for tensor in tensors):
+                    self.saved_attributes.add((part, name))
 
     def find_written(self) -> None:
-        """Put down which buffers the step has written, and from what."""
-        result = self._record
+        """Record which buffers the step has written, and from what."""
+        record = self._record
         written = [
             slot
             for slot, tensor, value in self._buffers
@@ -138,13 +133,13 @@ class StrippedModule:
         ]
         for slot in written:
             if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "birth"):
-                result.segments[slot.name].add(slot.tensor.birth.segment)
-        common = [slot for slot in written if not result.segments.get(slot.name)]
-        result.written = {slot.name for slot in common}
-        result.written_in_place = {(slot.module, slot.attribute) for slot in common}
-        result.saved_and_written = {
+                record.segments[slot.name].add(slot.tensor.birth.segment)
+        common = [slot for slot in written if not record.segments.get(slot.name)]
+        record.written = {slot.name for slot in common}
+        record.written_in_place = {(slot.module, slot.attribute) for slot in common}
+        record.saved_and_written = {
             (slot.module, slot.attribute)
             for slot, tensor, value in self._buffers
             if memory_of(tensor) in self._saved
-            and (result.segments.get(slot.name) or is_written(tensor, value))
+            and (record.segments.get(slot.name) or is_written(tensor, value))
         }

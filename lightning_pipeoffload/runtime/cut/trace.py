@@ -1,7 +1,6 @@
 """The trace: one run of the user's step without values for each kind of step and shape.
 
-It takes no memory and no arithmetic, and tells, for microbatches of these shapes, what each block
-hands on, which part of the step uses which parameter, and the operations of each part.
+It takes no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
 
 The step is cut at its blocks into **segments**: segment k is what runs after block k-1 up to and
 including block k; the last segment is what follows the last block. Segment 0 so holds the
@@ -14,108 +13,62 @@ embedding, the last one the head and the loss. With three blocks on two stages::
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as torchs
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
+from torch.utils._pytree import tree_iter  # private: see runtime/leaves
+from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.checks import CallChecks, loss_in
+from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.record import (
-    ImaginedError,
+    HookedSpan,
+    LoggedValue,
     StepRecord,
-    ValueLog,
-    first_difference,
 )
-from lightning_pipeoffload.runtime.cut.step_pass import StepPass
+from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
+from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import shape_signature
-from lightning_pipeoffload.runtime.randomness import (
-    has_drawn_since,
-    mix_seed,
-    seed_all,
-)
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
     Imagined,
-    ValueNeededError,
+    StepRules,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
-from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.step_call import (
-    PROBE,
-    UsersStep,
-    copy_part,
-    look_at_part,
-)
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, Place, WriteWatch
+from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+aten = torch.ops.aten
+
+_MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
 
 
-def trace_step(
-    module: nn.Module,
-    chain: BlockChain,
-    run: Callable[[], Any],
-    device: torch.device,
-    log: ValueLog | None = None,
-    way: Imagined = EVERYTHING,
-) -> StepRecord:
-    """Run the user's step once without values.
+class StepTrace:
+    """One run of a step without values.
 
     Args:
         module: The user's module; it is left as it was.
         chain: Its blocks.
-        run: Calls the step on one microbatch.
-        device: The device of that microbatch. The module seems to be on it, wherever it is.
-        log: What keeps the values that the step has nevertheless.
-        way: How to make up the values that blocks ask for.
-
-    Raises:
-        ValueError: The step cannot be cut at its blocks; says what it does and where.
-        ImaginedError: Something went wrong with values that are made up.
-    """
-    probing = StepPass(module, chain, device, log, way)
-    result = probing.result
-    with probing.telling_of_imagination():
-        with probing.looking():
-            try:
-                probing.lead_back(run())
-            except ValueNeededError as error:
-                if probing.segment < len(chain):
-                    raise ValueError(_explain(error, chain, probing.segment)) from None
-            except Exception:
-                if not probing.num_imagined:
-                    raise
-            probing.finish()
-        probing.check_complete()
-    result.is_certain = not probing.num_imagined
-    return result
-
-
-def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
-    return (
-        f"the step cannot be cut into stages, for only one of them has what it needs before "
-        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
-        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
-        f"from the batch"
-    )
-
-
-_MOST_PROBES = 64
-
-
-class StepRecords:
-    """The probes of one module's steps, of which the last few are kept.
-
-    Attributes:
-        known: Probes by kind of step, mode of the module and shapes, and by sizes that depend on
-            the values of the microbatch.
-        generators: The generators that the modules hold.
-        always_trained: Names of the parameters that get a gradient in each training step that was
-            looked at.
+        device: The device that the module seems to be on, wherever it is.
+        log: Takes the calls between the blocks that have values; None: nothing does.
+        imagined: How to make up the values that blocks ask for.
+        observes: Whether to record what the step does; else only its values and sizes.
+        until: The block at which to leave the step; None: it runs to its end.
     """
 
     def __init__(
@@ -123,150 +76,298 @@ class StepRecords:
         module: nn.Module,
         chain: BlockChain,
         device: torch.device,
-        is_cut: bool,
-        before_trace: Callable[[], None] = lambda: None,
+        log: list[LoggedValue] | None = None,
+        imagined: Imagined = EVERYTHING,
+        observes: bool = True,
+        until: int | None = None,
     ) -> None:
-        self._module, self._chain, self._device = module, chain, device
-        self._is_cut = is_cut
-        self._before_trace = before_trace
-        self._compared: set[Any] = set()
-        self.generators = Generators(module)
-        self._sized_in: dict[Any, int] = {}
-        self.known: OrderedDict[Any, StepRecord] = OrderedDict()
-        self._first_of_training: StepRecord | None = None
-        self.always_trained: set[str] = set()
+        self._module = module
+        self.chain = chain
+        self._imagined = imagined
+        self._observes = observes
+        self._until = until
+        self._writes = WriteWatch(module)
+        self.record = StepRecord(len(chain) + 1, writes=self._writes.writes)
+        self._values = ValueTrace(chain, self.record, log)
+        self._stripped = StrippedModule(module, device, self._values, self.record)
+        self._draws_and_sizes = _DrawsAndSizes(self)
+        self._checks = CallChecks(chain, device, self.record.block_calls)
+        self._before_block: list[tuple[int, Any]] = []
+        self._training = torch.is_grad_enabled()
+        self._is_in_block = False
+        self._num_in_block = 0
+        self.num_imagined = 0  # values behind the blocks
 
-    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
-        """Return what a step does with a microbatch."""
-        key = kind, self._module.training, shape_signature(part)
-        if key in self._sized_in or (key, ()) not in self.known:
-            self._before_trace()
-        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
-        sizes = self._find_sizes(key, trial)
-        if (key, sizes) in self.known:
-            self.known.move_to_end((key, sizes))
-            return self.known[key, sizes]
-        record = self._probe(trial, is_first=key[:2] not in self._compared)
-        if self._is_cut and record.sized_in is not None and key not in self._sized_in:
-            self._sized_in[key] = record.sized_in
-            sizes = record.sizes
-        self.known[key, sizes] = record
-        record.changes_batch = trial.changes_batch
-        record.draws_beside_torch = trial.draws_beside_torch
-        self._compared.add(key[:2])
-        if len(self.known) > _MOST_PROBES:
-            self.known.popitem(last=False)
-        if torch.is_grad_enabled():
-            self._note_training(record)
-        return record
+    @property
+    def segment(self) -> int:
+        """The segment that the step is in."""
+        return self._values.segment
 
-    def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        if key not in self._sized_in:
-            return ()
-        beginning = StepPass(self._module, self._chain, self._device)
-        beginning.until = self._sized_in[key]
-        # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
-        with beginning.looking(), suppress(StageExit, ValueNeededError, Exception):
-            call()
-        return beginning.sizes_before(self._sized_in[key])
+    @property
+    def place(self) -> Place:
+        """Where the step is."""
+        return Place(self.segment, self._is_in_block)
 
-    def _note_training(self, record: StepRecord) -> None:
-        trained = record.trained or set()
-        if self._first_of_training is None:
-            self._first_of_training = record
-            self.always_trained = set(trained)
-        else:
-            self.always_trained &= trained
+    def sizes_before(self, block: int) -> tuple[Any, ...]:
+        """Return the sizes that depend on values up to a block, and its arguments' shapes."""
+        found = self._draws_and_sizes.found
+        if block >= len(self._before_block):
+            return *found, None
+        count, arguments = self._before_block[block]
+        return *found[:count], arguments
 
-    def always_train(self, names: Set[str]) -> bool:
-        """Whether every training step gives a parameter of these names a gradient."""
-        return not self.always_trained.isdisjoint(names)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the step inside; the module, its buffers and all generators are put back."""
+        module = self._module
+        with ExitStack() as stack:
+            stack.enter_context(forked_randomness())
+            stack.enter_context(_same_grad_mode())
+            stack.enter_context(Generators(module).kept())
+            written = stack.enter_context(unchanged(module))
+            stack.enter_context(uncompiled())
+            stack.enter_context(refusing_iterators(module))
+            self._stripped.strip()
+            stack.callback(self._stripped.find_written)
+            mark_slots(find_slots(module), self.chain)
+            stack.enter_context(self.chain.running(self))
+            stack.enter_context(self._stripped.noting_new_weights())
+            stack.enter_context(self._stripped.noting_saved())
+            stack.enter_context(self._finding_hooked_spans())
+            stack.enter_context(
+                IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
+            )
+            stack.enter_context(self._values)
+            if self._observes:
+                stack.enter_context(self._writes.watching())
+            stack.enter_context(self._draws_and_sizes)
+            yield
+        # Not the registries, in which shapes were put and taken out again.
+        written = {place for place in written if place[1] not in REGISTRIES}
+        self.record.written_in_place |= written
+        self.record.saved_and_written |= written & self._stripped.saved_attributes
 
-    def _probe(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
-        """Run a step as if every flag were up; where that fails, as an alarm does, with none."""
-        error: ImaginedError | None = None
-        for way in (EVERYTHING, NO_ALARM):
-            log = ValueLog() if is_first else None
-            try:
-                record = trace_step(self._module, self._chain, call, self._device, log, way)
-            except ImaginedError as failed:
-                error = error or failed
-                continue
-            if log is not None:
-                self._compare_runs(record, log, partial(self._repeat, call, way))
-            return record
-        assert error is not None
-        raise self._explain(error) from None
+    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+        """Run a block on shapes.
 
-    def _compare_runs(
-        self, record: StepRecord, log: ValueLog, repeat: Callable[[], ValueLog]
-    ) -> None:
-        """Run the step again from the same state: its values and nothing else tell of others."""
-        beside = look_beside(self._module)
-        again = repeat()
-        refuse_written(beside, look_beside(self._module))
-        if first_difference(log, again):
-            # What only the first run makes is a cache.
-            record.unrepeatable = first_difference(again, repeat())
+        Raises:
+            StageExit: It is the one at which the step is left.
+        """
+        self._before_block.append((len(self._draws_and_sizes.found), shape_signature(arguments)))
+        if index == self._until:
+            raise StageExit([])
+        self._checks.check(index, self.segment, arguments)
+        args, kwargs = self._values.enter_block(index, arguments)
+        self._look_at_writes(Place(index, is_in_block=False))
+        self._is_in_block, self._num_in_block = True, 0
+        output = self._run_block(index, args, kwargs)
+        self._is_in_block = False
+        self._look_at_writes(Place(index, is_in_block=True))
+        return self._values.leave_block(index, arguments, output)
 
-    def _explain(self, error: ImaginedError) -> Exception:
-        if not error.is_in_block:
-            return error.cause
-        block, line = list(error.found.imagined.items())[-1]
-        return ValueError(
-            f"{self._chain.block_name(block)} asks for values{in_brackets(line)} that only the "
-            f"stage has that runs it; its shapes are found as if every search found everything, "
-            f"and then it fails ({type(error.cause).__name__}: {error.cause}); let the block take "
-            f"any number of rows, or compute what it asks for from the batch"
-        )
+    def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
+        return self.chain.plain_call(index)(*args, **kwargs)
 
-    def _repeat(self, call: Callable[[], Any], way: Imagined) -> ValueLog:
-        log = ValueLog()
-        repeated = StepPass(self._module, self._chain, self._device, log, way, looks=False)
-        with repeated.looking():
-            try:
-                call()
-            except ValueNeededError:
-                pass  # as in the first run
-            except Exception:
-                if not (repeated.result.imagined or repeated.num_imagined):
-                    raise
-        return log
+    def _look_at_writes(self, place: Place) -> None:
+        if self._observes:
+            self._writes.look(place)
 
-    def forget(self) -> None:
-        """Look anew: what blocks hand on may need a gradient now, or none."""
-        self.known.clear()
-        self._first_of_training = None
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if not self._observes:
+            return
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            name = self._stripped.weight_name(tensor)
+            if name is not None:
+                self.record.segments[name].add(self.segment)
+        self._values.observe(func, args, result)
+        self._stripped.note_weight_writes(func, args)
+        weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
+        for leaf in tree_iter(result):
+            if isinstance(leaf, ShapeOnly):
+                leaf.is_weight = all(weights)  # type: ignore[attr-defined]
+        flops = count_flops(func, args, result)
+        self.record.forward_flops[self.segment] += flops
+        trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
+        if trains and not all(weights):
+            self.record.weight_flops[self.segment] += flops
+        self.record.training_flops += flops * (1 + _num_gradients(trains, weights))
 
-    def weight_flops(self, segments: Iterable[int]) -> int:
-        """Return the operations of the weight gradients of the first training microbatch."""
-        record = self._first_of_training
-        return (
-            sum(record.weight_flops[segment] for segment in segments) if record is not None else 0
-        )
+    def _imagine(self) -> Imagined | None:
+        """Make up values inside a block and behind the blocks, where the stage will have them."""
+        if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
+            self._num_in_block += 1
+            self.record.imagined.setdefault(self.segment, calling_line())
+            return self._imagined
+        if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
+            return None
+        self.num_imagined += 1
+        return NO_ALARM  # a flag there is mostly asked for to see whether something is wrong
+
+    def _drop(self, written: Tensor) -> bool:
+        name = self._stripped.buffer_name(written)
+        if name is not None:
+            self.record.segments[name].add(self.segment)
+        return name is not None or self._is_in_block
+
+    @contextmanager
+    def telling_of_imagination(self) -> Iterator[None]:
+        """Raise :class:`ImaginedError` for an error after a value was made up."""
+        try:
+            yield
+        except Exception as error:
+            if not self.record.imagined:
+                raise
+            raise ImaginedError(error, self.record, self._is_in_block) from error
+
+    def lead_back(self, result: Any) -> None:
+        """Record what gets a gradient from what the step returned."""
+        if not self._training:
+            return
+        loss = loss_in(result)
+        if self.segment == len(self.chain):
+            reach = self._values.lead_back(loss)
+            named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
+            self.record.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
+            # An expert that no row is sent to gets none.
+            self.record.trained = {
+                name
+                for name in self.record.weight_uses
+                if self.chain.index_of(name) not in self.record.imagined
+            }
+
+    def check_complete(self) -> None:
+        """Raise ``ValueError`` if a block was not called."""
+        self._checks.check_complete(self.segment)
+
+    def finish(self) -> None:
+        """Complete the record when the step is over, before all is put back."""
+        record, last = self.record, self._draws_and_sizes.last
+        record.briefly_hooked.update(self._checks.find_briefly_hooked())
+        self._stripped.find_saved_attributes()
+        self._look_at_writes(Place(self.segment, is_in_block=False))
+        if self._observes:
+            self._writes.finish()
+        if last is not None:
+            record.sized_in, record.sizes = last, self.sizes_before(last)
+
+    @contextmanager
+    def _finding_hooked_spans(self) -> Iterator[None]:
+        """Record calls of modules with backward hooks that are given gradients, across segments.
+
+        Such a hook gets the gradients of what the module returns and of what it is given, at once.
+        Where a cut goes through the module no stage has both, and torch would leave the hook out.
+        """
+        is_any = bool(torchs._global_backward_hooks)  # private, as is _backward_hooks
+        parts = self._module.named_modules()
+        names = {part: name for name, part in parts if is_any or part._backward_hooks}
+        begun: list[tuple[nn.Module, int]] = []
+
+        def enter(part: nn.Module, args: tuple[Any, ...]) -> None:
+            trains = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+            if part in names and trains:
+                begun.append((part, self.segment))
+
+        def leave(part: nn.Module, args: Any, output: Any) -> None:
+            if begun and begun[-1][0] is part:
+                first = begun.pop()[1]
+                if first < self.segment:
+                    span = HookedSpan(names[part] or "the module", first, self.segment)
+                    self.record.hooked_spans.append(span)
+
+        if not names:
+            yield
+            return
+        before = torchs.register_module_forward_pre_hook(enter)
+        with before, torchs.register_module_forward_hook(leave):
+            yield
 
 
-class _Trial:
-    """Calls a step on a copy of a microbatch, so that it draws before its blocks what it will.
+class ImaginedError(Exception):
+    """A step whose blocks asked for values went wrong, maybe because these are made up."""
 
-    Sizes may depend on that.
+    def __init__(self, cause: Exception, record: StepRecord, is_in_block: bool) -> None:
+        self.cause = cause
+        self.record = record  # of what ran until then
+        self.is_in_block = is_in_block
+
+
+@contextmanager
+def _same_grad_mode() -> Iterator[None]:
+    is_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+        yield
+
+
+def _num_gradients(trains: bool, weights: list[bool]) -> int:
+    if not torch.is_grad_enabled():
+        return 0
+    return 2 if trains or not any(weights) else 1
+
+
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
+    """Count the operations of matrix products, convolutions and attention; 0 for others."""
+    packet = func.overloadpacket
+    if packet.__name__.startswith("_scaled_dot_product"):  # torch has no formula for all of them
+        query, key, value = args[:3]
+        rows = query.shape[:-1].numel()
+        return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+    if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    formula = flop_registry.get(packet)
+    return int(formula(*args, out_val=result)) if formula else 0
+
+
+class _DrawsAndSizes(TorchDispatchMode):
+    """Notes where a step draws from torch's generators, and sizes that depend on values.
+
+    Attributes:
+        found: Shapes between the blocks, and answers to questions.
+        last: The last segment with one; None: there is none.
     """
 
-    def __init__(self, step: UsersStep, part: Any, seed: int, generators: Generators) -> None:
-        self._step, self._part = step, part
-        self._seed = seed
-        self._generators = generators
-        self.draws_beside_torch = False
-        self.changes_batch = False
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()
+        self._trace = trace
+        self.found: list[Any] = []
+        self.last: int | None = None
 
-    def __call__(self) -> Any:
-        copied = copy_part(self._part)
-        before = look_at_part(copied)
-        seed_all(self._seed)
-        self._generators.seed(self._seed)
-        try:
-            return self._step(copied, PROBE)
-        finally:
-            self._generators.find()  # the step may have made one
-            self.draws_beside_torch |= has_drawn_since(self._seed)
-            self.changes_batch |= not is_same_look(before, look_at_part(copied))
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        place = self._trace.place
+        if _may_draw(func, args, kwargs or {}):
+            self._trace.record.draws.add(place)
+        if not place.is_in_block and place.segment < len(self._trace.chain):
+            self._note_sizes(func, args, result, place.segment)
+        return result
+
+    def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, segment: int) -> None:
+        if is_sized_by_values(func, args):
+            self.found.append(tuple(tensor.shape for tensor in tensors_in(result)))
+            self.last = segment
+        elif func is aten._local_scalar_dense.default and not (
+            args[0].is_floating_point() or args[0].is_complex()
+        ):
+            # A number may be a length, where the shapes tell; most answers change no shape.
+            is_answer = isinstance(result, bool)
+            self.found.append(result if is_answer else None)
+            self.last = self.last if is_answer else segment
+
+
+_NAMESPACES = {"aten", "prim", "prims"}  # whose operations are tagged where they draw
+
+
+def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers; one of a library's own is taken to."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func.namespace not in _NAMESPACES
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":  # of attention, which is tagged with or without dropout
+            return bool(args[place] if place < len(args) else kwargs.get(argument.name))
+    return True

@@ -1,22 +1,32 @@
-"""Follows the values of a step that is run without values: where each is made, and where used."""
+"""Follows the values of a traced step: where each is made and used, and what leads back to it.
+
+A value that is used behind a ``detach()`` requires a gradient and never gets one, so the weights
+that it is computed from keep None, by which an optimizer leaves them alone. So the graph of the
+loss is walked, and tells of each value that crosses a cut whether a gradient comes back.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.backwards import BackwardReach, Edge, edge_of
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
-from lightning_pipeoffload.runtime.cut.record import Alias, StepRecord, ValueLog
-from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.cut.record import (
+    Alias,
+    LoggedValue,
+    StartedBackward,
+    StepRecord,
+)
+from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -25,6 +35,10 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
+
+_Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
+_ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 
 @dataclass(eq=False)
@@ -43,14 +57,21 @@ class _Birth:
 
 
 class ValueTrace(CallCounter):
-    """Gives every shape-only tensor its birth and notes what crosses from segment to segment.
+    """Gives every shape-only tensor its birth, and records what crosses from segment to segment.
 
-    What a block gets and returns is given another object inside of it, so that what hooks and
-    attributes keep of it can be told from what the step itself has: where the block does not run,
-    they keep nothing.
+    A block gets and returns other objects than the step has outside of it, for the same values. So
+    a value that a hook or an attribute keeps of a block is told from the step's own: where the
+    block does not run, it is not there.
+
+    Args:
+        chain: The blocks.
+        record: Takes what is found.
+        log: Takes the calls between the blocks and the numbers that they make; None: nothing does.
     """
 
-    def __init__(self, chain: BlockChain, record: StepRecord, log: ValueLog | None = None) -> None:
+    def __init__(
+        self, chain: BlockChain, record: StepRecord, log: list[LoggedValue] | None = None
+    ) -> None:
         super().__init__()
         self._record = record
         self._log = log
@@ -59,8 +80,8 @@ class ValueTrace(CallCounter):
         self._made: list[ShapeOnly] = []
         self._crossings: dict[Port | _Birth, Crossing] = {}
         self._reach = BackwardReach()
-        self._edges: defaultdict[Port | _Birth, set[Edge]] = defaultdict(set)
-        self._handed_on: list[list[Edge | None]] = []
+        self._edges: defaultdict[Port | _Birth, set[_Edge]] = defaultdict(set)
+        self._handed_on: list[list[_Edge | None]] = []
         self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
 
     def __torch_function__(
@@ -70,15 +91,37 @@ class ValueTrace(CallCounter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, look at its result and note its values."""
-        segment = self.segment if self._block is None else None
-        self._record.own_backwards.see(func, args, kwargs or {}, segment)
-        if func is Tensor.register_hook:
+        if func in (torch.autograd.grad, Tensor.backward):
+            self._note_backward(func, args, kwargs or {})
+        elif func is Tensor.register_hook:
             self._record.hook_line = calling_line()
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._block is None:
-            self._log.note(self.segment, func, (args, kwargs), result)
+            self._log_call(func, (args, kwargs), result)
         return result
+
+    def _note_backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Record a backward from the model's values that the step starts itself."""
+        outputs, *rest = args or (kwargs["outputs"],)
+        if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
+            return
+        self._record.starts_backward = True
+        if self._block is None:
+            is_given = bool(rest) and func is torch.autograd.grad
+            inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
+            births = [getattr(leaf, "birth", None) for leaf in inputs]
+            goals = {_ELSEWHERE if birth is None else birth.segment for birth in births}
+            started = StartedBackward(
+                self.segment, frozenset(goals or {_ELSEWHERE}), calling_line()
+            )
+            self._record.started.append(started)
+
+    def _log_call(self, func: Callable[..., Any], arguments: Any, result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if self._log is not None and "empty" not in name:  # whose result is what was in memory
+            given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
+            made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
+            self._log.append(LoggedValue(self.segment, name, given, made, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Give new tensors a port."""
@@ -86,7 +129,7 @@ class ValueTrace(CallCounter):
         given = {id(leaf) for leaf in tree_iter(args)}
         for leaf in tree_iter(result):
             place += isinstance(leaf, Tensor)
-            # A weight that w.to(x.device) gives back is a weight still.
+            # A weight that w.to(x.device) returns is a weight still.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "birth") or id(leaf) not in given):
                 self._name(leaf, Port(self.segment, call, place))
         self._note_training((args, result))
@@ -94,7 +137,7 @@ class ValueTrace(CallCounter):
 
     def observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """Note what one operation uses, makes and writes."""
-        tensors = list(_shape_only_with_birth(args))
+        tensors = list(_with_birth(args))
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
             self._use(tensor)
@@ -110,7 +153,7 @@ class ValueTrace(CallCounter):
                 self._written[memory_of(value)].append((value, self.segment))
 
     def enter_block(self, index: int, arguments: Any) -> Any:
-        """Return the arguments as the block is to see them."""
+        """Return the arguments as the block gets them."""
         self._block = index
 
         def alias(leaf: Any) -> Any:
@@ -126,9 +169,9 @@ class ValueTrace(CallCounter):
             return tree_map(alias, arguments)
 
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
-        """Return a block's output as the step is to see it; the next segment starts."""
+        """Return a block's output as the step gets it, and start the next segment."""
         origin = f"the output of {self._chain.block_name(index)}"
-        backwards = ref(self._record.own_backwards)
+        record = ref(self._record)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -136,12 +179,10 @@ class ValueTrace(CallCounter):
             if not isinstance(leaf, Tensor):
                 return leaf
             place += 1
-            # One that has a value may be part of the graph: what was written into it.
+            # A tensor with a value may be part of the graph: shapes were written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
             outer: Any = (
-                ShapeOnly.like(leaf, origin)
-                if has_no_graph
-                else _Alias.apply(leaf, backwards, index)
+                ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
             )
             outer.origins = frozenset((origin,))
             birth = _Birth(index + 1, Port(index + 1, 0, place))
@@ -157,24 +198,22 @@ class ValueTrace(CallCounter):
             self._reach.start_segment()
             self._note_training(output)
             self._record.outputs.append(BlockOutput.of(output))
-            self._handed_on.append([edge_of(leaf) for leaf in tensors_in(output)])
+            self._handed_on.append([_edge_of(leaf) for leaf in tensors_in(output)])
         return output
 
     def lead_back(self, loss: Tensor) -> BackwardReach:
-        """Find what the loss leads back to."""
-        self._use_result(loss)
+        """Record to which values gradients of the loss come back."""
+        for leaf in _with_birth(loss):
+            self._use(leaf)
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
             crossing.led_back = self._reach.spans(self._edges[key])
+        outputs = self._record.outputs
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
-            self._record.outputs[index] = self._record.outputs[index].with_gradients(arrives)
+            outputs[index] = outputs[index].with_gradients(arrives)
         return self._reach
-
-    def _use_result(self, loss: Tensor) -> None:
-        for leaf in _shape_only_with_birth(loss):
-            self._use(leaf)
 
     def _name(self, leaf: ShapeOnly, port: Port) -> None:
         if not hasattr(leaf, "birth"):
@@ -183,7 +222,7 @@ class ValueTrace(CallCounter):
             leaf.birth.port, leaf.birth.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _note_training(self, tree: Any) -> None:
-        for leaf in _shape_only_with_birth(tree):
+        for leaf in _with_birth(tree):
             if leaf.birth.trains_from is None and leaf.requires_grad:
                 leaf.birth.trains_from = self.segment
 
@@ -195,17 +234,17 @@ class ValueTrace(CallCounter):
 
     def _cross(self, tensor: Any) -> None:
         birth = tensor.birth
-        crossing = self._crossings.get(birth.port or birth)
+        key = birth.port or birth
+        crossing = self._crossings.get(key)
         if crossing is None:
-            crossing = self._crossings[birth.port or birth] = Crossing(
+            crossing = self._crossings[key] = Crossing(
                 birth.port, birth.segment, 0, tensor.shape, tensor.dtype,
-                birth.trains_from, tensor.origins, calling_line(),
-                birth.digest,
+                birth.trains_from, tensor.origins, calling_line(), birth.digest,
             )  # fmt: skip
             self._record.crossings.append(crossing)
-        edge = edge_of(tensor)
+        edge = _edge_of(tensor)
         if edge is not None:
-            self._edges[birth.port or birth].add(edge)
+            self._edges[key].add(edge)
         crossing.used_in = self.segment
         crossing.trains_from = birth.trains_from
 
@@ -221,22 +260,23 @@ class _Alias(torch.autograd.Function):
     """Another object for the same value; no view, whose use autograd would count as its base's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, backwards: Any, block: int | None) -> ShapeOnly:
-        ctx.backwards, ctx.block = backwards, block
+    def forward(ctx: Any, tensor: Tensor, record: Any, block: int | None) -> ShapeOnly:
+        ctx.record, ctx.block = record, block
         if not isinstance(tensor, ShapeOnly):
             return ShapeOnly.like(tensor, "")
         return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.backwards() if ctx.backwards is not None else None
-        if found is not None:  # the probe starts none: it is the step's own
-            found.cross(ctx.block)
+        record = ctx.record() if ctx.record is not None else None
+        if record is not None:  # the trace starts no backward: it is the step's own
+            record.starts_backward = True
+            record.led_back_into.add(ctx.block)
         return *gradients, None, None
 
 
 def _bear(tensor: Any, birth: _Birth, block: int | None, lineage: tuple[_Birth, ...] = ()) -> None:
-    """Say where a tensor was made, and of what it is a view: of which that is one, and so on."""
+    """Note where a tensor was made, and the births of what it is a view of, the nearest first."""
     tensor.birth = birth
     tensor.block = block
     tensor.lineage = (birth, *lineage)
@@ -254,7 +294,89 @@ def _up_to(last: _Birth | None, lineage: tuple[_Birth, ...]) -> tuple[_Birth, ..
     return lineage if last is None else lineage[: lineage.index(last) + 1]
 
 
-def _shape_only_with_birth(tree: Any) -> Iterator[Any]:
+def _with_birth(tree: Any) -> Iterator[Any]:
     return (
         leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "birth")
     )
+
+
+_MOST_ELEMENTS = 4096
+
+
+@torch.no_grad()
+def _numbers_of(leaf: Any) -> Iterable[float]:
+    """Return a few numbers that tell a value from others; shape-only tensors have none."""
+    if isinstance(leaf, (int, float)):
+        return [float(leaf)]
+    if not isinstance(leaf, Tensor) or isinstance(leaf, ShapeOnly) or leaf.is_meta:
+        return []
+    if leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
+        return []
+    flat = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    sample = flat.detach().reshape(-1)
+    sample = sample[:: max(1, len(sample) // _MOST_ELEMENTS)].double()
+    places = torch.arange(len(sample), dtype=sample.dtype, device=sample.device)
+    return sample.sum().item(), (sample @ places).item()
+
+
+# What the loss leads back to
+
+
+class BackwardReach:
+    """The graph behind the loss.
+
+    Attributes:
+        leaves: Its leaves, which get a gradient.
+        uses: By the id of each leaf the segments that use it, and whether its gradient could wait
+            for W.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+        self.uses: defaultdict[int, set[tuple[int, bool]]] = defaultdict(set)
+        self._starts: list[int] = []
+        self._last_use: dict[_Edge, int] = {}
+
+    def start_segment(self) -> None:
+        """Count the nodes that are made from now on to the next segment."""
+        # Private: nothing else tells in which order nodes were made.
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+
+    def walk(self, loss: Tensor) -> None:
+        """Follow the graph from the loss through all segments."""
+        self._last_use[loss.grad_fn, loss.output_nr] = len(self._starts)
+        for node in _nodes_behind(loss.grad_fn):
+            if hasattr(node, "variable"):
+                self.leaves.append(node.variable)
+            segment = self._segment_of(node)
+            for leaf, could_wait in uses_in(node):
+                self.uses[id(leaf)].add((segment, could_wait))
+            for edge in node.next_functions:
+                self._last_use[edge] = max(segment, self._last_use.get(edge, 0))
+
+    def spans(self, edges: Iterable[_Edge]) -> list[tuple[int, int]]:
+        """Return where each is made and the last segment with a use that the loss leads back to."""
+        return [
+            (self._segment_of(edge[0]), self._last_use[edge])
+            for edge in edges
+            if edge in self._last_use
+        ]
+
+    def _segment_of(self, node: Any) -> int:
+        return bisect_right(self._starts, node._sequence_nr())  # private: see start_segment
+
+
+def _edge_of(tensor: Tensor) -> _Edge | None:
+    return (tensor.grad_fn, tensor.output_nr) if tensor.grad_fn is not None else None
+
+
+def _nodes_behind(root: Any) -> Iterator[Any]:
+    seen = {root}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

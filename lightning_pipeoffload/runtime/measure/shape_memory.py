@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
 from lightning_pipeoffload.runtime.cut.checks import loss_in
-from lightning_pipeoffload.runtime.cut.step_pass import StepPass
+from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
@@ -141,7 +141,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     """
     measuring = _MeasuringPass(pipeline, part)
     try:
-        with measuring.looking():
+        with measuring.running():
             # As F does: sizes may depend on what the step draws.
             seed_all(mix_seed(part.seed, 0))
             pipeline.records.generators.seed(mix_seed(part.seed, 0))
@@ -155,9 +155,9 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     return measuring.found
 
 
-class _MeasuringPass(StepPass):
+class _MeasuringPass(StepTrace):
     def __init__(self, pipeline: Pipeline, part: BatchSlice) -> None:
-        super().__init__(pipeline.module, pipeline.chain, part.device, looks=False)
+        super().__init__(pipeline.module, pipeline.chain, part.device, observes=False)
         stages = pipeline.partition
         self._part = part
         self._mixed = pipeline.mixed

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, StageUse, cut
-from lightning_pipeoffload.runtime.cut.trace import StepRecords, trace_step
+from lightning_pipeoffload.runtime.cut.step_records import StepRecords, trace_step
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.schedule import build

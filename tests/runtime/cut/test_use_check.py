@@ -114,7 +114,7 @@ def test_what_a_later_stage_has_written_cannot_be_read(step, attributes):
 def test_a_block_cannot_read_what_the_last_stage_has_given_it():
     message = refusal(step_with(scales_blocks, [Scaled() for _ in range(4)]))
     assert message.startswith("self.blocks.0.scale is written behind the blocks")
-    assert "where stage 0 does not come" in message
+    assert "which stage 0 does not run" in message
 
 
 def keeps_in_validation(m, x):

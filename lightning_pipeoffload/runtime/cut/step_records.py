@@ -1,0 +1,263 @@
+"""The records of a module's steps: traced once for each kind of step and shape of microbatch.
+
+The first step of each kind runs twice from one state. A value between the blocks that differs, or a
+Python module or class that the second run writes, would differ from stage to stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
+from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.step_rules import (
+    EVERYTHING,
+    NO_ALARM,
+    Imagined,
+    ValueNeededError,
+)
+from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
+from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look
+from lightning_pipeoffload.runtime.users_code.sources import Generators
+from lightning_pipeoffload.runtime.users_code.step_call import (
+    PROBE,
+    UsersStep,
+    copy_part,
+    look_at_part,
+)
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+
+_MOST_RECORDS = 64
+_CLOSE = 1e-4  # sums on an accelerator may differ by their order
+
+_Log = list[LoggedValue]
+
+
+class StepRecords:
+    """The records of one module's steps, of which the latest are held.
+
+    Attributes:
+        known: Records by kind of step, mode of the module and shapes, and by sizes that depend on
+            the values of the microbatch.
+        generators: The generators that the modules hold.
+        always_trained: Names of the parameters that get a gradient in every training step so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        device: torch.device,
+        is_cut: bool,
+        before_trace: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._module, self._chain, self._device = module, chain, device
+        self._is_cut = is_cut
+        self._before_trace = before_trace
+        self._compared: set[Any] = set()
+        self.generators = Generators(module)
+        self._sized_in: dict[Any, int] = {}
+        self.known: OrderedDict[Any, StepRecord] = OrderedDict()
+        self._first_of_training: StepRecord | None = None
+        self.always_trained: set[str] = set()
+
+    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
+        """Return the record of a step for a microbatch; trace the step if there is none.
+
+        Raises:
+            ValueError: The step cannot be cut at its blocks; says what it does and where.
+        """
+        key = kind, self._module.training, shape_signature(part)
+        if key in self._sized_in or (key, ()) not in self.known:
+            self._before_trace()
+        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
+        sizes = self._find_sizes(key, trial)
+        if (key, sizes) in self.known:
+            self.known.move_to_end((key, sizes))
+            return self.known[key, sizes]
+        record = self._trace(trial, is_first=key[:2] not in self._compared)
+        if self._is_cut and record.sized_in is not None and key not in self._sized_in:
+            self._sized_in[key] = record.sized_in
+            sizes = record.sizes
+        self.known[key, sizes] = record
+        record.changes_batch = trial.changes_batch
+        record.draws_beside_torch = trial.draws_beside_torch
+        self._compared.add(key[:2])
+        if len(self.known) > _MOST_RECORDS:
+            self.known.popitem(last=False)
+        if torch.is_grad_enabled():
+            self._note_training(record)
+        return record
+
+    def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        if key not in self._sized_in:
+            return ()
+        until = self._sized_in[key]
+        beginning = StepTrace(self._module, self._chain, self._device, until=until)
+        # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
+        with beginning.running(), suppress(StageExit, ValueNeededError, Exception):
+            call()
+        return beginning.sizes_before(until)
+
+    def _note_training(self, record: StepRecord) -> None:
+        trained = record.trained or set()
+        if self._first_of_training is None:
+            self._first_of_training = record
+            self.always_trained = set(trained)
+        else:
+            self.always_trained &= trained
+
+    def always_train(self, names: Set[str]) -> bool:
+        """Whether every training step gives a parameter of these names a gradient."""
+        return not self.always_trained.isdisjoint(names)
+
+    def _trace(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
+        """Trace as if every flag were set; where that fails, as an alarm does, as if none were."""
+        error: ImaginedError | None = None
+        for imagined in (EVERYTHING, NO_ALARM):
+            log: _Log | None = [] if is_first else None
+            try:
+                record = trace_step(self._module, self._chain, call, self._device, log, imagined)
+            except ImaginedError as failed:
+                error = error or failed
+                continue
+            if log is not None:
+                self._compare_runs(record, log, partial(self._repeat, call, imagined))
+            return record
+        assert error is not None
+        raise self._explain(error) from None
+
+    def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
+        beside = look_beside(self._module)
+        again = repeat()
+        refuse_written(beside, look_beside(self._module))
+        if _first_difference(log, again):
+            # What only the first run makes is a cache.
+            record.unrepeatable = _first_difference(again, repeat())
+
+    def _repeat(self, call: Callable[[], Any], imagined: Imagined) -> _Log:
+        log: _Log = []
+        trace = StepTrace(self._module, self._chain, self._device, log, imagined, observes=False)
+        with trace.running():
+            try:
+                call()
+            except ValueNeededError:
+                pass  # as in the first run
+            except Exception:
+                if not (trace.record.imagined or trace.num_imagined):
+                    raise
+        return log
+
+    def _explain(self, error: ImaginedError) -> Exception:
+        if not error.is_in_block:
+            return error.cause
+        block, line = list(error.record.imagined.items())[-1]
+        return ValueError(
+            f"{self._chain.block_name(block)} asks for values{in_brackets(line)} that only the "
+            f"stage has that runs it; its shapes are found as if every search found everything, "
+            f"and then it fails ({type(error.cause).__name__}: {error.cause}); let the block take "
+            f"any number of rows, or compute what it asks for from the batch"
+        )
+
+    def forget(self) -> None:
+        """Trace anew from now on: what blocks hand on may need a gradient now, or none."""
+        self.known.clear()
+        self._first_of_training = None
+
+    def weight_flops(self, segments: Iterable[int]) -> int:
+        """Return the operations of the weight gradients of the first training microbatch."""
+        first = self._first_of_training
+        return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
+
+
+def trace_step(
+    module: nn.Module,
+    chain: BlockChain,
+    run: Callable[[], Any],
+    device: torch.device,
+    log: _Log | None = None,
+    imagined: Imagined = EVERYTHING,
+) -> StepRecord:
+    """Run the user's step once without values; see :class:`.trace.StepTrace`.
+
+    Raises:
+        ValueError: The step cannot be cut at its blocks; says what it does and where.
+        ImaginedError: Something went wrong after a value was made up.
+    """
+    trace = StepTrace(module, chain, device, log, imagined)
+    with trace.telling_of_imagination():
+        with trace.running():
+            try:
+                trace.lead_back(run())
+            except ValueNeededError as error:
+                if trace.segment < len(chain):
+                    raise ValueError(_explain(error, chain, trace.segment)) from None
+            except Exception:
+                if not trace.num_imagined:
+                    raise
+            trace.finish()
+        trace.check_complete()
+    trace.record.is_certain = not trace.num_imagined
+    return trace.record
+
+
+def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+    return (
+        f"the step cannot be cut into stages, for only one of them has what it needs before "
+        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
+        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
+        f"from the batch"
+    )
+
+
+def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:
+    """Return the first call of two runs that was not the same; None if all were."""
+    for old, new in zip(before, after, strict=False):
+        is_same = old.name == new.name and old.given == new.given
+        if not (is_same and _are_close(old.made, new.made)):
+            return new
+    return None
+
+
+def _are_close(old: Sequence[float], new: Sequence[float]) -> bool:
+    return len(old) == len(new) and all(
+        a == b or math.isclose(a, b, rel_tol=_CLOSE) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+class _Trial:
+    """Calls a step on a copy of a microbatch, with the random numbers that it will draw.
+
+    Sizes may depend on these.
+    """
+
+    def __init__(self, step: UsersStep, part: Any, seed: int, generators: Generators) -> None:
+        self._step, self._part = step, part
+        self._seed = seed
+        self._generators = generators
+        self.draws_beside_torch = False
+        self.changes_batch = False
+
+    def __call__(self) -> Any:
+        copied = copy_part(self._part)
+        before = look_at_part(copied)
+        seed_all(self._seed)
+        self._generators.seed(self._seed)
+        try:
+            return self._step(copied, PROBE)
+        finally:
+            self._generators.find()  # the step may have made one
+            self.draws_beside_torch |= has_drawn_since(self._seed)
+            self.changes_batch |= not is_same_look(before, look_at_part(copied))
