@@ -1,13 +1,12 @@
 """Runs one rank's part of a plan, action by action.
 
-What each kind does is one method, found in a table; where the plan came from makes no difference.
-Of one stage in the middle and one microbatch::
+Each kind of action has one method, found in a table. One microbatch on a stage in the middle::
 
     plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
     messages  posted -> taken     sent ->   posted -> taken     sent ->
     memory              [==== the activation ========][== what waits =====]
 
-A message is received as soon as its edge is free for it; F and B wait for theirs, RECV does not.
+A receive is posted as soon as its edge is free; F and B wait for their messages, RECV does not.
 """
 
 from __future__ import annotations
@@ -42,19 +41,18 @@ _BACKWARD = {Kind.B, Kind.BW}
 BeforeBackward = Callable[[list[Any]], None]
 
 Settle = Callable[[], bool]
-"""Waits until the weights of the step that comes are final, and says whether they have changed by
-that and no message is under way."""
+"""Waits until the weights for the step are final; returns whether they have changed meanwhile."""
 
 
 class Executor:
     """One rank of a pipeline.
 
     Args:
-        rank: The rank's place in the plan.
+        rank: The pipeline rank.
         stages: The stages of the rank, by index.
-        transport: Moves messages to and from the other ranks.
+        transport: Sends and receives messages.
         timer: Measures the actions.
-        memory: Where activations are kept.
+        memory: Stores activations.
         pending: Parameters that the first F of a step waits for.
     """
 
@@ -94,7 +92,7 @@ class Executor:
 
     @property
     def results(self) -> list[Any]:
-        """What the user's step returned for each microbatch, in their order; see :meth:`run`."""
+        """What the user's step returned for each microbatch; see :meth:`run`."""
         return [self._results[index] for index in sorted(self._results)]
 
     @property
@@ -118,11 +116,12 @@ class Executor:
         """Execute the rank's actions.
 
         Args:
-            plan: A lowered plan; one without backwards evaluates.
+            plan: A lowered plan; a plan without backwards evaluates.
             microbatches: The microbatches of the batch.
-            before_backward: Called once, before the first backward, with what steps have returned.
-            settle: Called once what needs no final weights has run; None: the weights are final.
-            reduction: What gives the replicas one gradient; None where there is one replica.
+            before_backward: Called once, before the first backward, with the results so far.
+            settle: Called when the actions that need no final weights have run; None: the weights
+                are final.
+            reduction: Averages gradients over replicas; None where there is one replica.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
@@ -147,8 +146,8 @@ class Executor:
         microbatches: Sequence[Microbatch],
         reduction: GradientReduction | None = None,
     ) -> None:
-        """Begin a step; :meth:`execute` runs its actions one by one, where ranks take turns."""
-        # By identity: step after step it is the same object, and comparing all actions takes time.
+        """Begin a step whose actions :meth:`execute` runs one by one."""
+        # By identity: every step passes the same object, and comparing all actions takes time.
         if plan is not self._plan:
             self._use(plan)
         self._reduction = reduction
@@ -160,16 +159,16 @@ class Executor:
             self.memory.start_step(plan[self.rank], self.stages)
 
     def expect(self, actions: Sequence[Action]) -> None:
-        """Receive what the next actions receive, each edge's messages in this order."""
+        """Expect the messages of the next actions; each edge delivers them in this order."""
         self._receives.expect(actions)
 
     def execute(self, action: Action) -> None:
-        """Run one action of a step that has started; its rank's actions run in their order."""
+        """Run the next action of a step that has started."""
         self.current = action
         self._handlers[action.kind](action)
 
     def end(self) -> None:
-        """End a step, whose actions have all run."""
+        """End a step after its last action."""
         self.current = None
         if self._keep:
             self.timer.end_step()
@@ -190,7 +189,7 @@ class Executor:
         self._outbox.clear()
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
-        """Run what needs no final weights, and again if they change; returns what is left."""
+        """Run what needs no final weights, and repeat it if they change; return the rest."""
         if self._ahead is None:
             self._ahead = actions_ahead(self._plan)[self.rank]
         there = {*actions}
@@ -211,7 +210,7 @@ class Executor:
         self.current = None
 
     def _take_back(self) -> None:
-        """Be where the step has begun, as all ranks are then, once what they have sent has come."""
+        """Undo the forwards of this step on all ranks, after receiving what they have sent."""
         for receive in self._receives.rest():
             self.transport.wait(receive)
         self.transport.take_back()
@@ -223,7 +222,7 @@ class Executor:
         forget_casts()
 
     def abandon(self) -> None:
-        """Leave a step where it is, after an error."""
+        """Drop an unfinished step, after an error."""
         self.current = None
         self._regrouped.clear()
         self._inbox.clear()
@@ -235,7 +234,7 @@ class Executor:
     # What each kind of action does
 
     def _begin(self, *actions: Action) -> None:
-        # Before the clock starts: as for messages, a wait is no part of what computing takes.
+        # Before the clock starts: the time of an action does not include waits.
         for action in actions:
             self.memory.arrive(action)
         self.timer.start()
@@ -250,7 +249,7 @@ class Executor:
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
-        # Taken as late as the stage asks for it, which has prepared its F by then.
+        # The stage takes the message as late as possible, after the beginning of the step.
         message = Action(Kind.RECV_F, action.stage, action.microbatch)
         receive: Callable[[], list[Tensor]] = partial(self._take, message)
         if self._pending:
@@ -265,7 +264,7 @@ class Executor:
     def _with_weights(
         self, stage: StageRunner, receive: Callable[[], list[Tensor]]
     ) -> Callable[[], list[Tensor]]:
-        """Wait for the message first, where there is one, and then for weights on their way."""
+        """Wait for the message, if there is one, then for the pending parameters."""
         assert self._pending is not None
         received = [] if stage.is_first else receive()
         self.timer.pause()
@@ -284,7 +283,7 @@ class Executor:
         self._finish(action)
 
     def _weight(self, action: Action) -> None:
-        """Run a W; the first of a REDUCE's tail with the others, regrouped by parameter."""
+        """Run a W; the first W of a REDUCE's tail runs the whole tail, one parameter at a time."""
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
@@ -305,7 +304,7 @@ class Executor:
         self._regrouped.update(others)
 
     def _reduce(self, action: Action) -> None:
-        """Take all gradients of the stage for final; nothing waits for the others' here."""
+        """Declare all gradients of the stage final; waits for no other replica."""
         if self._reduction is not None:
             self._reduction.expect(action.stage)
 
@@ -316,7 +315,7 @@ class Executor:
     # Messages
 
     def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
-        """Put a result where its SEND finds it, or right into the inbox of a stage of this rank."""
+        """Store a result for its SEND, or for the next stage if that is on this rank."""
         receive = recv_of(send)
         if receive.stage in self.stages:
             self._inbox[receive] = tensors
@@ -329,7 +328,7 @@ class Executor:
         self._receives.count_send()
 
     def _receive(self, action: Action) -> None:
-        """See that the message can come; the F or B that needs it waits for it."""
+        """Post the receive if it is not posted yet; the F or B that uses the message waits."""
         self._receives.reach(action)
 
     def _post(self, receive: Action, peer: int) -> None:
@@ -341,12 +340,12 @@ class Executor:
         self.transport.post(receive, peer, specs)
 
     def _take(self, receive: Action) -> list[Tensor]:
-        """Return a message, once it is there; those before it on its edge come with it."""
+        """Wait for a message, and for those before it on its edge; return its tensors."""
         if receive not in self._inbox:
             self.timer.pause()
             for taken in self._receives.until(receive):
                 self._inbox[taken] = self.transport.wait(taken)
-                # The peer has waited for these before it sent this message.
+                # The peer had received these before it sent this message.
                 for send in self._arrived_before.get(taken, ()):
                     self.transport.release(send)
             self.timer.resume()

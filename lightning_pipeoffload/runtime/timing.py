@@ -19,18 +19,14 @@ _NUM_KEPT_STEPS = 16
 
 
 def finished_at() -> float:
-    """Wait until the accelerator, if this process uses one, has done all that it was given.
-
-    Returns:
-        The host's clock then, in seconds.
-    """
+    """Synchronize with the accelerator, if this process uses one; return the host's clock."""
     if accelerator_in_use():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 class HostClock:
-    """Moments on the host, for devices whose work is done when the call returns."""
+    """Moments on the host's clock, for devices that compute synchronously."""
 
     now = staticmethod(time.perf_counter)
 
@@ -43,12 +39,12 @@ class HostClock:
         return True
 
     def to_host(self) -> HostTimes:
-        """Return what reads moments as the host's time."""
+        """Return a reader of moments on the host's clock."""
         return HostTimes(lambda moment: moment, 0.0)
 
 
 class DeviceClock:
-    """Moments in the accelerator's current stream; read only when someone asks."""
+    """Moments in the accelerator's current stream, as events; reading one waits for it."""
 
     def now(self) -> torch.Event:
         """Mark a moment."""
@@ -66,8 +62,8 @@ class DeviceClock:
         return moment.query()
 
     def to_host(self) -> HostTimes:
-        """Return what reads moments as the host's time; waits for the accelerator."""
-        torch.accelerator.synchronize()  # so that the mark does not queue behind anything
+        """Return a reader of moments on the host's clock; waits for the accelerator."""
+        torch.accelerator.synchronize()  # so that the mark is not queued behind other work
         before = time.perf_counter()
         mark = self.now()
         mark.synchronize()
@@ -77,11 +73,11 @@ class DeviceClock:
 
 
 class HostTimes(NamedTuple):
-    """Moments as the host's time.
+    """Reads moments on the host's clock.
 
     Attributes:
-        read: Returns the host's ``time.perf_counter()`` at a moment.
-        error: Seconds by which that may err.
+        read: Returns ``time.perf_counter()`` of a moment.
+        error: Its error, at most, in seconds.
     """
 
     read: Callable[[Any], float]
@@ -90,12 +86,10 @@ class HostTimes(NamedTuple):
 
 @dataclass(eq=False)
 class TimedStep:
-    """Moments of one step, of the clock that took them.
+    """Moments of one step.
 
     Attributes:
-        start: The start of the step.
-        end: The end of the step.
-        actions: Each action, the spans in which it computed, and how many actions shared these.
+        actions: Each action, the spans in which it computed, and how many actions share these.
     """
 
     start: Any
@@ -104,11 +98,7 @@ class TimedStep:
 
 
 class ActionTimer:
-    """Keeps the measurements of one rank's last steps.
-
-    Args:
-        device: The device whose clock to read.
-    """
+    """Measures the actions of one rank, and keeps the last steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | DeviceClock
@@ -122,19 +112,15 @@ class ActionTimer:
         self._since = self._now()
 
     def pause(self) -> None:
-        """Leave out what follows, until :meth:`resume`: the wait for another rank."""
+        """Exclude the time until :meth:`resume`, a wait for another rank."""
         self._spans.append((self._since, self._now()))
 
     def resume(self) -> None:
-        """Go on measuring the action."""
+        """Continue to measure the action."""
         self._since = self._now()
 
     def record(self, *actions: Action) -> None:
-        """Mark the end of an action, and keep its time.
-
-        Args:
-            *actions: The action; several of one kind and stage where they ran as one.
-        """
+        """Mark the end of an action, or of several of one kind and stage that ran as one."""
         self._spans.append((self._since, self._now()))
         for action in actions:
             self._step.actions.append((action, self._spans, len(actions)))
@@ -149,15 +135,11 @@ class ActionTimer:
         self._steps.append(self._step)
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:
-        """Return the median of each kind of action and stage."""
+        """Return the median seconds of each kind of action and stage."""
         return self.seconds_in(self._steps)
 
     def seconds_in(self, steps: Iterable[TimedStep]) -> dict[tuple[Kind, int], float]:
-        """Return the same of some steps.
-
-        Args:
-            steps: Steps that have ended.
-        """
+        """Return the median seconds of each kind of action and stage in some finished steps."""
         found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for step in steps:
             for action, spans, num_actions in step.actions:
@@ -186,30 +168,30 @@ class ActionTimer:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were measured and are kept."""
+        """The number of steps kept."""
         return len(self._steps)
 
     @property
     def running(self) -> TimedStep:
-        """The step that was started last."""
+        """The step started last."""
         return self._step
 
     def ended_after(self, step: TimedStep | None) -> list[TimedStep]:
-        """Return the steps that have ended since one has; all that are kept if it is not."""
+        """Return the kept steps after ``step``; all of them if it is not kept."""
         kept = [*self._steps]
         return kept[kept.index(step) + 1 :] if step in kept else kept
 
     def now(self) -> Any:
-        """Mark a moment, which this timer's clock can read."""
+        """Mark a moment on this timer's clock."""
         return self._now()
 
     @property
     def clock(self) -> HostClock | DeviceClock:
-        """What reads the moments of a step."""
+        """The clock of the moments."""
         return self._clock
 
     def busy_seconds(self, step: TimedStep) -> float:
-        """Return the seconds of a step in which an action ran."""
+        """Return the seconds of a step in which actions ran."""
         return sum(self._seconds(spans) / shared_by for _, spans, shared_by in step.actions)
 
     def _periods(self) -> Iterator[tuple[TimedStep, float]]:

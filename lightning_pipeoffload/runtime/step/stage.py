@@ -1,4 +1,4 @@
-"""One stage of the user's module: F, B and W, and what is kept of a microbatch in between."""
+"""F, B and W of one stage, and the state of each microbatch from its F to its W."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StageRunner:
         self._last = -1
 
     def owned_tensors(self) -> Iterable[Tensor]:
-        """Return the parameters and buffers of the rank."""
+        """Return the parameters and buffers that the rank owns."""
         return self._context.ownership.local_tensors().values()
 
     @cached_property
@@ -77,12 +77,12 @@ class StageRunner:
         return "" if self.is_first else self._context.chain.block_name(start - 1)
 
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """What the previous stage sends."""
+        """Describe the tensors that the previous stage sends."""
         start = self._context.stage.blocks.start
         return [] if self.is_first else microbatch.record.payload_over(start)
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """What this stage sends on."""
+        """Describe the tensors that this stage sends to the next one."""
         stop = self._context.stage.blocks.stop
         return [] if self.is_last else microbatch.record.payload_over(stop)
 
@@ -97,14 +97,12 @@ class StageRunner:
 
         Args:
             microbatch: The microbatch to run.
-            receive: A function that waits for the tensors that the previous stage sends; the first
-                stage never calls it.
+            receive: Waits for the tensors of the previous stage; the first stage does not call it.
             keep: Whether a backward follows.
-            store: What keeps the tensors that autograd saves; None: autograd does.
+            store: Stores the tensors that autograd saves; None: autograd keeps them.
 
         Returns:
-            A list of the tensors for the next stage; on the last stage what the user's step
-            returned.
+            The tensors for the next stage; on the last stage the result of the user's step.
         """
         alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
@@ -140,12 +138,11 @@ class StageRunner:
 
         Args:
             microbatch: The microbatch to run.
-            gradients: The gradients of the tensors sent on that get one, in their order; none on
-                the last stage.
+            gradients: The gradients of the sent tensors that get one; empty on the last stage.
             fused: Whether to compute the weight gradients too.
 
         Returns:
-            The gradients of the tensors received that get one, in their order.
+            The gradients of the received tensors that get one.
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
@@ -187,9 +184,9 @@ class StageRunner:
                 alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
-        """Run the last W's of a step, so that one gradient after another is final."""
+        """Run the last W's of a step parameter by parameter: each gradient is final at once."""
         found = [self._alive[microbatch.index] for microbatch in microbatches]
-        if any(alive.seen for alive in found):  # each W needs what its own F saw
+        if any(alive.seen for alive in found):  # each W needs the values of its own F
             parameters = RegroupedWeightGrads(alive.queue.waiting for alive in found).parameters
             told.expect(self._context.stage.index, parameters)
             for microbatch in microbatches:
@@ -205,7 +202,7 @@ class StageRunner:
             gradients.run(told.finish)
 
     def _checking_hooks(self) -> AbstractContextManager[None]:
-        """Refuse hooks that write their weight, in the first backwards: all do the same."""
+        """Refuse hooks that write their weight; checks the first backwards only."""
         self._num_checked += 1
         is_checked = self._num_checked <= _NUM_CHECKED and self._context.num_stages > 1
         return self._check_hooks() if is_checked else _NOTHING
@@ -240,18 +237,18 @@ class StageRunner:
         return CheckpointWatch(step, writes, compares).watching()
 
     def abandon(self) -> None:
-        """Keep nothing for backwards that will not come."""
+        """Drop the state of all microbatches, after an error."""
         self._alive.clear()
         self._gradients.forget()
 
     def take_back(self) -> None:
-        """Be as before the F's that have run and whose backwards have not, which run again."""
+        """Drop the F's that have run without their backwards; they run again."""
         self._compared.difference_update(self._alive)
         self._alive.clear()
 
     def keep_writes(self) -> Callable[[], None]:
-        """Keep what the rank's steps write; returns a function that puts it back."""
-        # All buffers: what a kernel writes, such as the statistics of a norm, no probe sees.
+        """Save what the rank's steps write; return a function that restores it."""
+        # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
         return self._context.writes.keep(
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
         )
@@ -278,10 +275,10 @@ class StageRunner:
 
 
 class BackwardOn:
-    """Runs B or W inside: outside of autocast, and in this thread.
+    """Context of B and W: autocast is off, and autograd runs in this thread.
 
-    autograd's thread for an accelerator is a hop each time it starts, and knows nothing of this
-    one's autocast: a checkpoint in it would drop the casts that microbatches share.
+    Autograd's own thread for an accelerator takes time to wake, and does not have this thread's
+    autocast state: a checkpoint in it would drop the casts that microbatches share.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -313,14 +310,14 @@ def _detach(leaf: Any) -> Any:
 
 
 class SavedMemory:
-    """Bytes of one stage and microbatch; each is None before it was measured.
+    """Bytes of one stage and microbatch; each is None until it is measured.
 
     Attributes:
-        activation_bytes: What autograd saved in F.
-        weight_input_bytes: The part of it that W alone needs.
-        residue_bytes: What waits for W after B.
+        activation_bytes: Saved by autograd in F.
+        weight_input_bytes: The share of these that only W needs.
+        residue_bytes: Kept for W after B.
         deferred_flops: Floating-point operations of the weight gradients left for W.
-        measures_all: Whether each microbatch of this step is measured.
+        measures_all: Whether to measure every microbatch of this step.
     """
 
     def __init__(self) -> None:
@@ -332,22 +329,22 @@ class SavedMemory:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next microbatch is to be measured."""
+        """Whether to measure the next microbatch."""
         return self.measures_all or self.activation_bytes is None
 
     def measure_forward(self, store: ActivationStore | None) -> None:
-        """Measure what ``store`` holds after F, where it is due."""
+        """Measure the bytes in ``store`` after F, if that is due."""
         if store and self.is_due:
             self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
             for_w = store.saved_bytes(Part.FOR_W)
             self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
 
     def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
-        """Measure what waits for W after B, of what was measured after F."""
+        """Measure the bytes kept for W after B, of a microbatch that was measured after F."""
         if store:
             store.leave_for_weight()
             if self.measures_all or self.residue_bytes is None:
-                # A fused backward leaves nothing, and is never asked for what it would have left.
+                # A fused backward keeps nothing for W.
                 known = self.residue_bytes or 0, self.weight_input_bytes or 0
                 self.residue_bytes = max(store.saved_bytes(), *known)
         if self.deferred_flops is None:

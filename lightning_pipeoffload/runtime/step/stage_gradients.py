@@ -1,8 +1,8 @@
 """A gradient per stage for a weight that several stages of one rank use.
 
-A plan decides in which order the backwards of two stages take turns. Added up as they come, the
-bits of a tied weight's gradient would depend on the plan; so each stage adds up its own, in the
-order of its microbatches, and these are summed once, in the order of the stages::
+The order in which backwards of two stages alternate depends on the plan. So that the bits of a tied
+weight's gradient do not, each stage accumulates its own gradient in the order of its microbatches,
+and these are summed once, in the order of the stages::
 
     rank 0 of zb_v     B3  W3  B3  B0  W3  W0  B3 ...   stages 0 and 3 use the weight
     parameter.grad     [ of stage 0                ]  + that of stage 3
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 class StageGradient:
-    """The gradient that one stage gives a weight which an earlier stage of the rank uses too.
+    """One stage's gradient of a weight that an earlier stage of the rank uses too.
 
     Attributes:
-        grad: The gradient, while no action of the stage runs.
+        grad: The gradient while no action of the stage runs; then it is in ``parameter.grad``.
     """
 
     grad: Tensor | None = None
@@ -31,12 +31,12 @@ class StageGradient:
         self.stage = stage
 
     def exchange(self) -> None:
-        """Exchange it with what is in the weight's own place."""
+        """Swap it with ``parameter.grad``."""
         self.parameter.grad, self.grad = self.grad, self.parameter.grad
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add it to the weight's own."""
+        """Add it to ``parameter.grad``."""
         found, self.grad = self.grad, None
         if self.parameter.grad is None:
             self.parameter.grad = found
@@ -45,7 +45,7 @@ class StageGradient:
 
 
 class OwnGradients:
-    """Gives weights the gradients of one stage while its B or W runs inside."""
+    """Context of one stage's B and W: ``.grad`` of shared weights is the stage's own."""
 
     def __init__(self, gradients: Sequence[StageGradient] = ()) -> None:
         self._gradients = gradients
@@ -67,11 +67,11 @@ class OwnGradients:
 def stage_gradients(
     parameters: Mapping[str, tuple[Tensor, Iterable[int]]],
 ) -> dict[str, StageGradient]:
-    """Make what keeps gradients apart, by a name for each, in the order in which they are summed.
+    """Return the separate gradients by name, in the order in which they are summed.
 
     Args:
         parameters: A rank's parameters by name, each with the rank's stages that use it; the first
-            of these has the parameter's own ``grad``.
+            of these uses ``parameter.grad`` itself.
     """
     return {
         f"{name} of stage {stage}": StageGradient(parameter, stage)

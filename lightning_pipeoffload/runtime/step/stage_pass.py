@@ -1,8 +1,8 @@
-"""One F of a stage: the user's own step, of which only this stage's blocks run.
+"""One F of a stage: a call of the user's step in which only the stage's blocks run.
 
-Blocks before the stage's first are not run, but for the last of them, which hands on what the
-previous stage sent; after the stage's last block a private exit leaves the step with its output.
-Only the last stage comes to the head and the loss. Three blocks, of which each stage has one::
+Calls of earlier blocks return shapes, but for the last of them, which returns the tensors that the
+previous stage sent. After the stage's last block an exception leaves the step with its output. Only
+the last stage runs the head and the loss. Three blocks, one in each stage::
 
     training_step   embedding   block 0      block 1      block 2      head, loss
     stage 0         runs        runs, exit
@@ -58,18 +58,18 @@ def _are_values(arguments: Iterable[Any]) -> bool:
 
 @dataclass
 class StageContext:
-    """What every F of one stage has in common.
+    """Shared by all F's of one stage.
 
     Attributes:
-        stage: The stage's part of the model.
+        stage: The stage.
         num_stages: The number of stages of the whole model.
         chain: The blocks of the user's module.
-        ownership: The rank's parameters.
-        writes: What the rank's steps write outside of the blocks.
+        ownership: The rank's parameters and buffers.
+        writes: Attributes and buffers that the rank's steps write outside of the blocks.
         gradients: The stage's gradients of weights that other stages of the rank use too.
-        generators: The generators that the modules hold.
-        recompute: What is computed again in B: "none", "cheap" (norms, activations, dropout) or
-            "full" (blocks).
+        generators: The random generators that the modules hold.
+        recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
+            (blocks).
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
     """
@@ -90,7 +90,7 @@ class StageContext:
 
     @cached_property
     def call(self) -> StepCall:
-        """What the stage's calls of the user's step are for."""
+        """Describes the stage's calls of the user's step."""
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
@@ -106,18 +106,18 @@ class StageContext:
         return found
 
     def written_tensors(self) -> list[Tensor]:
-        """List what the stage's steps write in place and its backwards may read."""
+        """List the tensors that the stage's steps write in place and its backwards may read."""
         return self.writes.tensors_of(self.stage.index, self.ownership)
 
 
 class StagePass:
-    """One F: decides what the call of each block does.
+    """One F: answers each call of a block.
 
     Args:
-        context: What the stage's passes have in common.
+        context: Shared by all F's of the stage.
         microbatch: The microbatch to run.
-        receive: A function that waits for what the previous stage sends.
-        received: What takes the gradients that go back; None: no backward follows.
+        receive: Waits for the tensors of the previous stage.
+        received: Collects the gradients of these; None: no backward follows.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class StagePass:
         self._counter = self._carried if self._carried and self._carried.counts else None
 
     def place(self) -> tuple[str, bool]:
-        """Name the stage's block that was called last, and say whether it is still running."""
+        """Return the name of the stage's block called last, and whether it is still running."""
         return self._called, self._is_in_block
 
     def run(self) -> Any:
-        """Call the step; return the tensors for the next stage, on the last one its result."""
+        """Call the step; return the tensors for the next stage, on the last stage its result."""
         context, generators = self._context, self._generators
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
@@ -163,7 +163,7 @@ class StagePass:
                     result = self._microbatch.run(context.call)
                 output = self._check_result(result)
             except StageExit as leaving:
-                leaving.__traceback__ = None  # it keeps every frame, and so every activation
+                leaving.__traceback__ = None  # its frames hold every activation
                 output = leaving.payload
             except ValueNeededError as error:
                 raise ValueError(self._explain(error)) from None
@@ -180,8 +180,8 @@ class StagePass:
             output = self._shapes_of(index, self._record.outputs[index])
         else:
             output = self._pass_remote(index, call)
-        # Not before the block: a checkpoint around its call has saved the generator by then. After
-        # a remote block too: what the step draws there may be used on several stages.
+        # Not before the block: a checkpoint around its call has saved the generator by then. Also
+        # after a remote block: several stages may use what the step draws between the blocks.
         seed = mix_seed(self._microbatch.seed, index + 1)
         self._seed_segment(seed)
         self._generators.seed(seed)
@@ -205,7 +205,7 @@ class StagePass:
         run, is_open = chain.plain_call(index), index in self._record.opened
         self._called, self._is_in_block = name, True
         with _NOTHING if is_open else self._paused():
-            # What an open block lets out would come from the first run of it alone.
+            # A value that leaves an open block through a hook would come from its first run only.
             if context.recompute != "full" or self._received is None or is_open:
                 output = run(*args, **kwargs)
             else:
@@ -245,7 +245,7 @@ class StagePass:
         return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
-        # As late as here: the step's own beginning has run while the tensors were on their way.
+        # Here, not before the step: its beginning runs while the tensors are on their way.
         tensors = self._receive()
         entered = tensors if self._received is None else enter(tensors, self._received)
         count = len(output.payload)
@@ -269,7 +269,7 @@ class StagePass:
 
     def _refuse_early_end(self, result: Any) -> None:
         if self._received is not None:
-            loss_in(result)  # whose message is the same on every stage
+            loss_in(result)  # raises the same message on every stage
         raise ValueError(
             f"the step returned before it called "
             f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, which it has "
