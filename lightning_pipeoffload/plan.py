@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_pipeoffload.cli.configuration import run_hydra_app
-from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping, parse_name, steps_of
-from lightning_pipeoffload.cli.memory_sweep import print_sweep, sweep_memory_limit
-from lightning_pipeoffload.cli.plan_output import (
-    MEASURED,
-    PlannedSteps,
-    Units,
-    describe,
-    describe_offload,
-    print_choice,
-    print_comparison,
-    print_plan,
-)
+from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
+from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
+from lightning_pipeoffload.cli.plan_output import drawn, print_plan
 from lightning_pipeoffload.pictures.picture_file import PictureFile
-from lightning_pipeoffload.schedule import ScheduleError, split_fused_backward
+from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
+from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -58,82 +47,44 @@ def plan(config: DictConfig) -> None:
             f"model=NAME; without one set memory_limit, in the unit of costs.activation"
         )
     given = GivenPlans(config)
-    file = _picture_file(config, given.units)
+    picture = _Picture(config, given.units)
     is_json = config.format == "json"
     if config.sweep is not None:
-        if file is not None:
+        if picture.file is not None:
             raise ScheduleError(
-                f"picture ({file.path}) has no part in a sweep, which prints a table; leave it out"
+                f"picture ({picture.file.path}) has no part in a sweep, which prints a table; "
+                f"leave it out"
             )
-        print_sweep(sweep_memory_limit(config, given), is_json)
+        given.sweep(is_json)
     elif config.compare:
-        _compare(config, given, file)
-    elif config.strategy.schedule == "auto":
-        best = given.chosen()
-        if not is_json:
-            print_choice(best, given.units)
-        planned = given.timed(split_fused_backward(best.schedule), best.costs)
-        _report(planned, describe(best), given.units, file, is_json)
-    elif config.strategy.schedule == "optpipe":
-        _report(given.timed(*given.solved()), {}, given.units, file, is_json)
+        picture.draw(given.compare(is_json))
     else:
-        planned, made = given.named(str(config.strategy.schedule), config.strategy.offload)
-        _report(planned, describe_offload(made.report), given.units, file, is_json)
-
-
-def _report(
-    planned: PlannedSteps,
-    told: dict[str, Any],
-    units: Units,
-    file: PictureFile | None,
-    is_json: bool,
-) -> None:
-    if file:
-        file.write([planned.drawn(units)])
-    print_plan(planned, told, units, is_json)
-
-
-def _compare(config: DictConfig, given: GivenPlans, file: PictureFile | None) -> None:
-    """Put schedules side by side, for the same work of every rank."""
-    if config.strategy.offload != "none":
-        raise ScheduleError(
-            f"offload ({config.strategy.offload}) is for one schedule; in compare write it behind "
-            f"a name, as in compare=[uniform,uniform+half]"
-        )
-    if config.options:
-        raise ScheduleError(f"options ({config.options}) are for one schedule; leave out compare")
-    named = config.compare
-    is_list = isinstance(named, Sequence) and not isinstance(named, str)
-    rows: list[dict[str, Any]] = []
-    drawn: list[PlannedSteps] = []
-    for name in map(str, named if is_list else [named]):
-        base, amount = parse_name(name)
-        try:
-            planned, _ = given.named(base, amount or "none")
-        except ScheduleError as error:
-            rows.append({"schedule": name, "refused": str(error).partition("\n")[0]})
-        else:
-            drawn.append(replace(planned, schedule=replace(planned.schedule, name=name)))
-            rows.append(drawn[-1].figures())
-    if not drawn:
-        raise ScheduleError(rows[0]["refused"])
-    if file:
-        file.write([planned.drawn(given.units) for planned in drawn])
-    sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-    title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
-    print_comparison(rows, title, given.units, sizes if config.format == "json" else None)
+        step, told = given.plan(is_json)
+        picture.draw([step])
+        print_plan(step, told, given.units, is_json)
 
 
 def _plan_model(config: DictConfig) -> None:
-    """Answer for a model, which takes torch and the package itself."""
+    """Plan a model, which takes torch and the package itself."""
     if config.get("model") is None:
         raise ScheduleError(
             f"device ({config.device}) is for a model, whose operations are counted: add model=NAME"
         )
-    if config.device is None:
-        _estimate_model(config)
-        return
     others = {"costs_file": config.costs_file, "sweep": config.sweep, "compare": config.compare}
+    if config.device is None:
+        if config.strategy.schedule == "auto" or config.costs_file or config.sweep:
+            raise ScheduleError(
+                "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
+                "seconds: add device=h100, or leave out model, and give what pipeoffload-rehearse "
+                "costs_file=FILE has measured of it"
+            )
+        load_package()
+        from lightning_pipeoffload.cli.model_plan import (  # noqa: PLC0415 - imports torch
+            estimate_model,
+        )
+
+        estimate_model(config)
+        return
     for name, value in others.items():
         if value:
             raise ScheduleError(
@@ -144,56 +95,46 @@ def _plan_model(config: DictConfig) -> None:
             f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
             f"take; set device_memory, as in device_memory=40GiB"
         )
-    file = _picture_file(config, MEASURED)
-    _load_package()
-    from lightning_pipeoffload.cli.model_plan import plan_for_device  # noqa: PLC0415 - as above
+    picture = _Picture(config, MEASURED)
+    load_package()
+    from lightning_pipeoffload.cli.model_plan import (  # noqa: PLC0415 - imports torch
+        plan_for_device,
+    )
 
-    schedule, costs, told = plan_for_device(config)
-    planned = PlannedSteps(schedule, costs, steps_of(config))
-    _report(planned, told, MEASURED, file, config.format == "json")
-
-
-def _estimate_model(config: DictConfig) -> None:
-    no_costs = config.costs_file is None and config.sweep is None
-    if config.strategy.schedule == "auto" or not no_costs:
-        raise ScheduleError(
-            "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
-            "seconds: add device=h100, or leave out model, and give what pipeoffload-rehearse "
-            "costs_file=FILE has measured of it"
-        )
-    _load_package()
-    from lightning_pipeoffload.cli.model_plan import estimate_model  # noqa: PLC0415 - as above
-
-    estimate_model(config)
+    step, told = plan_for_device(config)
+    picture.draw([step])
+    print_plan(step, told, MEASURED, config.format == "json")
 
 
-def _load_package() -> None:
-    package = sys.modules["lightning_pipeoffload"]
-    if not hasattr(package, "PipeOffloadStrategy"):  # the script has not run it
-        assert package.__spec__ is not None
-        assert package.__spec__.loader is not None
-        package.__spec__.loader.exec_module(package)
+class _Picture:
+    """The picture that is asked for, if any; ``file`` is None where there is none to draw."""
 
-
-def _picture_file(config: DictConfig, units: Units) -> PictureFile | None:
-    """Return where to draw; None: nowhere."""
-    if isinstance(config.picture, str):  # composed in Python, where main() has not seen it
-        return PictureFile(Path(config.picture), unit=units.time)
-    wanted = mapping(config, "picture", _PICTURE)
-    path, shown = wanted["path"], {name: wanted[name] for name in ("microbatches", "time")}
-    if path is None:
-        for name, value in {"steps": wanted["steps"], **shown}.items():
+    def __init__(self, config: DictConfig, units: Units) -> None:
+        self._units = units
+        self._num_steps, self.file = 1, None
+        if isinstance(config.picture, str):  # composed in Python, not by main()
+            self.file = PictureFile(Path(config.picture), unit=units.time)
+            return
+        wanted = mapping(config, "picture", _PICTURE)
+        steps, shown = wanted["steps"], {n: wanted[n] for n in ("microbatches", "time")}
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise ScheduleError(f"picture.steps ({steps}) must be a whole number from 1 on")
+        if wanted["path"] is not None:
+            self.file = PictureFile(Path(str(wanted["path"])), **shown, unit=units.time)
+            self._num_steps = steps or 1
+            return
+        for name, value in {"steps": steps, **shown}.items():
             if value is not None:
                 raise ScheduleError(f"picture.{name} ({value}) needs a file to draw: picture=FILE")
-        return None
-    return PictureFile(Path(str(path)), **shown, unit=units.time)
+
+    def draw(self, steps: list[PlannedStep]) -> None:
+        if self.file is not None:
+            self.file.write([drawn(step, self._units, self._num_steps) for step in steps])
 
 
 def main() -> None:
     """Run the console script ``pipeoffload-plan``."""
-    # As `python -m` has it: the module that a configuration names may lie in the current folder.
-    sys.path.insert(0, str(Path.cwd()))
-    # Hydra would put the path in the place of the group, and find no picture.microbatches in it.
+    # Hydra would replace the group by the path, and find no picture.microbatches in it.
     sys.argv[1:] = [re.sub("^picture=(?!{)", "picture.path=", word) for word in sys.argv[1:]]
     run_hydra_app("plan", plan)
 

@@ -6,17 +6,11 @@ with the same command line.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-
-from lightning_pipeoffload.cli.configuration import build, run_hydra_app
+from lightning_pipeoffload.cli.configuration import build, load_package, run_hydra_app
 from lightning_pipeoffload.cli.job_folders import (
     is_job_of_sweep,
     name_folder_by_step,
@@ -26,12 +20,10 @@ from lightning_pipeoffload.cli.job_folders import (
 from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from omegaconf import DictConfig
 
 __all__ = ["main", "train"]
-
-_SWITCHED = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
-"""What a flag of the trainer forbids to give it."""
 
 
 def train(config: DictConfig) -> None:
@@ -42,12 +34,15 @@ def train(config: DictConfig) -> None:
 
     Raises:
         ValueError: Something cannot be built, or refuses to train, from this configuration.
-        RuntimeError: A ValueError came up later, in training.
+        RuntimeError: A ValueError was raised later, in training.
         SweepJobError: A job of a sweep failed.
     """
     if is_job_of_sweep():
         run_job_apart("lightning_pipeoffload.train")
         return
+    load_package()
+    from lightning.pytorch import seed_everything  # noqa: PLC0415 - only now, it imports torch
+
     with removing_unused_folder():
         seed_everything(config.seed, workers=True, verbose=False)
         module, data, trainer = build(config, "model"), build(config, "data"), build_trainer(config)
@@ -59,14 +54,20 @@ def train(config: DictConfig) -> None:
 
 
 def build_trainer(config: DictConfig) -> Trainer:
-    """Return the trainer of ``config``, with its strategy, and callbacks that are not null.
+    """Return the trainer of ``config``, with its strategy, loggers and callbacks that are not null.
 
-    A callback whose kind the trainer is told to do without, as by ``enable_progress_bar=false``, is
-    left out too.
+    A progress bar and a checkpoint callback are left out where a flag of the trainer,
+    ``enable_progress_bar=false`` say, forbids them.
     """
+    from lightning.pytorch.callbacks import (  # noqa: PLC0415 - as above
+        Checkpoint,
+        ProgressBar,
+    )
+
+    flags = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    without = tuple(kind for flag, kind in flags.items() if not config.trainer.get(flag, True))
     loggers = [found for found in build(config, "logger").values() if found is not None]
     callbacks = [found for found in build(config, "callbacks").values() if found is not None]
-    without = tuple(kind for flag, kind in _SWITCHED.items() if not config.trainer.get(flag, True))
     callbacks = [callback for callback in callbacks if not isinstance(callback, without)]
     given = {"logger": loggers, "callbacks": callbacks, "strategy": build(config, "strategy")}
     return build(config, "trainer", **given)
@@ -74,11 +75,11 @@ def build_trainer(config: DictConfig) -> Trainer:
 
 @contextmanager
 def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
-    """Let a ValueError through on global rank 0 if training has not begun: it is a refusal.
+    """Raise a ValueError only on global rank 0 if training has not begun: it is a refusal.
 
-    So is a memory limit that no plan meets, which the first steps must measure. The other ranks
-    refuse for the same reason, so they end without repeating it, if global rank 0 has started them:
-    srun and torchrun end all as soon as one has ended, maybe before that rank has said a word.
+    So is a memory limit that no plan keeps, which the first steps must measure. The other ranks
+    refuse for the same reason and exit without repeating it, if global rank 0 has started them:
+    srun and torchrun end all ranks as soon as one has ended, maybe before rank 0 has written why.
     Another ValueError of a later step becomes a RuntimeError, which shows its traceback.
 
     Raises:
@@ -96,14 +97,16 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
 
 
 def _starts_its_ranks(trainer: Trainer) -> bool:
+    from lightning.fabric.plugins.environments.lightning import (  # noqa: PLC0415 - as above
+        LightningEnvironment,
+    )
+
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, LightningEnvironment)
 
 
 def main() -> None:
     """Run the console script ``pipeoffload-train``."""
-    # As `python -m` has it: the module that a configuration names may lie in the current folder.
-    sys.path.insert(0, str(Path.cwd()))
     name_folder_by_step()
     run_hydra_app("train", train)
 

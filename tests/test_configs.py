@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
     tiny = ("trainer.devices=1", "trainer.max_steps=1", "test=true", "callbacks.checkpoint=null")
-    done = run_train(tmp_path, "model.depth=2,0", *tiny, "-m")
+    done = run_train(tmp_path, *tiny, "-m", "model.depth=2,0")
     assert done.returncode == 1, done.stderr
     (sweep,) = (tmp_path / "multirun").glob("*/*")
     assert [path.name for path in tmp_path.iterdir()] == ["multirun"]

@@ -1,4 +1,5 @@
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -371,19 +372,37 @@ def test_it_runs_as_a_module(monkeypatch, capsys):
 
 WITHOUT_TORCH = """
 import sys
-import pipeoffload_plan
-pipeoffload_plan.main()
-print({"torch", "lightning"} & sys.modules.keys(), file=sys.stderr)
+import pipeoffload_commands
+try:
+    getattr(pipeoffload_commands, sys.argv.pop(1))()
+finally:
+    print({"torch", "lightning"} & sys.modules.keys(), file=sys.stderr)
 """
 
 
-def test_the_script_waits_for_no_torch(tmp_path):
-    arguments = ["schedule=zb_v", "num_ranks=4", "num_microbatches=8", f"picture={tmp_path}/p.svg"]
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments, "format=json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr.strip() == "set()"
-    assert json.loads(done.stdout)["schedule"] == "zb_v"
-    assert (tmp_path / "p.svg").is_file()
+@pytest.mark.parametrize(
+    ("name", "arguments", "status", "said"),
+    [
+        ("plan", ["schedule=zb_v", "num_ranks=4", "picture=p.svg", "format=json"], 0, "zb_v"),
+        ("plan", ["--help"], 0, "memory_limit=[1,2,4] are the limits then"),
+        ("train", ["--help"], 0, "optimizer_sync: barrier"),
+        ("train", ["trainr=cpu"], 2, "did you mean trainer?"),
+        ("rehearse", ["--help"], 0, "num_steps: 3"),
+        ("odc", ["--help"], 0, "samples_per_rank: 4"),
+    ],
+)
+def test_the_scripts_wait_for_no_torch(tmp_path, name, arguments, status, said):
+    command = [sys.executable, "-c", WITHOUT_TORCH, name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "set()"
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+
+
+def test_help_has_the_groups_that_the_command_uses(command):
+    _, printed, _ = command("--help")
+    groups = re.findall(r"^(\w+)=\w+   \(", printed, re.MULTILINE)
+    assert groups == ["offload", "schedule", "model", "data", "trainer"]
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])

@@ -1,7 +1,6 @@
-"""Where the configuration is, and how a command runs with it: Hydra, with errors of one line.
+"""Runs a command with its Hydra configuration; errors are one line, and help needs no Hydra.
 
-Hydra is an extra. It is imported when a command runs, so that a missing one is a message and not a
-traceback.
+Hydra is an extra, torch takes seconds: both are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lightning_pipeoffload.cli.job_folders import SweepJobError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["build", "configuration_directory", "run_hydra_app"]
+__all__ = ["build", "configuration_directory", "load_package", "run_hydra_app"]
 
 REFUSED = 2
 """Exit status for a plan or a configuration that cannot be."""
@@ -35,6 +34,14 @@ _EXTRA_SLURM = "; pip install lightning-pipeoffload[slurm]"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: with 1, errors are raised and show where they come from."""
 
+_HELP = """\
+{header}
+Arguments are NAME=VALUE, behind each its default.{groups}
+
+{values}
+--cfg job prints the configuration that a command line composes, --hydra-help Hydra's own options.
+"""
+
 
 def configuration_directory() -> Path:
     """Return the directory of the configuration groups: in the wheel, or in the repository."""
@@ -43,13 +50,22 @@ def configuration_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def load_package() -> None:
+    """Run the package's ``__init__``, which the console scripts have left out (it needs torch)."""
+    package = sys.modules["lightning_pipeoffload"]
+    if not hasattr(package, "PipeOffloadStrategy"):
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
+
+
 def build(config: DictConfig, key: str, **arguments: Any) -> Any:
     """Return the object that ``config[key]`` describes, with ``arguments`` beside its own.
 
     Raises:
         ValueError: The object refuses its arguments; the message starts with ``key``.
     """
-    from hydra.errors import InstantiationException  # noqa: PLC0415 - Hydra is an extra
+    from hydra.errors import InstantiationException  # noqa: PLC0415 - see the module's docstring
     from hydra.utils import instantiate  # noqa: PLC0415
 
     try:
@@ -67,41 +83,63 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
 
     Args:
         config_name: A file of the configuration directory, without its ending.
-        task: What to run; it is given the composed configuration.
+        task: The command; its argument is the composed configuration.
     """
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.stdout.write(_help_of(config_name))
+        return
     if importlib.util.find_spec("hydra") is None:
         _refuse("this command needs Hydra; pip install lightning-pipeoffload[hydra]")
     import hydra  # noqa: PLC0415 - see the module's docstring
 
+    # Modules that a configuration names may lie in the current folder, as with `python -m`.
+    sys.path.insert(0, str(Path.cwd()))
+    # argparse takes no overrides behind a flag that stands between them.
+    sweeps = [word for word in sys.argv[1:] if word in ("-m", "--multirun")]
+    sys.argv[1:] = sweeps + [word for word in sys.argv[1:] if word not in sweeps]
     directory = str(configuration_directory())
     app = hydra.main(version_base=None, config_path=directory, config_name=config_name)
+    is_short = os.environ.get(FULL_ERROR) != "1"
 
     @functools.wraps(task)
     def own_task(config: DictConfig) -> None:
-        _leave_demo_arguments(config)
-        task(config)
+        if is_short:
+            os.environ.pop(FULL_ERROR, None)
+        with _refusals_of_one_line(config_name, is_short):
+            _leave_demo_arguments(config)
+            task(config)
 
-    if os.environ.get(FULL_ERROR) == "1":
-        app(own_task)()
-        return
-
-    @functools.wraps(task)
-    def refusing_task(config: DictConfig) -> None:
-        os.environ.pop(FULL_ERROR, None)
-        with _refusals_of_one_line(config_name):
-            own_task(config)
-
-    # Hydra prints several lines for what it cannot compose, unless it is told to raise.
+    # Hydra prints several lines for what it cannot compose, but for this variable.
     os.environ[FULL_ERROR] = "1"
     try:
-        with _refusals_of_one_line(config_name):
-            app(refusing_task)()
+        with _refusals_of_one_line(config_name, is_short):
+            app(own_task)()
     finally:
-        os.environ.pop(FULL_ERROR, None)
+        if is_short:
+            os.environ.pop(FULL_ERROR, None)
+
+
+def _help_of(config_name: str) -> str:
+    """Return the command's groups and values with the comments of its configuration files."""
+    folder = configuration_directory()
+    header, _, text = (folder / f"{config_name}.yaml").read_text().partition("defaults:\n")
+    groups = []
+    for group, default, comment in re.findall(r"^ +- (\w+): (\S+) *(.*)$", text, re.MULTILINE):
+        names = " ".join(sorted(path.stem for path in (folder / group).glob("*.yaml")))
+        groups.append(f"\n{group}={default}   ({names})")
+        groups += [f"    {comment}"] * bool(comment)
+        file = folder / group / f"{default}.yaml"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        groups += [f"    {line}" for line in lines if line and not line.startswith("# @package")]
+    _, _, values = text.partition("job_logging: none\n")
+    values = values.partition("\nhydra:\n")[0].removeprefix("  - _self_\n")
+    if groups:
+        groups.insert(0, " Groups of them are set together by GROUP=NAME:")
+    return _HELP.format(header=header[2:], groups="\n".join(groups), values=values.strip())
 
 
 def _leave_demo_arguments(config: DictConfig) -> None:
-    """Leave out the arguments of a demo's class where the command line names another class."""
+    """Delete the arguments of a demo's class where the command line names another class."""
     from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - see the module's docstring
     from omegaconf import open_dict  # noqa: PLC0415
 
@@ -115,26 +153,26 @@ def _leave_demo_arguments(config: DictConfig) -> None:
 
 
 @contextmanager
-def _refusals_of_one_line(config_name: str) -> Iterator[None]:
+def _refusals_of_one_line(config_name: str, is_short: bool = True) -> Iterator[None]:
     from hydra.errors import HydraException  # noqa: PLC0415 - see the module's docstring
     from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
-        message, *_ = str(error).partition("Config search path:")
-        message = _name_similar(message, config_name)
-        is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
-        _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
-    except ValueError as error:
-        # What follows the first line is a drawing of the place.
-        _refuse(str(error).partition("\n")[0])
-    except SweepJobError as error:
-        _refuse(str(error), FAILED)
+    except (HydraException, OmegaConfBaseException, ValueError, SweepJobError) as error:
+        if not is_short:
+            raise
+        if isinstance(error, (HydraException, OmegaConfBaseException)):
+            message = _name_similar(str(error).partition("Config search path:")[0], config_name)
+            is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
+            _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
+        # Behind the first line there may be a drawing of the action's neighbourhood.
+        is_failed = isinstance(error, SweepJobError)
+        _refuse(str(error).partition("\n")[0], FAILED if is_failed else REFUSED)
 
 
 def _name_similar(message: str, config_name: str) -> str:
-    """Let the refusal of an unknown name end with one that is there, if one is like it."""
+    """Add the most similar known name to the refusal of an unknown one."""
     from hydra import compose, initialize_config_dir  # noqa: PLC0415 - see the module's docstring
     from omegaconf import OmegaConf  # noqa: PLC0415
 
@@ -147,8 +185,9 @@ def _name_similar(message: str, config_name: str) -> str:
     groups = [] if path else [each.name for each in configuration_directory().iterdir()]
     names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
     similar = get_close_matches(name, names, n=1)
-    place = f"{path}." if path else ""
-    return f"{found[0]}; did you mean {place}{similar[0]}?" if similar else message
+    return (
+        f"{found[0]}; did you mean {f'{path}.' * bool(path)}{similar[0]}?" if similar else message
+    )
 
 
 def _refuse(message: str, status: int = REFUSED) -> NoReturn:

@@ -1,26 +1,46 @@
-"""What ``pipeoffload-plan`` asks the planner where the costs of a rank are given."""
+"""``pipeoffload-plan`` where costs are given: one schedule, several, the best, and a sweep."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from math import ceil, floor, inf, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipeoffload.cli.costs_file import read_costs
-from lightning_pipeoffload.cli.plan_output import MEASURED, PlannedSteps, Steps, Units
+from rich.console import Console
+from rich.table import Column, Table
+
+from lightning_pipeoffload.cli.plan_output import (
+    described,
+    print_choice,
+    print_comparison,
+    print_json,
+    step_figures,
+)
+from lightning_pipeoffload.planning.figures import (
+    MEASURED,
+    PlannedStep,
+    Units,
+    bare_table,
+    lines_by_reason,
+)
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
     Schedule,
     ScheduleError,
     add_reductions,
+    check_name,
     estimated_copy_ratio,
+    split_fused_backward,
     with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.build import check_name
-from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
+from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
+from lightning_pipeoffload.schedule.quantities import share_text
 from lightning_pipeoffload.schedule.recipe import Recipe, check_limit, check_sizes
 from lightning_pipeoffload.schedule.solver.optpipe import solved
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -28,22 +48,26 @@ from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["GivenPlans", "costs_of_stage", "mapping", "parse_name", "steps_of"]
+__all__ = ["GivenPlans", "has_barrier", "mapping", "parse_name", "write_costs"]
 
 _COSTS = tuple(field.name for field in fields(Costs))
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
+_SUMMED = (
+    *("forward", "backward_input", "backward_weight", "offload", "reload"),
+    *("activation", "weight_residue", "weight_input"),
+)
 _SYNCS = ("barrier", "post_validation")
+
+# A sweep chooses about so many round limits, up to so many times the fastest plan's memory.
+_NUM_LIMITS, _LARGEST_LIMIT = 10, 2.0
+_ROUNDING = 1 + 1e-9
 
 
 def mapping(
     config: DictConfig, name: str, known: Collection[str] | None = None
 ) -> Mapping[str, Any]:
-    """Return names and values of a part of the configuration.
-
-    Raises:
-        ScheduleError: It has none, or others than are known.
-    """
+    """Return names and values of a part of the configuration; refuse names that are not known."""
     values = config[name]
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{name} ({values}) must have names and values; use {name}.NAME=VALUE")
@@ -53,49 +77,347 @@ def mapping(
     return values
 
 
-def steps_of(config: DictConfig) -> Steps:
-    """Read ``strategy.optimizer_sync``, what makes such a run wait, and ``picture.steps``.
-
-    Ranks wait where the trainer clips by norm or its precision has a loss scale.
+def has_barrier(config: DictConfig) -> bool:
+    """Whether ranks wait between steps: the trainer clips by norm, or scales the loss.
 
     Raises:
-        ScheduleError: One of them is not what it can be.
+        ScheduleError: ``strategy.optimizer_sync`` has another value than it can have.
     """
     sync = config.strategy.optimizer_sync
     if sync not in _SYNCS:
         raise ScheduleError(f"strategy.optimizer_sync ({sync}) must be one of {', '.join(_SYNCS)}")
-    picture, trainer = config.picture, config.get("trainer") or {}
-    drawn = None if isinstance(picture, str) else picture.get("steps")
-    if drawn is not None and (not isinstance(drawn, int) or drawn < 1):
-        raise ScheduleError(f"picture.steps ({drawn}) must be a whole number from 1 on")
+    trainer = config.get("trainer") or {}
     by_norm = trainer.get("gradient_clip_algorithm") != "value"
     clips = bool(trainer.get("gradient_clip_val")) and by_norm
     is_scaled = str(trainer.get("precision")) in ("16", "16-mixed")
-    return Steps(sync == "barrier" and (is_scaled or clips), drawn or 1)
+    return sync == "barrier" and (is_scaled or clips)
 
 
-def parse_name(name: str) -> tuple[str, str | float | None]:
-    """Take ``uniform+half`` or ``uniform+0.3`` apart: the schedule, and what of it is offloaded.
-
-    The amount is a share of the activations, or its name; None: there is none.
-    """
+def parse_name(name: str) -> tuple[str, str | float]:
+    """Split ``uniform+half`` or ``uniform+0.3`` into the schedule and the amount of offload."""
     base, _, amount = name.partition("+")
     try:
         return base, float(amount)
     except ValueError:
-        return base, amount or None
+        return base, amount
 
 
-def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
-    """Return what one of several stages of a rank costs.
+class GivenPlans:
+    """Plans by the costs of a rank that conf/plan.yaml and the command line give.
 
-    So schedules with few and with many stages on a rank have the same work, and memory has one
-    unit for all of them, and for the limit: the ``activation`` of a rank.
+    Raises:
+        ScheduleError: A value cannot be.
+    """
 
-    Args:
-        costs: The costs of a rank's whole part of the model; a sequence has one number for each
-            stage, and stays as it is.
-        num_chunks: Stages of a rank.
+    def __init__(self, config: DictConfig) -> None:
+        self._config, self._limit = config, config.memory_limit
+        _refuse_arguments_of_a_run(config)
+        self.costs = _costs(config)
+        self.units = MEASURED if config.costs_file else Units.of(self.costs)
+        self._has_barrier = has_barrier(config)
+
+    def request(self, wanted: Sequence[Option], **more: Any) -> PlanRequest:
+        values = {"offload": self._config.strategy.offload, **more}
+        return PlanRequest(
+            self._config.num_ranks,
+            wanted,
+            lambda option: _costs_of_stage(self.costs, option.num_chunks),
+            has_barrier=lambda option: self._has_barrier,
+            **values,
+        )
+
+    def all_options(self) -> list[Option]:
+        """Return all families with all numbers of chunks, for the sizes that are given."""
+        config = self._config
+        chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
+        sizes = {"num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
+        check_sizes(**sizes, **chunks)
+        return options([config.num_microbatches], None, config.num_chunks)
+
+    def plan(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
+        """Return the plan of ``strategy.schedule``, and what JSON says of it."""
+        name = str(self._config.strategy.schedule)
+        if name == "auto":
+            return self._auto(is_json)
+        if name == "optpipe":
+            return self._solved(), {}
+        plan = self._named(name, self._config.strategy.offload)
+        return self._step(plan.schedule, plan.costs), described(plan, with_candidates=False)
+
+    def _auto(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
+        if self._config.options:
+            given = self._config.options
+            raise ScheduleError(f"options ({given}) are for one schedule; name that one")
+        check_limit(self._limit)
+        plan = make_plan(self.request(self.all_options(), memory_limit=self._limit))
+        if not is_json:
+            print_choice(plan, self.units)
+        step = self._step(split_fused_backward(plan.schedule), plan.costs)
+        return step, described(plan, with_candidates=True)
+
+    def _solved(self) -> PlannedStep:
+        """Return a solver's plan; it starts from the best of all families."""
+        limit = self._limit
+        auto = self.request(self.all_options(), memory_limit=limit, offload="auto")
+        best = make_plan(auto)
+        problem = PlanProblem(
+            self._config.num_microbatches,
+            best.schedule.placement,
+            best.costs,
+            limit,
+            self._has_barrier,
+        )
+        given = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
+        return self._step(solved(problem, **given), best.costs)
+
+    def _named(self, name: str, amount: str | float) -> Plan:
+        """Return the plan of one schedule, by its name or from a .csv file."""
+        from_file = name.endswith(".csv")
+        name, num_chunks, recipe = self._from_file(name) if from_file else self._family(name)
+        given = mapping(self._config, "options")
+        for key in given:
+            if key in ("num_ranks", "num_microbatches", "num_chunks", "costs", "memory_limit"):
+                raise ScheduleError(f"options.{key} has a place of its own; set {key}")
+        option = Option(name, num_chunks, self._config.num_microbatches)
+        check_limit(self._limit)
+        request = self.request(
+            [option],
+            memory_limit=self._limit,
+            offload=amount,
+            recipes={name: recipe},
+            builder_options=given,
+        )
+        return make_plan(request)
+
+    def _family(self, name: str) -> tuple[str, int, Recipe]:
+        check_name(name)
+        recipe, wanted = SCHEDULES[name], self._config.num_chunks
+        if wanted is None or (self._config.compare and recipe.max_chunks):
+            wanted = recipe.num_chunks  # in a comparison num_chunks is for those that take any
+        check_sizes(num_chunks=wanted)
+        return name, wanted, recipe
+
+    def _from_file(self, path: str) -> tuple[str, int, Recipe]:
+        if not Path(path).is_file():
+            raise ScheduleError(
+                f"strategy.schedule ({path}) is no file; Schedule.to_csv writes one"
+            )
+        given = Schedule.from_csv(path)
+        recipe = Recipe(lambda *sizes: given, 1, None, lambda *sizes: given.placement)
+        return given.name, given.num_chunks, recipe
+
+    def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
+        """Return a schedule with its figures; with REDUCE where that takes time."""
+        takes_time = any(costs.per_stage("reduce", schedule.num_stages))
+        if takes_time and not schedule.has_reductions:
+            schedule = add_reductions(schedule)
+        return PlannedStep(schedule, costs, self._has_barrier)
+
+    def compare(self, is_json: bool) -> list[PlannedStep]:
+        """Print schedules side by side, for the same work of every rank; return those that fit."""
+        config = self._config
+        if config.strategy.offload != "none":
+            raise ScheduleError(
+                f"offload ({config.strategy.offload}) is for one schedule; in compare write it "
+                f"behind a name, as in compare=[uniform,uniform+half]"
+            )
+        if config.options:
+            raise ScheduleError(
+                f"options ({config.options}) are for one schedule; leave out compare"
+            )
+        is_list = isinstance(config.compare, Sequence) and not isinstance(config.compare, str)
+        rows: list[dict[str, Any]] = []
+        steps: list[PlannedStep] = []
+        for name in map(str, config.compare if is_list else [config.compare]):
+            base, amount = parse_name(name)
+            try:
+                plan = self._named(base, amount or "none")
+            except ScheduleError as error:
+                rows.append({"schedule": name, "refused": str(error).partition("\n")[0]})
+            else:
+                steps.append(self._step(replace(plan.schedule, name=name), plan.costs))
+                rows.append(step_figures(steps[-1]))
+        if not steps:
+            raise ScheduleError(rows[0]["refused"])
+        sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
+        if is_json:
+            print_json({**sizes, "compare": rows})
+        else:
+            title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
+            print_comparison(rows, title, self.units)
+        return steps
+
+    def sweep(self, is_json: bool) -> None:
+        """Print how long a step takes in how much memory, by family.
+
+        Raises:
+            ScheduleError: An argument has no place here, or nothing fits any limit.
+        """
+        config = self._config
+        if config.sweep != "memory_limit":
+            raise ScheduleError(f"sweep ({config.sweep}) must be memory_limit")
+        if config.strategy.schedule != "auto":
+            raise ScheduleError(
+                f"sweep plans all families; use schedule=auto, not {config.strategy.schedule}"
+            )
+        for name in ("compare", "options"):
+            if config[name]:
+                raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
+        limits = None if self._limit is None else _given_limits(self._limit)
+        found = _MemorySweep(self.request(self.all_options(), searches_always=True), limits)
+        if is_json:
+            print_json(found.figures())
+            return
+        barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
+        sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
+        console = Console()
+        title = f"{sizes}; step time over the memory limit{self.units.words}"
+        console.print(found.table(title, self.units))
+        for line in lines_by_reason((n, r) for n, r in found.reasons.items() if not found.plans[n]):
+            console.out(line, highlight=False)
+
+
+class _MemorySweep:
+    """All families under several limits; round ones are chosen where ``limits`` is None.
+
+    Each family is planned by itself, for among others only what may be the fastest is planned.
+    """
+
+    def __init__(self, request: PlanRequest, limits: Sequence[float] | None) -> None:
+        self._request = request
+        names = dict.fromkeys(option.schedule for option in request.options)
+        self.plans: dict[str, list[Candidate]] = {name: [] for name in names}
+        self.reasons = dict.fromkeys(names, "")
+        self._plan_all(None)
+        if not any(self.plans.values()):
+            raise ScheduleError(next(iter(self.reasons.values())))
+        self.limits = limits or _round_limits([best_of(found) for found in self.plans.values()])
+        for limit in self.limits:
+            self._plan_all(limit)
+        if not self._fastest(self.limits[-1]):
+            raise ScheduleError(f"memory_limit ({self.limits[-1]:g}) is less than any plan needs")
+
+    def _plan_all(self, limit: float | None) -> None:
+        for name in self.plans:
+            recipe = FAMILIES[name]
+            if limit is not None and recipe.takes_seconds and not recipe.heeds_limit:
+                continue  # the same search would find the same plan
+            own = [option for option in self._request.options if option.schedule == name]
+            try:
+                plan = make_plan(replace(self._request, options=own, memory_limit=limit))
+            except ScheduleError as error:
+                self.reasons[name] = self.reasons[name] or str(error).partition("\n")[0]
+            else:
+                self.plans[name] += [candidate for candidate in plan.candidates if candidate.fits]
+
+    def _within(self, name: str, limit: float) -> Candidate | None:
+        """Return a family's fastest plan that keeps a limit."""
+        fitting = [plan for plan in self.plans[name] if _memory(plan) <= limit * _ROUNDING]
+        return min(fitting, key=_time_and_memory, default=None)
+
+    def _fastest(self, limit: float) -> Candidate | None:
+        return best_of(filter(None, (self._within(name, limit) for name in self.plans)))
+
+    def _worth_having(self, name: str) -> list[Candidate]:
+        """Return a family's plans that none beats: each needs more memory, and takes less time."""
+        plans: list[Candidate] = []
+        for plan in sorted(self.plans[name], key=lambda plan: _time_and_memory(plan)[::-1]):
+            if not plans or _seconds(plan) * _ROUNDING < _seconds(plans[-1]):
+                plans.append(plan)
+        return plans
+
+    def figures(self) -> dict[str, Any]:
+        """Return what JSON says of it."""
+        found = {name: [self._within(name, limit) for limit in self.limits] for name in self.plans}
+        best = [self._fastest(limit) for limit in self.limits]
+        return {
+            "sweep": "memory_limit",
+            "limits": [*self.limits],
+            "fastest": [plan and _figures(plan) for plan in best],
+            "families": [
+                {
+                    "schedule": name,
+                    "period": [plan and plan.period for plan in plans],
+                    "plans": [_figures(plan) for plan in self._worth_having(name)],
+                    "reason": "" if self.plans[name] else self.reasons[name],
+                }
+                for name, plans in found.items()
+            ],
+        }
+
+    def table(self, title: str, units: Units) -> Table:
+        """Return a row per family and a column per limit, the last rows the fastest of all."""
+        heads = map(units.write_memory, self.limits)
+        table = bare_table(Column("limit", no_wrap=True), *heads, title=title, is_narrow=True)
+        best = [self._fastest(limit) for limit in self.limits]
+        for name in self.plans:
+            plans = [self._within(name, limit) for limit in self.limits]
+            table.add_row(name, *map(_cell, plans, best))
+        table.add_section()
+        table.add_row("fastest", *(_cell(plan, None) for plan in best))
+        table.add_row("bubble", *("-" if p is None else share_text(p.bubble or 0.0) for p in best))
+        return table
+
+
+def _given_limits(given: Any) -> list[float]:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not given or not all(map(_is_limit, given)):
+        raise ScheduleError(
+            f"memory_limit ({given}) must be a list of numbers above 0 in a sweep, as in "
+            f"memory_limit=[1,2,4]; without it limits are chosen"
+        )
+    return sorted({float(limit) for limit in given})
+
+
+def _is_limit(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < inf
+
+
+def _round_limits(best: Iterable[Candidate | None]) -> list[float]:
+    """Return round limits up to the largest that makes any family faster."""
+    found = [plan for plan in best if plan is not None]
+    fastest = best_of(found)
+    assert fastest is not None
+    most = max(m for m in map(_memory, found) if m <= _LARGEST_LIMIT * _memory(fastest))
+    if not most:
+        raise ScheduleError("no plan needs any memory; set costs.activation above 0")
+    power = 10.0 ** floor(log10(most / _NUM_LIMITS))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= most / _NUM_LIMITS)
+    return [step * number for number in range(1, ceil(most / step / _ROUNDING) + 1)]
+
+
+def _memory(plan: Candidate) -> float:
+    assert plan.peak_memory is not None
+    return plan.peak_memory
+
+
+def _seconds(plan: Candidate) -> float:
+    assert plan.period is not None
+    return plan.period
+
+
+def _time_and_memory(plan: Candidate) -> tuple[float, float]:
+    return _seconds(plan), _memory(plan)
+
+
+def _figures(plan: Candidate) -> dict[str, Any]:
+    names = ("offload", "period", "makespan", "bubble", "peak_memory")
+    return {**vars(plan.option), **{name: getattr(plan, name) for name in names}}
+
+
+def _cell(plan: Candidate | None, best: Candidate | None) -> str:
+    if plan is None:
+        return "-"
+    is_best = best is not None and _seconds(plan) <= _seconds(best) * _ROUNDING
+    return f"[bold]{_seconds(plan):.4g}[/]" if is_best else f"{_seconds(plan):.4g}"
+
+
+def _costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
+    """Return the costs of one of a rank's stages, which share the rank's work.
+
+    So schedules with few and with many stages have the same work, and memory has one unit for all
+    of them and for the limit: the ``activation`` of a rank. A sequence, one number for each stage,
+    stays as it is.
     """
     values = {field.name: getattr(costs, field.name) for field in fields(costs)}
     divided: dict[str, Any] = {
@@ -106,150 +428,11 @@ def costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
     return replace(costs, **divided)
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A schedule that is asked for by its name."""
-
-    name: str
-    num_chunks: int
-    recipe: Recipe
-
-
-class GivenPlans:
-    """Plans by the costs that a configuration gives.
-
-    Args:
-        config: Conf/plan.yaml with the command line's overrides.
-
-    Attributes:
-        costs: What a rank's whole part of the model costs.
-        units: What times and memory are counted in.
-        steps: How steps follow each other.
-
-    Raises:
-        ScheduleError: A value cannot be.
-    """
-
-    def __init__(self, config: DictConfig) -> None:
-        self._config = config
-        _refuse_what_a_run_measures(config)
-        self.costs = _costs(config)
-        self.units = MEASURED if config.costs_file else Units.of(self.costs)
-        self.steps = steps_of(config)
-
-    def request(self, wanted: list[Option], **more: Any) -> PlanRequest:
-        """Return what is asked for some options."""
-        values = {"offload": self._config.strategy.offload, **more}
-        return PlanRequest(
-            self._config.num_ranks,
-            wanted,
-            lambda option: costs_of_stage(self.costs, option.num_chunks),
-            has_barrier=lambda option: self.steps.has_barrier,
-            **values,
-        )
-
-    def all_options(self) -> list[Option]:
-        """Return all families in all cuts, for the sizes that are given.
-
-        Raises:
-            ScheduleError: A size cannot be.
-        """
-        config = self._config
-        sizes = {name: config[name] for name in ("num_ranks", "num_microbatches", "num_chunks")}
-        if sizes["num_chunks"] is None:
-            del sizes["num_chunks"]
-        check_sizes(**sizes)
-        return options([config.num_microbatches], None, config.num_chunks)
-
-    def chosen(self) -> Plan:
-        """Return the fastest plan of all that fit, as ``schedule=auto`` has it.
-
-        Raises:
-            ScheduleError: Nothing fits, or an argument is for one schedule.
-        """
-        config = self._config
-        if config.options:
-            raise ScheduleError(f"options ({config.options}) are for one schedule; name that one")
-        check_limit(config.memory_limit)
-        return make_plan(self.request(self.all_options(), memory_limit=config.memory_limit))
-
-    def solved(self) -> tuple[Schedule, Costs]:
-        """Return a solver's plan; it starts from the best of all families, in whatever cut."""
-        config, limit = self._config, self._config.memory_limit
-        auto = self.request(self.all_options(), memory_limit=limit, offload="auto")
-        best = make_plan(auto)
-        problem = PlanProblem(
-            config.num_microbatches,
-            best.schedule.placement,
-            best.costs,
-            limit,
-            self.steps.has_barrier,
-        )
-        options = mapping(config, "options", ("solver_seconds", "plan_cache"))
-        return solved(problem, **options), best.costs
-
-    def named(self, name: str, amount: str | float) -> tuple[PlannedSteps, Plan]:
-        """Return the plan of one schedule, by its name or from a file.
-
-        Args:
-            name: The name, or the path of a .csv.
-            amount: What is offloaded.
-
-        Raises:
-            ScheduleError: It cannot be, or does not fit.
-        """
-        given = self._from_file(name) if name.endswith(".csv") else self._by_name(name)
-        options = self._builder_options()
-        option = Option(given.name, given.num_chunks, self._config.num_microbatches)
-        limit = self._config.memory_limit
-        check_limit(limit)
-        request = self.request(
-            [option],
-            memory_limit=limit,
-            offload=amount,
-            recipes={given.name: given.recipe},
-            builder_options=options,
-        )
-        plan = make_plan(request)
-        return self.timed(plan.schedule, plan.costs), plan
-
-    def timed(self, schedule: Schedule, costs: Costs) -> PlannedSteps:
-        """Return a schedule with its times; with REDUCE where that takes any."""
-        takes_time = any(costs.per_stage("reduce", schedule.num_stages))
-        if takes_time and not schedule.has_reductions:
-            schedule = add_reductions(schedule)
-        return PlannedSteps(schedule, costs, self.steps)
-
-    def _by_name(self, name: str) -> _Named:
-        check_name(name)
-        recipe, wanted = SCHEDULES[name], self._config.num_chunks
-        if wanted is None or (self._config.compare and recipe.max_chunks):
-            wanted = recipe.num_chunks  # side by side num_chunks is for those that take any
-        check_sizes(num_chunks=wanted)
-        return _Named(name, wanted, recipe)
-
-    def _from_file(self, path: str) -> _Named:
-        if not Path(path).is_file():
-            raise ScheduleError(
-                f"strategy.schedule ({path}) is no file; Schedule.to_csv writes one"
-            )
-        given = Schedule.from_csv(path)
-        recipe = Recipe(lambda *sizes: given, 1, None, lambda *sizes: given.placement)
-        return _Named(given.name, given.num_chunks, recipe)
-
-    def _builder_options(self) -> Mapping[str, Any]:
-        options = mapping(self._config, "options")
-        for option in options:
-            if option in ("num_ranks", "num_microbatches", "num_chunks", "costs", "memory_limit"):
-                raise ScheduleError(f"options.{option} has a place of its own; set {option}")
-        return options
-
-
 def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
     costs = Costs(**mapping(config, "costs", _COSTS))
     if config.costs_file is not None:
-        costs = read_costs(str(config.costs_file))
+        costs = _read_costs(str(config.costs_file))
     layer = mapping(config, "layer", _LAYER)
     given = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
     if not given:
@@ -262,7 +445,33 @@ def _costs(config: DictConfig) -> Costs:
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
 
 
-def _refuse_what_a_run_measures(config: DictConfig) -> None:
+def _read_costs(path: str) -> Costs:
+    try:
+        return Costs(**json.loads(Path(path).read_text())["costs"])
+    except OSError as error:
+        raise ScheduleError(
+            f"costs_file ({path}) cannot be read: {error.strerror}; pipeoffload-rehearse writes one"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ScheduleError(f"costs_file ({path}) has no costs in it: {error}") from error
+
+
+def write_costs(path: str, costs: Costs, num_ranks: int, num_stages: int) -> None:
+    """Write the costs of a rank, in seconds and bytes, for ``costs_file``: the mean over the ranks.
+
+    Raises:
+        ScheduleError: It cannot be written.
+    """
+    mean = {name: sum(costs.per_stage(name, num_stages)) / num_ranks for name in _SUMMED}
+    latency = max(costs.per_stage("communication", num_stages))
+    whole = {**mean, "communication": latency, "copy_lanes": costs.copy_lanes}
+    try:
+        Path(path).write_text(json.dumps({"costs": whole}, indent=1) + "\n")
+    except OSError as error:
+        raise ScheduleError(f"costs_file ({path}) cannot be written: {error.strerror}") from error
+
+
+def _refuse_arguments_of_a_run(config: DictConfig) -> None:
     """Refuse arguments of the strategy that mean nothing for costs that are given."""
     limit, recompute = config.strategy.memory_limit, config.strategy.recompute
     if limit is not None:

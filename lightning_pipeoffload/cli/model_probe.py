@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _CPU = torch.device("cpu")
-_SEED = 0
-# What a trainer that trains nothing does without.
+SEED = 0
+# Settings of a trainer that trains nothing.
 _QUIET = {
     "accelerator": "cpu", "devices": 1, "strategy": "auto", "logger": False, "callbacks": None,
     "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -42,19 +42,18 @@ _QUIET = {
 
 
 class ModelProbe:
-    """Finds what the ranks of different plans need for one model.
+    """A model of shapes, for whose plans it tells the needs of stages.
 
     Args:
-        config: Conf/plan.yaml with the command line's overrides; ``model``, ``data`` and
-            ``trainer`` are those of conf/train.yaml.
+        config: A configuration with ``model``, ``data`` and ``trainer`` of conf/train.yaml.
 
     Raises:
         ValueError: One of them cannot be built.
     """
 
     def __init__(self, config: DictConfig) -> None:
-        seed_everything(_SEED, verbose=False)
-        # What it would say of devices is not about those of the plan.
+        seed_everything(SEED, verbose=False)
+        # The trainer's lines on devices are not about those of the plan.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self._trainer: Trainer = build(config, "trainer", **_QUIET)
         self._precision = self._trainer.precision_plugin
@@ -72,7 +71,7 @@ class ModelProbe:
 
     @cached_property
     def _batch(self) -> Any:
-        """The first batch of the data, as a step is given it."""
+        """The first batch of the data, as a step gets it."""
         self._data.prepare_data()
         self._data.setup("fit")
         batch = next(iter(self._data.train_dataloader()))
@@ -85,30 +84,23 @@ class ModelProbe:
 
     @property
     def precision(self) -> str:
-        """The precision of the trainer, by its name."""
         return str(self._trainer.precision)
 
     @property
     def batch_size(self) -> int:
-        """The samples of a batch."""
         return batch_size(self._batch)
 
     def needs_of(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
-        """Return what the stages of a plan need.
-
-        Args:
-            placement: The rank of every stage.
-            num_microbatches: Microbatches of one step.
-            settings: How to cut.
+        """Return what the stages of a plan need, by the rank of every stage.
 
         Raises:
             ValueError: The model cannot be cut so.
         """
         key = placement, num_microbatches, settings.recompute
         if key not in self._needs:
-            self._needs[key] = self._look(placement, num_microbatches, settings)
+            self._needs[key] = self._trace(placement, num_microbatches, settings)
         return self._needs[key]
 
     def joined_needs(
@@ -116,16 +108,8 @@ class ModelProbe:
     ) -> MemoryNeeds:
         """Return what :meth:`needs_of` does, joined from the needs of every block as a stage.
 
-        The model is looked at once for all placements. Of a tensor that several blocks save each
-        block counts its own, so that a stage may come out a little larger than it is.
-
-        Args:
-            placement: The rank of every stage.
-            num_microbatches: Microbatches of one step.
-            settings: How to cut.
-
-        Raises:
-            ValueError: The model cannot be cut so.
+        The model is traced once for all placements. A tensor that several blocks save is counted
+        for each of them, so that a stage may appear a little larger than it is.
         """
         split = self._make_layers(placement, settings)
         chain = find_chain(self._module, settings.blocks)
@@ -133,7 +117,7 @@ class ModelProbe:
         if key not in self._blocks:
             each = replace(settings, split=[1] * len(chain))
             try:
-                needs = self._look((*range(len(chain)),), num_microbatches, each)
+                needs = self._trace((*range(len(chain)),), num_microbatches, each)
                 self._blocks[key] = needs, self._num_parameters
             except ValueError:
                 self._blocks[key] = None
@@ -146,7 +130,7 @@ class ModelProbe:
         costs = SegmentCosts(forward, for_input, for_weight, (*sizes, 0))
         return needs.joined(cut(chain, costs, placement, split))
 
-    def _look(
+    def _trace(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
         split = self._make_layers(placement, settings)
@@ -155,12 +139,12 @@ class ModelProbe:
         pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
         try:
             with self._precision.train_step_context():
-                first = self._cut_batch(pipeline, self.batch_size // num_microbatches)
+                first = self._first_slice(pipeline, self.batch_size // num_microbatches)
                 self._num_parameters = pipeline.num_parameters
                 return MemoryNeeds.of(pipeline, first, self._states)
         except ValueError:
             raise
-        except Exception as error:  # the user's own code, which may not go without values
+        except Exception as error:  # the user's own code, which may need values
             raise ValueError(
                 f"the step of {type(self._module).__name__} does not run without values: "
                 f"{type(error).__name__}: {error}; train a few steps, whose report has what they "
@@ -169,16 +153,15 @@ class ModelProbe:
         finally:
             pipeline.detach()
 
-    def _cut_batch(self, pipeline: Pipeline, size: int) -> BatchSlice:
-        """Return the first microbatch."""
-        inputs = StepCalls(self._module, _SEED).inputs("training_step", (self._batch, 0), {})
-        parts = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
-        return parts[0]
+    def _first_slice(self, pipeline: Pipeline, size: int) -> BatchSlice:
+        inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
+        slices = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        return slices[0]
 
     def _make_layers(
         self, placement: tuple[int, ...], settings: PipelineSettings
     ) -> str | Sequence[int]:
-        """Make what is made in ``configure_model``, by which the split is decided; return that."""
+        """Make the layers of ``configure_model``, which may decide the split; return that."""
         if not is_overridden("configure_model", self._module):
             return settings.split
         self._make_module()  # anew: another cut decides anew

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_pipeoffload.cli.configuration import configuration_directory
-from lightning_pipeoffload.cli.model_planner import ModelPlanner
+from lightning_pipeoffload.cli.model_plan import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import options

@@ -10,6 +10,7 @@ from rich.console import Console
 from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.cli.plan_output import comparison_table
 from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.planning.figures import Units
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower
 from lightning_pipeoffload.schedule.messages import SENDS
 
@@ -86,7 +87,7 @@ def test_an_unknown_name_is_refused(compare):
 
 def test_the_table_has_a_row_for_each(compare, capsys):
     rows = compare(["1f1b", "zb_h2"], Costs.unit(), memory_limit=4, **SIZES)
-    Console(width=80).print(comparison_table(rows, "title"))
+    Console(width=80).print(comparison_table(rows, "title", Units()))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["1f1b", "1", "33", "27.3", "%", "33", "27.3", "%", "4", "0", "48"] in lines
     assert ["zb_h2", *["-"] * 8] in lines

@@ -52,9 +52,9 @@ def test_a_module_made_in_configure_model_is_rehearsed(capsys):
 
 def test_only_the_ranks_own_parameters_have_values(monkeypatch, capsys):
     made = []
-    from lightning_pipeoffload.cli import rehearsed_model
+    from lightning_pipeoffload.cli import rehearsed_rank
 
-    monkeypatch.setattr(rehearsed_model, "make_real", _noting(rehearsed_model.make_real, made))
+    monkeypatch.setattr(rehearsed_rank, "make_real", _noting(rehearsed_rank.make_real, made))
     rehearsed(capsys, "rank=1", "schedule=zb_h1")
     assert not any("blocks.0." in name or "embedding" in name for name in made)
     assert any("blocks.3." in name for name in made)

@@ -1,0 +1,291 @@
+"""One rank of a pipeline, run alone: its stages are real, all else of the model is shapes.
+
+The rank's offload and copies are real too; messages of the absent ranks arrive when the plan says,
+delayed on the device's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from rich.console import Console
+from torch import Tensor, nn
+
+from lightning_pipeoffload.cli.given_plan import write_costs
+from lightning_pipeoffload.cli.model_probe import SEED, ModelProbe
+from lightning_pipeoffload.cli.plan_output import print_json
+from lightning_pipeoffload.loop.step_calls import StepCalls
+from lightning_pipeoffload.planning.figures import bare_table
+from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
+from lightning_pipeoffload.planning.plan_request import plan_of, request_by_name
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
+from lightning_pipeoffload.runtime.cut.remote_values import make_real
+from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.memory.ledger import Ledger
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.rehearsal import Rehearsal
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.schedule import (
+    COPIES,
+    Costs,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    copy_ratios,
+    lower,
+    simulate,
+)
+from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_DEVIATION = 0.02
+_TIMES = ("forward", "backward_input", "backward_weight", "offload", "reload")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The result of a rehearsal; the names are those of the JSON object.
+
+    Attributes:
+        stages: Costs of each of the rank's stages, by index; seconds and bytes.
+        step_seconds: Seconds of a step of this rank.
+        planned_seconds: The same by the plan.
+        copy_ratio: Seconds of a stage's copies over those of its computing, the largest.
+        hidden_share: The share of the copies' time that the step did not wait for; None: no copies.
+        peak_bytes: The most that its activations took.
+        planned_peak_bytes: The same by the plan.
+        host_bytes: The most that was on the host.
+        memory: The needs of the rank's device in all, by kind.
+        limit_bytes: What activations may take; None: anything.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    rank: int
+    stages: dict[int, dict[str, float]]
+    step_seconds: float
+    planned_seconds: float
+    copy_ratio: float
+    hidden_share: float | None
+    peak_bytes: int
+    planned_peak_bytes: int
+    host_bytes: int
+    memory: dict[str, int]
+    limit_bytes: int | None
+
+    @property
+    def fits(self) -> bool:
+        return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+
+
+class RehearsedModel(ModelProbe):
+    """A model of which one rank's stages are made with random values."""
+
+    def make(
+        self, schedule: Schedule, settings: PipelineSettings, rank: int, device: torch.device
+    ) -> Pipeline:
+        """Return one rank's part of the model, on a device.
+
+        Raises:
+            ValueError: The model cannot be cut so.
+        """
+        split = self._make_layers(schedule.placement, settings)
+        self._module = self._precision.convert_module(self._module)
+        cut = CutSettings(
+            schedule.placement, settings.blocks, split, settings.recompute, compile=settings.compile
+        )
+        self._device = device
+        self._pipeline = pipeline = Pipeline(self._module, rank, cut, device)
+        self._size = self.batch_size // schedule.num_microbatches
+        first = self.cut(1)[0]  # of shapes, from which follows what this rank owns
+        with self._precision.train_step_context():
+            self.needs = MemoryNeeds.of(pipeline, first, self._states)
+        made: dict[int, Tensor] = {}
+        for slot in pipeline.ownership.slots:
+            if pipeline.ownership.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
+                _fill(slot, made)
+        pipeline.cut_anew(rank, cut)
+        return pipeline
+
+    def cut(self, count: int) -> Sequence[BatchSlice]:
+        """Return so many microbatches of the first batch, over and over."""
+        batch: Any = move_data_to_device(self._batch, self._device)
+        inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})
+        with self._precision.train_step_context():
+            slices = self._pipeline.cut_batch(
+                inputs.batch, self._size, inputs.step, inputs.kind, inputs.seed
+            )
+        return (slices * count)[:count]
+
+
+@torch.no_grad()
+def _fill(slot: Slot, made: dict[int, Tensor]) -> None:
+    """Fill a parameter with harmless values: matrices small, scales 1, the rest 0."""
+    tensor = make_real(slot, made)
+    if tensor.dim() > 1:
+        nn.init.normal_(tensor, std=_DEVIATION)
+    else:
+        nn.init.constant_(tensor, float(slot.attribute == "weight"))
+
+
+def run_rank(config: DictConfig) -> None:
+    """Run one rank as ``rehearse`` says."""
+    num_ranks, strategy = config.num_ranks, config.strategy
+    device = _device(config.device)
+    settings = PipelineSettings(
+        schedule=strategy.schedule,
+        num_microbatches=int(config.num_microbatches),
+        num_chunks="auto" if config.num_chunks is None else int(config.num_chunks),
+        blocks=strategy.get("blocks"),
+        split=strategy.get("split", "auto"),
+        offload=strategy.offload,
+        recompute=strategy.recompute,
+        memory_limit=strategy.memory_limit,
+    )
+    model = RehearsedModel(config)
+    count = settings.choose_num_microbatches(num_ranks, model.batch_size)
+    schedule = settings.make_schedule(num_ranks, count)
+    pipeline = model.make(schedule, settings, config.rank, device)
+    host = settings.host_budget(num_local_ranks=1)
+    run = Rehearsal(pipeline, ActivationMemory.on(device, host), model.cut)
+    try:
+        found, costs = _run(run, settings, schedule, model.needs, int(config.num_steps))
+    finally:
+        pipeline.detach()
+    if config.format == "json":
+        print_json({**asdict(found), "fits": found.fits})
+    else:
+        _print(found)
+    if config.costs_file is not None:
+        write_costs(str(config.costs_file), costs, num_ranks, schedule.num_stages)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ScheduleError(f"device ({name}) is none: {error}") from None
+
+
+def _run(
+    run: Rehearsal,
+    settings: PipelineSettings,
+    schedule: Schedule,
+    needs: MemoryNeeds,
+    num_steps: int,
+) -> tuple[Rehearsed, Costs]:
+    """Measure the stages, plan with the measured costs, and run that plan."""
+    rank, count = run.pipeline.rank, schedule.num_microbatches
+    speed = measure_copy_speed(run.pipeline.device)
+    own = run.measure_stages(schedule, speed)
+    costs = _costs_of_all(needs.costs, own, speed, schedule.num_stages)
+    plan = lower(plan_of(request_by_name(settings, schedule.num_ranks, count, costs)).schedule)
+    run.memory.ledger = Ledger()
+    run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
+    seconds = run.run(plan, costs, num_steps)
+    timeline = simulate(plan, costs)
+    ledger = run.memory.ledger
+    needed = needs.of_ranks(plan)[rank]
+    found = Rehearsed(
+        plan.name,
+        plan.num_ranks,
+        count,
+        rank,
+        {index: stage._asdict() for index, stage in own.items()},
+        seconds,
+        _end_of(timeline, rank),
+        max(copy_ratios(costs, plan.num_stages)),
+        _hidden_share(plan, rank, costs, timeline, seconds),
+        ledger.peak_device_bytes,
+        int(timeline.peak_memory[rank]),
+        ledger.peak_host_bytes,
+        {name: getattr(needed, name) for name in ON_DEVICE},
+        settings.limit_bytes,
+    )
+    return found, costs
+
+
+def _costs_of_all(
+    shapes: Costs, own: dict[int, StageCosts], speed: CopySpeed, num_stages: int
+) -> Costs:
+    """Return the costs of all stages: remote ones in proportion to their operations."""
+    seconds: dict[str, Any] = {}
+    for name in ("forward", "backward_input", "backward_weight"):
+        counted = shapes.per_stage(name, num_stages)
+        known = sum(counted[stage] for stage in own)
+        unit = sum(getattr(cost, name) for cost in own.values()) / known if known else 0.0
+        found = {stage: getattr(cost, name) for stage, cost in own.items()}
+        seconds[name] = [found.get(stage, counted[stage] * unit) for stage in range(num_stages)]
+    sizes = shapes.per_stage("activation", num_stages)
+    return replace(
+        shapes,
+        **seconds,
+        offload=[size / speed.to_host * speed.slowed_by for size in sizes],
+        reload=[size / speed.to_device * speed.slowed_by for size in sizes],
+        copy_lanes=speed.num_lanes,
+    )
+
+
+def _end_of(timeline: Timeline, rank: int) -> float:
+    """Return the end of a rank's last action, by the plan."""
+    return max(event.end for event in timeline.events if event.rank == rank)
+
+
+def _hidden_share(
+    plan: Schedule, rank: int, costs: Costs, timeline: Timeline, seconds: float
+) -> float | None:
+    """Return the share of a rank's copies by which the step was not longer; None: no copies."""
+    events = timeline.events
+    copies = [event for event in events if event.rank == rank and event.lane in ("d2h", "h2d")]
+    taken = sum(event.end - event.start for event in copies)
+    if not taken:
+        return None
+    ranks = ([action for action in actions if action.kind not in COPIES] for actions in plan)
+    bare = simulate(Schedule.of(ranks, plan.name), costs)
+    waited = max(0.0, seconds - _end_of(bare, rank))
+    return max(0.0, 1 - waited / taken)
+
+
+def _print(found: Rehearsed) -> None:
+    sizes = f"rank {found.rank} of {found.num_ranks}, {found.num_microbatches} microbatches"
+    headings = ("stage", "F", "B", "W", "offload", "reload", "activation")
+    table = bare_table(*headings, title=f"{found.schedule}: {sizes}")
+    for index, stage in found.stages.items():
+        times = [seconds_text(stage[name]) for name in _TIMES]
+        table.add_row(str(index), *times, bytes_text(stage["activation"]))
+    console = Console()
+    console.print(table)
+    for line in _lines(found):
+        console.print(line, highlight=False)
+
+
+def _lines(found: Rehearsed) -> list[str]:
+    over = found.step_seconds / found.planned_seconds if found.planned_seconds else 1.0
+    hidden = (
+        "" if found.hidden_share is None else f", {share_text(found.hidden_share)} of copies hidden"
+    )
+    limit = "" if found.limit_bytes is None else f" of {bytes_text(found.limit_bytes)}"
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.items() if size)
+    return [
+        f"A step takes {seconds_text(found.step_seconds)}, {over:.3f} times what is planned.",
+        f"k = {found.copy_ratio:.2f}{hidden}.",
+        f"Activations took {bytes_text(found.peak_bytes)}{limit}, planned were "
+        f"{bytes_text(found.planned_peak_bytes)}, and {bytes_text(found.host_bytes)} of the host: "
+        f"{'it fits' if found.fits else 'it does not fit'}.",
+        f"In all the rank needs {parts}.",
+    ]
