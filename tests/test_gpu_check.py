@@ -13,9 +13,8 @@ import torch
 from examples.benchmarks import (
     gpu_check,
     gpu_fits,
-    gpu_hops,
-    gpu_part,
     gpu_parts,
+    gpu_process,
     gpu_ranks,
     gpu_spin,
 )
@@ -29,19 +28,19 @@ ALONE = [
     gpu_parts.late_copies, gpu_parts.live_bytes, gpu_spin.waits_beside_a_kernel,
     gpu_parts.host_waits, gpu_parts.late_copies_under_sanitizer, gpu_parts.exactness,
     gpu_parts.casts, gpu_parts.compiled, gpu_parts.host_time, gpu_parts.offload,
-    gpu_parts.tests_of_gpus, gpu_hops.held_multiprocessors, gpu_fits.host_waits_of_a_trainer,
+    gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.host_waits_of_a_trainer,
     gpu_fits.fits,
 ]  # fmt: skip
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,
-    gpu_fits.ways_of_two_processes, gpu_hops.hops_of_processes, gpu_fits.blame,
+    gpu_fits.ways_of_two_processes, gpu_ranks.hops_of_processes, gpu_fits.blame,
 ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def forks(monkeypatch):
     """Fork from a process that has run nothing, as ``make gpu`` does: this one has threads."""
-    monkeypatch.setattr(gpu_part, "PROCESSES", FORKS)
+    monkeypatch.setattr(gpu_process, "PROCESSES", FORKS)
 
 
 def test_without_an_accelerator_it_says_so(monkeypatch, capsys):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from examples.benchmarks import offload_emulated, offload_gpu
-from examples.benchmarks.offload_gpu import measure
-from examples.benchmarks.rehearsed_gpt import Size, Variant
+from examples.benchmarks.offload_gpu import Size, Variant, measure
 from lightning_pipeoffload.runtime.absent_neighbours import delays_of
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal

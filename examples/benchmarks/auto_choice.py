@@ -59,10 +59,15 @@ class Setting:
         longer = [1.0 if self.is_even or s != place else SLOW_STAGE for s in range(num_stages)]
         seconds, lanes = LINKS[self.link]
         share = 1 / option.num_chunks
-        times = ([n * share * x for x in longer] for n in (30, 29, 20))
-        kept = {"activation": ACTIVATION * share, "weight_residue": RESIDUE * share}
-        copies = {"offload": seconds * share, "reload": seconds * share, "copy_lanes": lanes}
-        return Costs(*times, 1.0, **kept, **copies)
+        forward, backward, weights = ([n * share * x for x in longer] for n in (30, 29, 20))
+        return Costs(
+            *(forward, backward, weights, 1.0),
+            activation=ACTIVATION * share,
+            weight_residue=RESIDUE * share,
+            offload=seconds * share,
+            reload=seconds * share,
+            copy_lanes=lanes,
+        )
 
     def choose(self) -> Candidate:
         """Return what ``auto`` takes."""

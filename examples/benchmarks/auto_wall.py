@@ -34,13 +34,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from examples.benchmarks.auto_choice import LINKS, SHARES, SLOW_STAGE, plans_by_hand
-from examples.benchmarks.emulated import FEATURES, EmulatedModel, sleep_on_time
+from examples.benchmarks.emulated import TimedSamples
+from examples.benchmarks.harness import FEATURES, EmulatedModel, quiet_trainer, sleep_on_time
 from examples.benchmarks.offload_emulated import SavingBlock
-from examples.benchmarks.period import StepStarts
-from examples.benchmarks.quiet_trainer import quiet_trainer
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime import rank_memory
@@ -89,30 +88,6 @@ class MixingModel(EmulatedModel):
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         """Return the mean of the last block's output."""
         return super().training_step(x + self.start, batch_idx)
-
-
-class TimedSamples(Dataset[Tensor]):
-    """Microbatches; reading a batch notes that a step begins, as hooks would make steps wait.
-
-    Args:
-        num_microbatches: Of a step.
-        num_steps: Steps.
-
-    Attributes:
-        starts: When steps began.
-    """
-
-    def __init__(self, num_microbatches: int, num_steps: int) -> None:
-        self._size, self._num_samples = num_microbatches, num_microbatches * num_steps
-        self.starts = StepStarts()
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index % self._size == 0:
-            self.starts.note()
-        return torch.zeros(ROWS, FEATURES)
 
 
 @dataclass(frozen=True)
@@ -236,11 +211,12 @@ def train(setting: Setting, num_steps: int, schedule: str | Schedule) -> Run:
         strategy=strategy,
         max_epochs=1,
     )
-    samples = TimedSamples(setting.num_microbatches, NUM_TO_SETTLE + num_steps + 1)
+    num_batches = NUM_TO_SETTLE + num_steps + 1
+    samples = TimedSamples(setting.num_microbatches, num_batches, torch.zeros(ROWS, FEATURES))
     model = MixingModel(setting.block_seconds)
     with slow_copies(setting.speed):
         trainer.fit(model, DataLoader(samples, batch_size=setting.num_microbatches))
-    return Run(samples.starts.take_period(num_steps).wall, strategy.report())
+    return Run(samples.times.take(num_steps).wall, strategy.report())
 
 
 def measure(setting: Setting, num_steps: int, num_hands: int) -> tuple[Run, dict[str, Run]]:

@@ -1,154 +1,181 @@
 """How close to its plan a pipeline runs, where computing takes a given time and no core.
 
-Blocks sleep through their F, B and W, so that many ranks run on a few cores and all that is left is
-the runtime: choosing the next action, starting it, sending, waiting. Ours is the real strategy in a
-real Trainer; beside it, in the same processes, ``torch.distributed.pipelining`` runs the same
-schedule: its own GPipe, 1F1B and interleaved 1F1B, else our CSV in its runtime. There the weight
-gradients are left as torch does for any module, by walking the autograd graph, or as an expert may
-have it with ``--dw-builder``.
+The blocks of a rank sleep through F, B and W, equally long whatever the schedule. Compared are
 
-    python -m examples.benchmarks.emulated --p 4 --m 8 --milliseconds 10 --schedules 1f1b zb_h1
+* "ours": the strategy in a Trainer, the optimizer's step and Lightning's own work included,
+* "bare": our executor without the Trainer and without clipping,
+* torch: ``torch.distributed.pipelining`` in the same processes. Its weight gradients are deferred
+  by a ``dw_builder``, as an expert would write it, without the walk through the autograd graph.
 
-A bare loop that only sleeps, sends and receives in the order of our plan shows what is left to
-gain. The three take turns, step by step. Before each step there is a barrier, and the step lasts
-from the first rank's start to the last rank's end; the optimizer's step is in it, and for ours
-Lightning's own work. Theory is the makespan of what each executes: ours is lowered, and so sends
-the input gradient of a fused backward before it computes the weight gradient. What counts is the
-overhead ratio, since sleeping itself is not exact: (ours / theory - 1) / (torch / theory - 1). The
-last columns say how long a step keeps a core busy, as a mean over the ranks: other load changes
-that least.
+By default all ranks wait for each other before each step, which lasts from the first rank's start
+to the last rank's end, and torch runs the same schedule: its own GPipe, 1F1B or interleaved 1F1B,
+else our CSV in its runtime.
+
+    python -m examples.benchmarks.emulated --p 4 --m 8 --schedules 1f1b zb_h1
+
+With ``--period`` steps follow each other with gradients clipped, and the time from one step to the
+next is measured. Clipping needs the norm of all stages, for which torch's user writes an
+``all_reduce``. Of torch's six schedules, tried for a few steps first, the best takes part.
+
+    python -m examples.benchmarks.emulated --period --optimizer-sync post_validation
+    python -m examples.benchmarks.emulated --period --milliseconds 30 --runs 3 --steps 10 --alone
+
+They take turns, a run of steps at a time; figures are medians over the runs. "Planned" is the
+simulator's time of the plan in use from step to step, with a barrier between steps and without.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import subprocess
-import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from statistics import mean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,  # private: the one that reads schedules from a file
 )
-from torch.utils.data import DataLoader
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.data import DataLoader, Dataset
 
-from examples.benchmarks.quiet_trainer import quiet_trainer
-from examples.benchmarks.sleeping import Sleep
-from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
-from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
-from lightning_pipeoffload.schedule import COMPUTE, Costs, Schedule, build, lower, simulate
-from lightning_pipeoffload.schedule.messages import RECVS, recv_of, send_of
+from examples.benchmarks.harness import (
+    FEATURES,
+    EmulatedBlock,
+    EmulatedModel,
+    Moment,
+    StepTimes,
+    quiet_trainer,
+    run_ranks,
+    write_results,
+)
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.schedule import Costs, build
+from lightning_pipeoffload.schedule.simulation.simulate import steady_period
 
-FEATURES = 1024  # a message of 4 KiB
-NUM_WARM_UP_STEPS = 2
-PR_SET_TIMERSLACK = 29  # of linux/prctl.h
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
-OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # torch's own, by our names
+NUM_TRIED_STEPS = 4
+LEARNING_RATE = 0.1
 
-Deferral = Callable[[Tensor, Callable[[], Tensor]], None]
+
+class Peer(NamedTuple):
+    """A schedule of torch's: how it is made, stages of a rank, and whether these are in a V."""
+
+    make: Callable[..., Any]
+    num_chunks: int
+    is_v: bool = False
+
+
+PEERS = {
+    "GPipe": Peer(ScheduleGPipe, 1),
+    "1F1B": Peer(Schedule1F1B, 1),
+    "Interleaved1F1B": Peer(ScheduleInterleaved1F1B, 2),
+    "InterleavedZeroBubble": Peer(ScheduleInterleavedZeroBubble, 2),
+    "ZBVZeroBubble": Peer(ScheduleZBVZeroBubble, 2, is_v=True),
+    "DualPipeV": Peer(ScheduleDualPipeV, 2, is_v=True),
+}
+SAME = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}  # by our names
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One line of the table."""
+    """One comparison.
+
+    Attributes:
+        schedule: A name of ours; "auto" too.
+        num_ranks: Ranks.
+        num_microbatches: Microbatches of a step.
+        milliseconds: Of all of a rank's F, B or W of one microbatch.
+        has_barrier: Whether all ranks wait for each other before each step.
+        clip: The norm that gradients are clipped to; None: they are not.
+        optimizer_sync: The strategy's argument.
+        peers: Torch's: "same" schedule, "best" of six, or "none".
+        num_runs: Runs that count.
+        num_steps: Steps that a run measures.
+    """
 
     schedule: str
     num_ranks: int
     num_microbatches: int
     milliseconds: float
-    uses_dw_builder: bool = False
+    has_barrier: bool
+    clip: float | None
+    optimizer_sync: str
+    peers: str
+    num_runs: int
+    num_steps: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Blocks of a rank; "auto" may make two stages of them, or one."""
+        if self.schedule == "auto":
+            return 2
+        schedule = build(self.schedule, self.num_ranks, self.num_microbatches)
+        return schedule.num_stages // self.num_ranks
 
     @property
     def seconds(self) -> float:
-        """Of each F, B and W."""
-        return self.milliseconds / 1e3
+        """Of a block's F, B and W."""
+        return self.milliseconds / 1e3 / self.num_chunks
 
-    def build(self) -> Schedule:
-        """Build the schedule."""
-        return build(self.schedule, self.num_ranks, self.num_microbatches)
+    def torch_peers(self) -> dict[str, Peer]:
+        """Return the schedules of torch's that take part, by name."""
+        if self.peers == "best":
+            return PEERS
+        if self.peers == "none" or self.schedule == "auto":
+            return {}
+        if self.schedule in SAME:
+            name = SAME[self.schedule]
+            return {name: PEERS[name]}
+        ranks = build(self.schedule, self.num_ranks, self.num_microbatches).placement
+        if any(rank != stage % self.num_ranks for stage, rank in enumerate(ranks)):
+            return {}  # torch's runtime has no such placement but for schedules of its own
+        return {"our CSV": Peer(self._from_csv, self.num_chunks)}
 
-
-class _SleepForWeight(torch.autograd.Function):
-    """The identity; its gradient takes a while, now or when ``defer`` asks for it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float, defer: Deferral | None) -> Tensor:
-        ctx.weight, ctx.seconds, ctx.defer = weight, seconds, defer
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        def compute() -> Tensor:
-            time.sleep(ctx.seconds)
-            return gradient.clone()
-
-        if ctx.defer is None:
-            return compute(), None, None
-        ctx.defer(ctx.weight, compute)
-        return None, None, None
-
-
-class EmulatedBlock(nn.Module):
-    """A block whose F, B and W take as long.
-
-    Args:
-        seconds: of each.
-        defer: takes the computation of a weight gradient; None: autograd computes it.
-    """
-
-    def __init__(self, seconds: float, defer: Deferral | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(FEATURES))
-        self.seconds = seconds
-        self.defer = defer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus the weight."""
-        weight = _SleepForWeight.apply(self.weight, self.seconds, self.defer)
-        return Sleep.apply(x, self.seconds) + weight
+    def _from_csv(self, stages: Any, num_microbatches: int, **options: Any) -> Any:
+        several = stages if isinstance(stages, list) else [stages]
+        schedule = _PipelineScheduleRuntime(several, num_microbatches, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "schedule.csv"
+            build(self.schedule, self.num_ranks, num_microbatches).to_csv(path)
+            schedule._load_csv(str(path))
+        return schedule
 
 
-class EmulatedModel(LightningModule):
-    """A chain of blocks, as a user of Lightning would write it."""
+class Contender(Protocol):
+    """Something whose steps are timed."""
 
-    def __init__(self, num_blocks: int, seconds: float) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            EmulatedBlock(seconds, defer_weight_grad) for _ in range(num_blocks)
-        )
+    def step(self) -> None:
+        """Train on one batch."""
 
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        """Return the mean of the last block's output."""
-        for block in self.blocks:
-            x = block(x)
-        return x.mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain gradient descent."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def time_run(contender: Contender, setup: Setup, num_steps: int) -> Moment:
+    """Time so many steps; all ranks call it."""
+    times = StepTimes(setup.has_barrier)
+    dist.barrier()
+    for _ in range(num_steps + 2):
+        times.note()
+        contender.step()
+    return times.take(num_steps)
 
 
 class WeightGradStore:
@@ -175,15 +202,18 @@ class WeightGradStore:
 class TorchPipeline:
     """One rank of the same pipeline in ``torch.distributed.pipelining``."""
 
-    def __init__(self, setup: Setup) -> None:
-        schedule, rank = setup.build(), dist.get_rank()
-        if schedule.rank_of(0) != 0:
-            raise ValueError(f"{setup.schedule} places stages as torch does not")
-        owned = [s for s in range(schedule.num_stages) if schedule.rank_of(s) == rank]
-        stages = [_torch_stage(setup, stage, schedule.num_stages) for stage in owned]
-        self._schedule = _torch_schedule(setup, stages)
-        parameters = [p for stage in stages for p in stage.submod.parameters()]
-        self._optimizer = torch.optim.SGD(parameters, lr=0.1)
+    def __init__(self, peer: Peer, setup: Setup) -> None:
+        rank, p = dist.get_rank(), setup.num_ranks
+        indices = [rank + chunk * p for chunk in range(peer.num_chunks)]
+        if peer.is_v:
+            indices[1] = 2 * p - 1 - rank
+        seconds = setup.milliseconds / 1e3 / peer.num_chunks
+        stages = [_torch_stage(index, p * peer.num_chunks, seconds) for index in indices]
+        given: Any = stages if peer.num_chunks > 1 else stages[0]
+        self._schedule = peer.make(given, setup.num_microbatches, loss_fn=_mean)
+        self._parameters = [p for stage in stages for p in stage.submod.parameters()]
+        self._optimizer = torch.optim.SGD(self._parameters, lr=LEARNING_RATE)
+        self._clip = setup.clip
         self._batch = torch.zeros(setup.num_microbatches, FEATURES)
         self._has_first = any(stage.is_first for stage in stages)
         self._has_last = any(stage.is_last for stage in stages)
@@ -192,37 +222,28 @@ class TorchPipeline:
         """Train on one batch."""
         self._optimizer.zero_grad()
         arguments = (self._batch,) if self._has_first else ()
-        target = self._batch if self._has_last else None
-        self._schedule.step(*arguments, target=target)
+        self._schedule.step(*arguments, target=self._batch if self._has_last else None)
+        if self._clip is not None:
+            norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+            squared = norm**2
+            dist.all_reduce(squared)
+            clip_grads_with_norm_(self._parameters, self._clip, squared.sqrt())
         self._optimizer.step()
 
 
-def _torch_stage(setup: Setup, index: int, num_stages: int) -> PipelineStage:
-    store = WeightGradStore() if setup.uses_dw_builder else None
+def _torch_stage(index: int, num_stages: int, seconds: float) -> PipelineStage:
+    store = WeightGradStore()
     sample = torch.zeros(1, FEATURES, requires_grad=True)
     return PipelineStage(
-        EmulatedBlock(setup.seconds, store.put if store else None),
+        EmulatedBlock(seconds, store.put),
         index,
         num_stages,
         torch.device("cpu"),
         # Given, not inferred: inference would run a backward whose weight gradients stay left.
         input_args=sample,
         output_args=sample,
-        dw_builder=store.take if store else None,
+        dw_builder=store.take,
     )
-
-
-def _torch_schedule(setup: Setup, stages: list[PipelineStage]) -> Any:
-    if setup.schedule in OF_ONE_STAGE:
-        return OF_ONE_STAGE[setup.schedule](stages[0], setup.num_microbatches, loss_fn=_mean)
-    if setup.schedule == "interleaved_1f1b":
-        return ScheduleInterleaved1F1B(stages, setup.num_microbatches, loss_fn=_mean)
-    schedule = _PipelineScheduleRuntime(stages, setup.num_microbatches, loss_fn=_mean)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "schedule.csv"
-        setup.build().to_csv(path)
-        schedule._load_csv(str(path))
-    return schedule
 
 
 def _mean(output: Tensor, target: Tensor) -> Tensor:
@@ -230,245 +251,219 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 class BareLoop:
-    """One rank that sleeps, sends and receives as our plan says, and nothing else: the floor."""
+    """This rank's own executor, without the Trainer and without clipping."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._plan, self._seconds = lower(setup.build()), setup.seconds
-        mesh = RankMesh(self._plan, dist.get_rank())
-        self._actions = self._plan[mesh.rank]
-        ranks = range(setup.num_ranks)
-        edges = {(a, b) for a in ranks for b in ranks if a != b}
-        cpu = torch.device("cpu")
-        self._transport = ProcessGroupTransport(mesh, edges, cpu)
+    def __init__(self, trainer: Trainer, setup: Setup) -> None:
+        run = trainer.strategy.run  # type: ignore[attr-defined]
+        self._pipeline, self._executor, self._plan = run.pipeline, run.executor, run.plan
+        self._module = trainer.lightning_module
+        own = self._pipeline.ownership.local_tensors().values()
+        self._optimizer = torch.optim.SGD(own, lr=LEARNING_RATE)
+        self._num_microbatches = setup.num_microbatches
+        self._batch = torch.zeros(setup.num_microbatches, FEATURES)
 
     def step(self) -> None:
-        """Run the plan once."""
-        message = [TensorSpec(torch.Size((1, FEATURES)), torch.float32, False)]
-        for action in self._actions:
-            if action.kind in RECVS:
-                sender = self._plan.rank_of(send_of(action).stage)
-                self._transport.post(action, sender, message)
-        for action in self._actions:
-            if action.kind in COMPUTE:
-                time.sleep(self._seconds)
-            elif action.kind in RECVS:
-                self._transport.wait(action)
-            else:
-                peer = self._plan.rank_of(recv_of(action).stage)
-                self._transport.send(action, peer, [torch.zeros(1, FEATURES)])
-        self._transport.finish_step()
+        """Train on one batch."""
+        self._optimizer.zero_grad()
+        slices = self._pipeline.cut_batch(self._batch, 1, self._call, "training_step", seed=0)
+        weights = [1 / self._num_microbatches] * self._num_microbatches
+        self._executor.run(self._plan, make_microbatches(slices, weights))
+        self._optimizer.step()
+
+    def _call(self, part: Tensor, call: StepCall) -> Any:
+        return self._module.training_step(part, 0)
 
 
-class Moment(NamedTuple):
-    """Seconds on this rank's clocks; ``busy`` counts those in which its threads had a core."""
+class TimedSamples(Dataset[Tensor]):
+    """Samples of a run of ours, of which the first one of each batch notes that a step begins.
 
-    wall: float
-    busy: float
+    A hook would not do: steps wait where hooks might read what they have not finished.
 
-    @classmethod
-    def now(cls) -> Moment:
-        """Read the clocks."""
-        return cls(time.perf_counter(), time.process_time())
+    Args:
+        batch_size: Samples of a batch.
+        num_batches: Batches of an epoch.
+        sample: Each of the samples.
+        has_barrier: As of ``StepTimes``.
+
+    Attributes:
+        times: When steps began.
+        before_epoch: Called before the first sample is read.
+    """
+
+    def __init__(
+        self, batch_size: int, num_batches: int, sample: Tensor, has_barrier: bool = False
+    ) -> None:
+        self._batch_size, self._num_samples = batch_size, batch_size * num_batches
+        self._sample = sample
+        self.times = StepTimes(has_barrier)
+        self.before_epoch: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 0:
+            self.before_epoch()
+        if index % self._batch_size == 0:
+            self.times.note()
+        return self._sample
 
 
 class TakingTurns(Callback):
-    """Times each step of the Trainer, and after it a step of torch's pipeline and of the bare loop.
+    """Runs the others before each epoch but the first, in which ours probes the model.
 
     Attributes:
-        spans: for each of the three, when this rank's steps began and ended.
+        runs: What a step of each contender took, in each of its runs.
+        tried: What it took of torch's schedules that were tried.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self.spans: dict[str, list[tuple[Moment, Moment]]] = {"ours": [], "torch": [], "bare": []}
+    def __init__(self, setup: Setup, samples: TimedSamples) -> None:
+        self._setup, self._samples = setup, samples
+        self.runs: dict[str, list[Moment]] = {}
+        self.tried: dict[str, Moment] = {}
+        self._others: dict[str, Contender] = {}
 
-    def on_train_start(self, *_: Any) -> None:
-        """Build the others, when the ranks know each other."""
-        self._others = {"torch": TorchPipeline(self._setup), "bare": BareLoop(self._setup)}
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep what a step of ours took."""
+        own = self._samples.times.take(self._setup.num_steps)
+        if trainer.current_epoch:
+            self.runs.setdefault("ours", []).append(own)
+        self._samples.before_epoch = partial(self._run_others, trainer)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Begin the Trainer's step."""
-        dist.barrier()
-        self._began = Moment.now()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """End it, and run the others'."""
-        self.spans["ours"].append((self._began, Moment.now()))
-        for name, other in self._others.items():
+    def _run_others(self, trainer: Trainer) -> None:
+        # Private: outside of the Trainer's steps calls of modules are watched, which takes time.
+        with trainer.strategy.fit_run._hook_forwards.paused():  # type: ignore[attr-defined]
+            if not self._others:
+                self._choose_others(trainer)
+            for name, other in self._others.items():
+                took = time_run(other, self._setup, self._setup.num_steps)
+                self.runs.setdefault(name, []).append(took)
             dist.barrier()
-            began = Moment.now()
-            other.step()
-            self.spans[name].append((began, Moment.now()))
+
+    def _choose_others(self, trainer: Trainer) -> None:
+        for name, peer in self._setup.torch_peers().items():
+            pipeline = TorchPipeline(peer, self._setup)
+            self.tried[name] = time_run(pipeline, self._setup, NUM_TRIED_STEPS)
+            if self.tried[name] == min(self.tried.values()):
+                self._others = {name: pipeline}
+        self._others["bare"] = BareLoop(trainer, self._setup)
 
 
-class PlainSteps(Callback):
-    """Times each step of a Trainer on one device.
-
-    Attributes:
-        spans: When steps began and ended.
-    """
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[Moment, Moment]] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Begin a step."""
-        self._began = Moment.now()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """End it."""
-        self.spans.append((self._began, Moment.now()))
-
-
-def measure(setup: Setup, num_steps: int) -> dict[str, Moment]:
-    """Train on this rank; return what a step of each takes, over all ranks."""
+def measure(setup: Setup) -> dict[str, Any]:
+    """Train on this rank; return what a step took, of all ranks, on each."""
+    size, num_batches = setup.num_microbatches, setup.num_steps + 2
+    samples = TimedSamples(size, num_batches, torch.zeros(FEATURES), setup.has_barrier)
+    turns = TakingTurns(setup, samples)
     strategy = PipeOffloadStrategy(
-        schedule=setup.schedule, num_microbatches=setup.num_microbatches, split="even"
+        schedule=setup.schedule,
+        num_microbatches=setup.num_microbatches,
+        split="even",
+        optimizer_sync=setup.optimizer_sync,
     )
-    turns, plain = TakingTurns(setup), PlainSteps()
-    num_stages = setup.build().num_stages
-    fit(setup, num_steps, num_stages, turns, devices=setup.num_ranks, strategy=strategy)
-    fit(setup, num_steps, 1, plain, devices=1)  # as much of Lightning, and one block
-    spans = {**turns.spans, "plain": plain.spans}
-    return {name: _median_step(of_name) for name, of_name in spans.items()}
-
-
-def fit(setup: Setup, num_steps: int, num_blocks: int, times: Callback, **options: Any) -> None:
-    """Train so many blocks for so many steps and the first ones, which do not count."""
     trainer = quiet_trainer(
-        max_epochs=1,
-        callbacks=[times],
-        **options,
+        devices=setup.num_ranks,
+        strategy=strategy,
+        gradient_clip_val=setup.clip,
+        max_epochs=setup.num_runs + 1,
+        callbacks=[turns],
     )
-    samples: Any = torch.zeros((num_steps + NUM_WARM_UP_STEPS) * setup.num_microbatches, FEATURES)
-    model = EmulatedModel(num_blocks, setup.seconds)
-    trainer.fit(model, DataLoader(samples, batch_size=setup.num_microbatches))
+    model = EmulatedModel(setup.num_chunks * setup.num_ranks, setup.seconds)
+    trainer.fit(model, DataLoader(samples, batch_size=size))
+    return {
+        "schedule": strategy.report()["schedule"],
+        "planned": planned_periods(setup, strategy),
+        "runs": turns.runs,
+        "tried": turns.tried,
+    }
 
 
-def _median_step(spans: list[tuple[Moment, Moment]]) -> Moment:
-    """Return the median from the first rank's start to the last one's end, and of a rank's work."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, spans[NUM_WARM_UP_STEPS:])
-    steps = list(zip(*of_ranks, strict=True))
-    return Moment(
-        median(max(e.wall for _, e in step) - min(b.wall for b, _ in step) for step in steps),
-        median(mean(end.busy - began.busy for began, end in step) for step in steps),
-    )
+def planned_periods(setup: Setup, strategy: PipeOffloadStrategy) -> tuple[float, float]:
+    """Return the periods of the plan in use, with a barrier and without."""
+    plan = strategy.plan
+    seconds = setup.milliseconds / 1e3 * setup.num_ranks / plan.num_stages
+    costs = Costs(seconds, seconds, seconds)
+    return steady_period(plan, costs, True), steady_period(plan, costs, False)
 
 
-def theory(setup: Setup) -> dict[str, float]:
-    """Return the makespans of what the two execute."""
-    schedule = setup.build()
-    costs = Costs(setup.seconds, setup.seconds, setup.seconds)
-    plans = {"ours": lower(schedule), "torch": schedule, "bare": lower(schedule)}
-    return {name: simulate(plan, costs).makespan for name, plan in plans.items()}
+def add_rows(table: Table, setup: Setup, found: dict[str, Any]) -> None:
+    """Add what was measured: ours, the bare loop, torch's, and what was tried of torch's."""
+    medians = {
+        name: Moment(*(median(run[index] for run in runs) for index in range(2)))
+        for name, runs in found["runs"].items()
+    }
+    (peer,) = [name for name in medians if name not in ("ours", "bare")] or [""]
+    labels = {
+        "ours": f"ours: {found['schedule']}, {setup.optimizer_sync}",
+        "bare": "bare: its executor, unclipped",
+        peer: f"torch's {'best' if setup.peers == 'best' else 'same'}: {peer}",
+    }
+    for name, label in labels.items():
+        if name:
+            took = medians[name]
+            over = [f"{took.wall / period:.3f}" for period in found["planned"]]
+            of_peer = f"{took.wall / medians[peer].wall:.3f}" if peer else ""
+            of_plan = over if name != peer else ["", ""]
+            busy = f"{took.busy * 1e3:.0f}"
+            table.add_row(label, f"{took.wall * 1e3:.0f}", *of_plan, of_peer, busy)
+    if setup.peers == "best":
+        for name, (wall, busy) in found["tried"].items():
+            figures = f"{wall * 1e3:.0f}", "", "", "", f"{busy * 1e3:.0f}"
+            table.add_row(f"tried: {name}", *figures)
+    table.add_section()
 
 
-def run_ranks(setups: list[Setup], num_steps: int) -> list[dict[str, Moment]]:
-    """Measure setups of equal size; Lightning starts this script again for the other ranks."""
-    command = [sys.executable, "-m", "examples.benchmarks.emulated", "--steps", str(num_steps)]
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        plans = json.dumps([asdict(setup) for setup in setups])
-        subprocess.run(
-            [*command, "--setups", plans, "--results", str(results)],
-            check=True,
-            stdout=subprocess.DEVNULL,  # tables of each run's stages
-        )
-        measured = json.loads(results.read_text())
-    return [{name: Moment(*took) for name, took in of_setup.items()} for of_setup in measured]
-
-
-def sleep_on_time() -> None:
-    """Have this process woken within a nanosecond, not 50 us, of when its sleep is over."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
-
-
-def rank_main(setups: str, num_steps: int, results: str) -> None:
-    """Measure on one rank."""
-    sleep_on_time()
-    warnings.filterwarnings("ignore")
-    measured = [measure(Setup(**setup), num_steps) for setup in json.loads(setups)]
-    if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps(measured))
-
-
-def add_row(table: Table, setup: Setup, took: dict[str, Moment]) -> None:
-    """Add what was measured of one setup."""
-    promised = theory(setup)
-    over = {name: took[name].wall / promised[name] for name in promised}
-    table.add_row(
-        setup.schedule,
-        str(setup.num_ranks),
-        str(setup.num_microbatches),
-        f"{setup.milliseconds:g}",
-        *(f"{took[name].wall * 1e3:.0f}" for name in ("ours", "torch")),
-        *(f"{over[name]:.3f}" for name in promised),
-        f"{(over['ours'] - 1) / (over['torch'] - 1):.2f}",
-        *(f"{took[name].busy * 1e3:.1f}" for name in (*promised, "plain")),
-        f"{(took['ours'].busy - took['plain'].busy) / took['torch'].busy:.2f}",
-    )
-
-
-def make_table() -> Table:
+def make_table(title: str) -> Table:
     """Make the table's head."""
-    table = Table("schedule", title="Steps over their theory")
-    names = (
-        "p",
-        "m",
-        "ms",
-        "ours, ms",
-        "torch, ms",
-        "ours / theory",
-        "torch / theory",
-        "bare / theory",
-        "overhead ratio",
-        "busy: ours, ms",
-        "torch, ms",
-        "bare, ms",
-        "plain Trainer, ms",
-        "(ours - plain) / torch",
-    )
-    for name in names:
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for name in ("ms", "/ planned, barrier", "/ planned, none", "/ torch's", "busy, ms"):
         table.add_column(name, justify="right")
     return table
 
 
-def parse() -> argparse.Namespace:
+def read_arguments(line: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--p", type=int, nargs="+", default=[2, 4, 8], help="ranks")
-    parser.add_argument("--m", type=int, nargs="+", help="microbatches; default: p and 2p")
-    parser.add_argument("--milliseconds", type=float, nargs="+", default=[10], help="of F, B and W")
-    parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
-    parser.add_argument("--dw-builder", action="store_true", help="torch's W without the walk")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each")
-    parser.add_argument("--setups", help=argparse.SUPPRESS)
+    parser.add_argument("--p", type=int, nargs="+", default=[8], help="ranks")
+    parser.add_argument("--m", type=int, help="microbatches; default: 2p")
+    parser.add_argument("--milliseconds", type=float, default=10, help="of a rank's F, B and W")
+    parser.add_argument("--schedules", nargs="+", default=["zb_h2"], help="ours, one by one")
+    parser.add_argument("--period", action="store_true", help="clipped steps, without a barrier")
+    parser.add_argument("--optimizer-sync", default="barrier")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="of a run")
+    parser.add_argument("--alone", action="store_true", help="without torch's schedules")
+    parser.add_argument("--setup", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(line)
 
 
-def main() -> None:
-    if "--period" in sys.argv:
-        import_module("examples.benchmarks.period").main(
-            [argument for argument in sys.argv[1:] if argument != "--period"]
-        )
+def main(line: Sequence[str] | None = None) -> None:
+    """Measure, and print one table for each number of ranks."""
+    given = read_arguments(line)
+    if given.results:
+        write_results(lambda: measure(Setup(**json.loads(given.setup))), given.results)
         return
-    arguments = parse()
-    if arguments.setups:
-        rank_main(arguments.setups, arguments.steps, arguments.results)
-        return
-    table = make_table()
-    for p in arguments.p:
-        setups = [
-            Setup(schedule, p, m, milliseconds, arguments.dw_builder)
-            for milliseconds in arguments.milliseconds
-            for m in arguments.m or (p, 2 * p)
-            for schedule in arguments.schedules
-        ]
-        for setup, took in zip(setups, run_ranks(setups, arguments.steps), strict=True):
-            add_row(table, setup, took)
-        table.add_section()
-    Console(width=150).print(table)
+    peers = "none" if given.alone else "best" if given.period else "same"
+    for p in given.p:
+        what = "Periods with clipping" if given.period else "Steps behind a barrier"
+        m = given.m or 2 * p
+        table = make_table(f"{what}, p = {p}, m = {m}, {given.milliseconds:g} ms a rank")
+        for schedule in given.schedules:
+            setup = Setup(
+                schedule=schedule,
+                num_ranks=p,
+                num_microbatches=m,
+                milliseconds=given.milliseconds,
+                has_barrier=not given.period,
+                clip=1.0 if given.period else None,  # norms are 0.1
+                optimizer_sync=given.optimizer_sync,
+                peers=peers,
+                num_runs=given.runs,
+                num_steps=given.steps,
+            )
+            add_rows(table, setup, run_ranks("emulated", "--setup", json.dumps(asdict(setup))))
+        Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import gpu_fits, gpu_hops, gpu_parts, gpu_ranks, gpu_spin
-from examples.benchmarks.gpu_part import ROW, Function, end, lines_of, start
+from examples.benchmarks import gpu_fits, gpu_parts, gpu_ranks, gpu_spin
+from examples.benchmarks.gpu_process import ROW, Function, end, lines_of, start
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ PARTS = [
     Part(gpu_fits.fits, 18),
     Part(gpu_parts.casts, 8),
     Part(gpu_parts.live_bytes, 8),
-    Part(gpu_hops.held_multiprocessors, 10),
-    Part(gpu_hops.hops_of_processes, 10),
+    Part(gpu_ranks.held_multiprocessors, 10),
+    Part(gpu_ranks.hops_of_processes, 10),
     Part(gpu_fits.blame, 16),
 ]
 

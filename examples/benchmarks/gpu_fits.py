@@ -13,9 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from examples.benchmarks.gpu_pair import rows_of, run_two
-from examples.benchmarks.gpu_part import Function, is_accelerated
 from examples.benchmarks.gpu_parts import forbidding_waits
+from examples.benchmarks.gpu_process import Function, is_accelerated, rows_of, run_two
 from lightning_pipeoffload import Minibatch, OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.demos.gpt import GPT
 
@@ -40,7 +39,7 @@ def _module() -> GPT:
     return GPT(context=64, width=64, depth=8, heads=2, dropout=0.0)
 
 
-def _rows() -> list[tuple[Tensor, Tensor]]:
+def _rows() -> Any:
     tokens = torch.randint(256, (64, 65), generator=torch.Generator().manual_seed(0))
     return [(row[:-1], row[1:]) for row in tokens]
 
@@ -71,8 +70,8 @@ def train(
     )
     # Each replica's own: what Lightning shares out it shuffles too.
     first = int(os.environ["NODE_RANK"]) if num_replicas > 1 else 0
-    rows = _rows()[first::num_replicas]
-    loaders = DataLoader(rows, batch_size=8 // num_replicas), DataLoader(_rows(), batch_size=8)
+    training, validation = _rows()[first::num_replicas], _rows()
+    loaders = DataLoader(training, 8 // num_replicas), DataLoader(validation, 8)
     trainer.fit(_module(), *loaders, ckpt_path=resume)
     return trainer
 
@@ -86,7 +85,7 @@ def host_waits_of_a_trainer(device: torch.device) -> Iterator[str]:
 def fits(device: torch.device) -> Iterator[str]:
     """A fit in bf16-mixed: planned anew, clipped, validated, saved and gone on with."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"precision": "bf16-mixed", "default_root_dir": folder}
+        options: dict[str, Any] = {"precision": "bf16-mixed", "default_root_dir": folder}
         first = train(device, **options)
         file = str(Path(folder) / "half.ckpt")
         first.save_checkpoint(file)
@@ -159,7 +158,7 @@ def _row_of(said: list[str]) -> str:
     return rows[0]
 
 
-class Shards(IterableDataset):
+class Shards(IterableDataset[Minibatch]):
     """The microbatches of one of two ranks: each second row of each batch."""
 
     def __init__(self, rank: int) -> None:
@@ -194,7 +193,7 @@ def on_demand(device: torch.device) -> Iterator[str]:
     """strategy="odc" over memory that two processes of a device share comes to the loss of one."""
     losses = [_row_of(said) for said in run_two(be_one_on_demand, device, 20)]
     module = _module().to(device)
-    module.log = lambda *args, **options: None
+    module.log = lambda *args, **options: None  # type: ignore[method-assign]
     optimizers: Any = module.configure_optimizers()
     optimizer, scheduler = optimizers["optimizer"], optimizers["lr_scheduler"]["scheduler"]
     loss = torch.zeros(())

@@ -26,9 +26,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks import offload_gpu
-from examples.benchmarks.gpu_part import is_accelerated
-from examples.benchmarks.offload_gpu import Line
-from examples.benchmarks.rehearsed_gpt import Size, Variant
+from examples.benchmarks.gpu_process import is_accelerated
+from examples.benchmarks.offload_gpu import Line, Size, Variant
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
@@ -115,7 +114,7 @@ def exactness(device: torch.device) -> Iterator[str]:
     pipeline = InProcessPipeline(model, build("zb_h1", 2, 8), call_step)
     pipeline.run(batch, 1)
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
-    deferred = sum(stage.memory.deferred_flops for stage in stages)
+    deferred = sum(stage.memory.deferred_flops or 0 for stage in stages)
     share = deferred / sum(rank.weight_flops for rank in pipeline.ranks)
     yield f"zb_h1: {share:.0%} of the weight gradients wait for W"
     assert share == 1
@@ -208,7 +207,8 @@ def casts(device: torch.device) -> Iterator[str]:
     """In bfloat16, recomputation casts no weight once more, and changes gradients by rounding."""
     model = Model(64, 4, 64).to(device)
     batch = model.batch(4)
-    counts, plain = [], {}
+    counts: list[int] = []
+    plain: dict[str, Tensor] = {}
     for recompute in ("none", "cheap", "full"):
         pipeline = InProcessPipeline(model, build("zb_v", 1, 4), call_step, recompute=recompute)
         mixed = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)

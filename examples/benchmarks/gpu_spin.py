@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.benchmarks.gpu_part import is_accelerated
+from examples.benchmarks.gpu_process import is_accelerated
 from examples.benchmarks.gpu_ranks import in_two_processes, steps_of_all_schedules
 from lightning_pipeoffload.odc.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime import transport
@@ -64,8 +64,8 @@ class SpinGroup(dist.ProcessGroup):
     """
 
     def __init__(self, device: torch.device, store: Any, rank: int, size: int, *_: Any) -> None:
-        super().__init__(rank, size)
-        box, *_ = share_bytes(2 * _FLAG + _LARGEST, device, rank, _Meeting(store, rank, size))
+        super().__init__(rank, size)  # type: ignore[call-arg] # of the bases that C++ has
+        box, *_rest = share_bytes(2 * _FLAG + _LARGEST, device, rank, _Meeting(store, rank, size))
         self._sent, self._taken = box[:4].view(torch.int32), box[_FLAG:][:4].view(torch.int32)
         self._box = box[2 * _FLAG :]
         self._number = 0
@@ -171,13 +171,20 @@ def be_spinning_rank(device: torch.device) -> Iterator[str]:
 
 def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
     """What the driver does not do while a kernel spins: a receive must not be open there."""
-    x, kept, pin = torch.ones(8, device=device), [], is_accelerated(device)
+    x, pin = torch.ones(8, device=device), is_accelerated(device)
+    kept: list[Tensor] = []
     numel = 1 << 28 if pin else 8  # more than allocators have at hand
+
+    def free() -> None:
+        kept.clear()
+        if pin:
+            torch.accelerator.empty_cache()
+
     calls: dict[str, Callable[[], Any]] = {
         "a kernel's first load": lambda: torch.special.i1e(x),
         "cudaMalloc": lambda: kept.append(torch.empty(numel, device=device)),
         "cudaHostAlloc": lambda: torch.empty(numel, pin_memory=pin),
-        "cudaFree": lambda: (kept.clear(), pin and torch.accelerator.empty_cache()),
+        "cudaFree": free,
         "a module's load": lambda: pin and torch.cuda._compile_kernel(_PASS_ON, "pass_on"),
     }
     for name, call in calls.items():

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,8 +34,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.emulated import FEATURES, EmulatedModel
-from examples.benchmarks.quiet_trainer import quiet_trainer
+from examples.benchmarks.harness import (
+    FEATURES,
+    EmulatedModel,
+    quiet_trainer,
+    run_ranks,
+    write_results,
+)
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.schedule import Action, Kind, build
 
@@ -154,17 +156,6 @@ def make_table(given: argparse.Namespace, ranks: Sequence[dict[str, float]]) -> 
     return table
 
 
-def run_ranks(line: Sequence[str], profiled_to: Path) -> list[dict[str, float]]:
-    """Measure in processes of their own; Lightning starts this command again for the others."""
-    command = [sys.executable, "-m", "examples.benchmarks.host_time", *line]
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        written_to = ["--results", str(results), "--profiled-to", str(profiled_to)]
-        subprocess.run([*command, *written_to], check=True, stdout=subprocess.DEVNULL)
-        ranks: list[dict[str, float]] = json.loads(results.read_text())
-    return ranks
-
-
 def read_arguments(line: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -190,14 +181,12 @@ def main(line: Sequence[str]) -> None:
     """Measure, and print a table."""
     given = read_arguments(line)
     if given.results:
-        warnings.filterwarnings("ignore")
-        ranks = measure(given)
-        if dist.get_rank() == 0:
-            Path(given.results).write_text(json.dumps(ranks))
+        write_results(lambda: measure(given), given.results)
         return
     with tempfile.TemporaryDirectory() as folder:
         profiled_to = Path(folder) / "profile"
-        Console(width=150).print(make_table(given, run_ranks(line, profiled_to)))
+        ranks = run_ranks("host_time", *line, "--profiled-to", str(profiled_to))
+        Console(width=150).print(make_table(given, ranks))
         if given.profile:
             print_profile(profiled_to)
 

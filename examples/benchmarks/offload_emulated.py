@@ -20,7 +20,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from examples.benchmarks.emulated import FEATURES, EmulatedBlock
+from examples.benchmarks.harness import FEATURES, EmulatedBlock
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.runtime.cut.partition import CutSettings

@@ -2,8 +2,9 @@
 
     python -m examples.benchmarks.offload_gpu --hidden 4096 8192 --sequence 4096 8192 16384 32768
 
-One rank of a longer pipeline runs its part of the plan (``rehearsed_gpt.py``); what the other ranks
-send arrives when the plan says.
+One rank of a longer pipeline runs its stages of a GPT in bfloat16 (attention through SDPA, so flash
+attention where the device has it). Blocks of the other ranks have shapes and no memory, and what
+those ranks send arrives when the plan says. ``pipeoffload-rehearse`` does the same for any model.
 
 Each line is measured in the same way: what F, B and W of a stage take is measured first, and copies
 in both directions; a plan is made from that, for which the neighbours' delays are simulated; then
@@ -25,17 +26,30 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional
 
-from examples.benchmarks.rehearsed_gpt import Size, Variant, few_microbatches, rehearse
+from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
+from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.rehearsal import Rehearsal
+from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -45,6 +59,110 @@ from lightning_pipeoffload.schedule import (
     simulate,
 )
 from lightning_pipeoffload.schedule.simulation.copy_ratio import layer_flops
+
+VOCABULARY = 256
+CALIBRATION_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and a pipeline of which one rank runs here."""
+
+    hidden: int
+    sequence: int
+    num_ranks: int
+    num_chunks: int
+    num_microbatches: int
+    rank: int
+    head_size: int
+    device: torch.device
+    least_host_bytes: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, of one layer each."""
+        return self.num_ranks * self.num_chunks
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How to run: a line of the table."""
+
+    schedule: str
+    recompute: str = "none"
+    save_on_cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return "uniform, save_on_cpu" if self.save_on_cpu else self.schedule
+
+
+class Model(nn.Module):
+    """A GPT with a step; ``around_blocks`` makes what each block runs in."""
+
+    def __init__(
+        self, size: Size, around_blocks: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        heads = size.hidden // size.head_size
+        sizes = VOCABULARY, size.sequence, size.hidden, size.num_stages
+        with torch.device("meta"):
+            self.gpt = GPT(*sizes, heads=heads, dropout=0.0)
+        self.bfloat16()
+        self.around_blocks = around_blocks
+
+    def allocate(self, blocks: Sequence[int], device: torch.device) -> None:
+        """Give memory to some blocks, and to what is around the blocks."""
+        gpt = self.gpt
+        around = [gpt.token_embedding, gpt.position_embedding, gpt.final_norm, gpt.head]
+        for module in (*around, *(gpt.blocks[index] for index in blocks)):
+            module.to_empty(device=device)
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                nn.init.constant_(parameter, float("norm.weight" in name))
+            if not parameter.is_meta and parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the loss of predicting each token from itself and those before it."""
+        gpt = self.gpt
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = gpt.token_embedding(tokens) + gpt.position_embedding(positions)
+        for block in gpt.blocks:
+            with self.around_blocks():
+                x = block(x)
+        logits = gpt.head(gpt.final_norm(x)).flatten(0, 1)
+        return functional.cross_entropy(logits.float(), tokens.flatten())
+
+
+def rehearse(size: Size, variant: Variant) -> Rehearsal:
+    """Make the rank, its model and its memory."""
+    pin = size.device.type != "cpu"
+    around = partial(save_on_cpu, pin_memory=pin) if variant.save_on_cpu else nullcontext
+    model = Model(size, around)
+    stage_ranks = tuple(stage % size.num_ranks for stage in range(size.num_stages))
+    cut = CutSettings(stage_ranks, "gpt.blocks", "even", variant.recompute)
+    own = [stage for stage, rank in enumerate(stage_ranks) if rank == size.rank]
+    model.allocate(own, size.device)
+    pipeline = Pipeline(model, size.rank, cut, size.device)
+
+    def cut_batch(count: int) -> list[BatchSlice]:
+        tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
+        return pipeline.cut_batch(tokens, 1, lambda part, _: model.step(part), "train", 0)
+
+    budget = HostBudget.share_of_machine(1)
+    if budget is not None and budget.num_bytes < size.least_host_bytes:
+        budget = HostBudget.given(size.least_host_bytes)
+    host = HostMemory(pin, budget)
+    settings = OffloadSettings(size.device, make_lanes(size.device), host)
+    return Rehearsal(pipeline, ActivationMemory(settings), cut_batch)
+
+
+def few_microbatches(size: Size) -> Schedule:
+    """Return what stages are measured by."""
+    return build("uniform", size.num_ranks, CALIBRATION_MICROBATCHES, size.num_chunks)
+
 
 VARIANTS = [
     Variant("uniform"),
@@ -98,18 +216,22 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
     finally:
         rehearsal.pipeline.detach()
     ledger = rehearsal.memory.ledger
-    peaks = {"peak": ledger.peak_device_bytes, "host_peak": ledger.peak_host_bytes}
-    return replace(line, allocated=_peak_allocated(), **peaks)
+    return replace(
+        line,
+        allocated=_peak_allocated(),
+        peak=ledger.peak_device_bytes,
+        host_peak=ledger.peak_host_bytes,
+    )
 
 
 def _mean(stages: dict[int, StageCosts]) -> StageCosts:
-    return StageCosts(*map(fmean, zip(*stages.values(), strict=True)))
+    return StageCosts._make(map(fmean, zip(*stages.values(), strict=True)))
 
 
 def _costs_of_all(size: Size, own: dict[int, StageCosts], speed: CopySpeed) -> Costs:
     """Return the costs of the pipeline: other ranks' stages are as the mean of this one's."""
     stages = [own.get(index, _mean(own))._asdict() for index in range(size.num_stages)]
-    per_stage = {name: [stage[name] for stage in stages] for name in stages[0]}
+    per_stage: dict[str, Any] = {n: [stage[n] for stage in stages] for n in stages[0]}
     return Costs(**per_stage, copy_lanes=speed.num_lanes)
 
 
@@ -118,9 +240,9 @@ def _computing(stage: StageCosts) -> float:
 
 
 def _schedule(size: Size, variant: Variant, costs: Costs) -> Schedule:
-    planned = {"costs": costs} if variant.schedule.startswith("po_") else {}
     numbers = size.num_ranks, size.num_microbatches, size.num_chunks
-    return build(variant.schedule, *numbers, **planned)
+    planned = costs if variant.schedule.startswith("po_") else None
+    return build(variant.schedule, *numbers, costs=planned)
 
 
 def _formula(size: Size, stage: StageCosts, speed: CopySpeed) -> float:

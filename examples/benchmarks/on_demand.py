@@ -16,18 +16,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
-from examples.benchmarks.sleeping import Sleep
+from examples.benchmarks.harness import Sleep
 from lightning_pipeoffload.odc.on_demand_processes import Ranks
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.sharding import ShardedGroup
@@ -69,7 +70,8 @@ def sharded() -> nn.Module:
     module = SleepingNet()
     for block in module.blocks:
         fully_shard(block)
-    return fully_shard(module)
+    fully_shard(module)
+    return module
 
 
 def microbatches(rank: int, num_ranks: int, balanced: bool) -> list[float]:
@@ -130,10 +132,11 @@ def _rank(rank: int, num_ranks: int, port: int, balanced: bool, turns: int, resu
 
 
 def measure(num_ranks: int, balanced: bool, turns: int) -> dict[str, float]:
-    results = mp.get_context("spawn").SimpleQueue()
+    results: Any = get_context("spawn").SimpleQueue()
     arguments = (num_ranks, free_port(), balanced, turns, results)
-    mp.spawn(_rank, arguments, num_ranks)
-    return results.get()
+    spawn(_rank, arguments, num_ranks)
+    found: dict[str, float] = results.get()
+    return found
 
 
 def main() -> None:

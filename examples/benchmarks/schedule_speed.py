@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -49,8 +50,8 @@ def main() -> None:
     for name in ("actions", "build", "simulate"):
         table.add_column(name, justify="right")
     for name in SCHEDULES:
-        schedule, building = timed(lambda name=name: build_large(name, arguments.p, arguments.m))
-        _, simulating = timed(lambda schedule=schedule: simulate(schedule, COPYING))
+        schedule, building = timed(partial(build_large, name, arguments.p, arguments.m))
+        _, simulating = timed(partial(simulate, schedule, COPYING))
         kind = "profiled" if name in SEARCHED else "equal"
         num_actions = sum(map(len, schedule))
         table.add_row(name, kind, f"{num_actions}", f"{building:.2f}", f"{simulating:.2f}")

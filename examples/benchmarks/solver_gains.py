@@ -68,8 +68,14 @@ def solved(setting: Setting, limit: float, seconds: float) -> tuple[float, float
     sizes = setting.num_ranks, setting.num_microbatches
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        given = {"solver_seconds": seconds, "plan_cache": folder}
-        plan = build("optpipe", *sizes, costs=setting.costs, memory_limit=limit, **given)
+        plan = build(
+            "optpipe",
+            *sizes,
+            costs=setting.costs,
+            memory_limit=limit,
+            solver_seconds=seconds,
+            plan_cache=folder,
+        )
     accept(plan, setting.costs, limit)
     return simulate(plan, setting.costs).makespan, time.monotonic() - start
 

@@ -231,7 +231,7 @@ def compare(table: Table, width: int, checkpointed: bool, repetitions: int) -> N
 
 def compare_compiled(table: Table, width: int, repetitions: int) -> None:
     """Add a row to ``table`` for each engine with compiled blocks."""
-    runs = {
+    runs: Runs = {
         "fused": (Case.make(width, False), fused),
         "ours": (Case.make(width, False, SplitBlock), ours),
     }

@@ -24,10 +24,10 @@ from statistics import median
 
 ROOT = Path(__file__).parents[2]
 BOUND = 0.03
-EMULATED = ["examples.benchmarks.emulated", "--p", "4", "--m", "8"]
+EMULATED = ["examples.benchmarks.emulated", "--p", "4", "--m", "8", "--runs", "3"]
 BENCHMARKS = {
     "emulated": [*EMULATED, "--schedules", "1f1b", "zb_h1"],
-    "period": [*EMULATED, "--period", "--runs", "3", "--steps", "10", "--alone"],
+    "period": [*EMULATED, "--period", "--steps", "10", "--alone"],
     "schedule_speed": ["examples.benchmarks.schedule_speed", "--p", "16", "--m", "128"],
     "host_time": ["examples.benchmarks.host_time", "--p", "4", "--m", "8"],
     "weight_split": ["examples.benchmarks.weight_split", "--widths", "256"],

@@ -1,22 +1,27 @@
-"""Parts of ``gpu_check.py``: functions of a device that yield what they have found, each a process.
+"""Processes of ``gpu_check.py``: each runs a function of a device that yields what it has found.
 
 The processes are forked from one that has imported everything and never touched the device, for
-imports take longer than most parts do.
+imports take longer than most parts do. Two that run the same function stand for two nodes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from select import select
 from typing import Any, NamedTuple
 
 import torch
+
+from lightning_pipeoffload.processes.run_store import free_port
 
 ROW = "row: "
 Function = Callable[[torch.device], Iterator[str]]
@@ -94,3 +99,45 @@ def end(running: Running, deadline: float) -> int:
 def is_accelerated(device: torch.device) -> bool:
     """Whether a device is more than the CPU, on which parts are small and measure nothing."""
     return device.type != "cpu"
+
+
+def run_two(
+    function: Function,
+    device: torch.device,
+    seconds: float = 40,
+    environment: Mapping[str, str] | None = None,
+) -> list[list[str]]:
+    """Run a part in two processes on a device; return the lines of each.
+
+    The process that calls this may not have used the device yet. Its standard error gets them too.
+
+    Args:
+        function: The part; each process finds in ``NODE_RANK`` which of the two it is.
+        device: The device of both.
+        seconds: The seconds after which they are killed on an accelerator.
+        environment: Variables beside this process's own.
+    """
+    places = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
+        **(environment or {}),
+    }  # fmt: skip
+    both = [start(function, device, {**places, "NODE_RANK": str(rank)}) for rank in range(2)]
+    deadline = time.monotonic() + (seconds if is_accelerated(device) else 600)
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(partial(_follow, deadline=deadline), range(2), both)]
+
+
+def _follow(rank: int, running: Running, deadline: float) -> list[str]:
+    said = []
+    for line in lines_of(running, deadline):
+        said.append(line)
+        sys.stderr.write(f"{rank}: {line}\n")
+    status = end(running, deadline)
+    if status:
+        sys.stderr.write(f"{rank}: ended with status {status}\n")
+    return said
+
+
+def rows_of(said: list[str]) -> list[str]:
+    """Return the rows among the lines of a process."""
+    return [line.removeprefix(ROW) for line in said if line.startswith(ROW)]
