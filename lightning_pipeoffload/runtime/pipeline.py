@@ -1,9 +1,8 @@
-"""One rank's share of the user's module, as a pipeline that runs steps.
+"""One rank's stages of the user's module, and how it cuts batches for them.
 
-The first batch decides: a probe of the step tells how it uses its blocks and parameters, then the
-chain is cut. Until :meth:`Pipeline.commit` the module stays whole on the host, so that a second
-kind of step (a validation may come before the first training step) can still show that it needs a
-parameter elsewhere.
+The chain of blocks is cut at the first batch, by the record of its step. Until
+:meth:`Pipeline.commit` the module stays whole on the host, so that a second kind of step (a
+validation may come before the first training step) can still need a parameter on another stage.
 """
 
 from __future__ import annotations
@@ -72,27 +71,21 @@ class Pipeline:
         module: The user's module; stays whole until :meth:`commit`.
         rank: This rank in the pipeline.
         settings: How to cut.
-        device: Where the stages compute.
+        device: The device on which the stages compute.
         parts: The module, if it was made in parts.
 
     Attributes:
-        parts: The module in parts, if it was made so.
-        tensors: Parameters and buffers by name.
-        settings: How it is cut.
-        chain: The blocks.
-        probes: What was seen of the steps.
-        compiler: What compiles the blocks.
-        gradient_age: The age of the gradients of what other ranks own.
-        trained: Of each parameter of the module, 1 if it trains, else 0.
-        mixed: Weights, by name, that a stage uses both in what may wait for W and in what may not.
-        stage_gradients: Gradients of weights that several stages of this rank use, of all but the
-            first of these stages.
+        tensors: The names and owners of parameters and buffers.
+        records: The records of the steps.
+        gradient_age: Of the gradients of parameters that other ranks own.
+        trained: For each parameter of the module, 1 if it trains, else 0.
+        mixed: Names of weights that a stage uses both where W can wait and where it cannot.
+        stage_gradients: Gradients of weights that several stages of this rank use, by name, of all
+            but the first of these stages.
         flops_of_one: Operations that 1 in ``costs`` stands for.
-        batch_flops: Operations that training takes for the last batch that was cut, of all stages.
-        batch_records: What was seen of the steps of the last batch that was cut.
-        leaves_trace: Whether the steps of the last batch that was cut cannot run again.
+        batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
-        before_trace: Called before a step is run to look at it, with the weights that there are.
+        before_trace: Called before a step is traced.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -111,9 +104,8 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
-        self.batch_flops = 0
         self.flops_of_one = 0.0
-        self.leaves_trace = self.is_new = False
+        self.is_new = False
         self.batch_records: list[StepRecord] = []
         self.before_trace: Callable[[], None] = lambda: None
         self._absent: AbsentValues | None = None
@@ -148,16 +140,16 @@ class Pipeline:
         self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
-        """Cut otherwise from the next batch on, which is looked at anew.
+        """Cut at the next batch anew, with other settings but for the blocks.
 
         Args:
-            rank: This rank in the pipeline, which may be another one than before.
-            settings: How to cut; the blocks are as before.
+            rank: This rank in the pipeline, maybe another one than before.
+            settings: How to cut.
         """
-        assert not self.is_split  # every rank has the whole module still
+        assert not self.is_split  # every rank still has the whole module
         self.rank, self.settings = rank, settings
         self._forget_cut()
-        self._know_parameters()  # of which some may have come in the place of shapes
+        self._know_parameters()  # some may have replaced shapes
 
     def _know_parameters(self) -> None:
         self._parameters = list(self.module.parameters())
@@ -167,28 +159,28 @@ class Pipeline:
 
     @property
     def is_split(self) -> bool:
-        """Whether what other ranks own is there as shapes."""
+        """Whether the module has shapes for what other ranks own."""
         return self.committed or self.parts is not None
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the user's step is being run, or looked at."""
+        """Whether the user's step is running or traced."""
         return self.chain.is_running
 
     @property
     def ownership(self) -> Ownership:
-        """What this rank owns; there once the module is cut."""
+        """What this rank owns, once the module is cut."""
         return self.tensors.ownership
 
     @property
     def local_stages(self) -> list[int]:
-        """Stages of this rank."""
+        """The stages of this rank."""
         return [s for s, rank in enumerate(self.settings.stage_ranks) if rank == self.rank]
 
     def cut_batch(
         self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
     ) -> list[BatchSlice]:
-        """Cut a batch, and look at the step where the shapes are new.
+        """Cut a batch into microbatches, and trace the step for those with new shapes.
 
         Args:
             batch: Any pytree.
@@ -201,10 +193,9 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
-        self.batch_flops = 0
-        self.leaves_trace = self.is_new = False
-        slices: list[BatchSlice] = []
+        self.is_new = False
         self.batch_records = records = []
+        slices: list[BatchSlice] = []
         parts = split_batch(batch, size)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
@@ -212,8 +203,6 @@ class Pipeline:
             if not record.is_known:
                 self._take_in(record)
                 record.is_known = True
-            self.batch_flops += record.training_flops
-            self.leaves_trace |= record.leaves_trace
             records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)
             if record.changes_batch:
@@ -227,18 +216,28 @@ class Pipeline:
             record.has_run = True
         return slices
 
+    @property
+    def batch_flops(self) -> int:
+        """Operations that training takes for the last batch that was cut, on all stages."""
+        return sum(record.training_flops for record in self.batch_records)
+
+    @property
+    def leaves_trace(self) -> bool:
+        """Whether the steps of the last batch that was cut cannot run again."""
+        return any(record.leaves_trace for record in self.batch_records)
+
     def lending(
         self,
         send: Callable[[Tensor, int | None], Tensor],
         seed: int | None,
         part: nn.Module | None = None,
     ) -> Lending:
-        """Make what runs a step as a whole, on every rank.
+        """Prepare one run of a step as a whole, on every rank.
 
         Args:
-            send: Returns a tensor as a pipeline rank has it, to all; None: as the root has it.
-            seed: The seed of the step; None: random numbers are drawn on as before.
-            part: The part of the module that is called; None: all of it.
+            send: Returns to all ranks a tensor of a pipeline rank; None: of the root.
+            seed: Of the step's random numbers; None: the generators are not seeded.
+            part: The submodule that is called; None: all of the module.
         """
 
         def fetch(slot: Slot) -> Tensor:
@@ -250,7 +249,7 @@ class Pipeline:
         return Lending(self.module, self.chain, fetch, seed, part)
 
     def commit(self) -> None:
-        """Leave shapes of what other ranks own; what is learned from now on cuts nothing anew."""
+        """Replace what other ranks own by shapes; the cut stays as it is from now on."""
         self.committed = True
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
@@ -262,12 +261,12 @@ class Pipeline:
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:
-        # Private: which buffers no state dict has, so that loading one does not bring them back.
+        # Private: the buffers that no state dict has, so that loading one does not restore them.
         is_unsaved = slot.attribute in slot.module._non_persistent_buffers_set
         return is_unsaved and not self.ownership.is_local(slot.name)
 
     def _notice_frozen(self) -> None:
-        """Look at the steps anew where a hook has frozen or unfrozen parameters, of any stage."""
+        """Trace the steps anew if a hook has frozen or unfrozen parameters, of any stage."""
         trained = bytes([parameter.requires_grad for parameter in self._parameters])
         if trained != self.trained:
             self.trained = trained
@@ -277,12 +276,12 @@ class Pipeline:
 
     @property
     def weight_flops(self) -> int:
-        """Operations of all weight gradients of this rank, for the first training microbatch."""
+        """Operations of this rank's weight gradients, for the first training microbatch."""
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
         return self.records.weight_flops(segments)
 
     def attach(self) -> None:
-        """Take charge of the blocks' calls and of their weight gradients."""
+        """Intercept the blocks' calls and weight gradients."""
         if self._absent is not None:
             self._absent.leave()
             self._absent = None
@@ -295,7 +294,7 @@ class Pipeline:
         install_draws()
 
     def detach(self) -> None:
-        """Leave the module as any other one, but for what other ranks own."""
+        """Leave the module as it was, but for what other ranks own."""
         self.chain.release()
         self.compiler.leave()
         if self.is_split and self._absent is None:
@@ -305,7 +304,7 @@ class Pipeline:
         remove_draws()
 
     def _take_in(self, record: StepRecord) -> None:
-        """Let stages have what a new probe shows they need, and refuse what cannot be cut."""
+        """Give stages what a new record shows that they need, and refuse what cannot be cut."""
         if not self.committed:
             self._learn(record)
         self._writes.expect(record, self.partition)
@@ -316,7 +315,7 @@ class Pipeline:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 
     def _mark_mixed(self, record: StepRecord) -> None:
-        """Compute in B the whole gradient of a weight of which B has a part: it has one order."""
+        """Compute a weight's gradient in B as a whole if a part of it is: it has one order."""
         for stage in (self.partition[index] for index in self.local_stages):
             for name, uses in record.weight_uses.items():
                 found = {could_wait for segment, could_wait in uses if segment in stage.segments}
@@ -326,9 +325,9 @@ class Pipeline:
             if name in self.mixed:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
-    @torch.inference_mode(False)  # what validation moves or makes is trained later
+    @torch.inference_mode(False)  # a validation may run before training
     def _learn(self, record: StepRecord) -> None:
-        """Cut by the first probe; let stages own what a later one shows they use."""
+        """Cut by the first record; let stages own what a later one shows that they use."""
         self.tensors.refuse_added(self.module)
         if not self._uses.segments:
             self._cut(record)
@@ -372,12 +371,12 @@ class Pipeline:
         )
 
     def sum_stage_gradients(self) -> None:
-        """Give each weight that several stages of this rank use the sum of their gradients."""
+        """Add up the gradients of each weight that several stages of this rank use."""
         for gradient in self.stage_gradients.values():
             gradient.add()
 
     def shared_segments(self) -> list[frozenset[int]]:
-        """List the segments of the step that use a parameter which others use too."""
+        """List, for each parameter that several segments use, these segments."""
         found: dict[int, frozenset[int]] = {}
         for name, segments in self._uses.segments.items():
             if name in self.tensors.trainable:

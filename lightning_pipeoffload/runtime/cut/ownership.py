@@ -1,9 +1,9 @@
-"""Which parameters and buffers a rank has, and which of them each of its stages sees.
+"""Which parameters and buffers a rank owns, and which of them each of its stages has.
 
-Names never change. What no stage of this rank owns stays in its place as a shape, so that the
-module is whole; what another of the rank's stages owns is one while a stage runs, by exchanging the
-dicts of the few modules outside of the blocks. A tied weight is one parameter with several names,
-each on another stage, maybe; its first name stands for it.
+Names never change. What no stage of this rank owns is a shape under its name, so that the module is
+whole. While a stage runs, what only other stages of the rank own is a shape too: the dicts of the
+few modules outside of the blocks are exchanged. A tied weight is one parameter with several names,
+maybe of several stages; it goes by its first name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
 
 class _Hidden(Awaited, RemoteTensor):
-    """A weight before a stage's first block: the stage uses it from there on, or never has it."""
+    """A weight before a stage's first block, from which on the stage has it, or never."""
 
 
 class Ownership:
@@ -60,26 +60,26 @@ class Ownership:
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
-        """Let the modules outside of the blocks have what ``stage`` owns, the rest shape-only."""
+        """Give the modules outside of the blocks the tensors that ``stage`` owns."""
         _exchange(self._views[stage])
-        # What the step has fetched before its first block on this stage is there from here on.
+        # A weight that the step has fetched before the stage's first block has its value now.
         self._shown = self._fetched[stage]
         for placeholder, slot in self._shown:
             placeholder.value = slot.tensor
 
     def hide(self) -> None:
-        """Let the modules outside of the blocks have nothing but shapes."""
+        """Give the modules outside of the blocks shapes."""
         _exchange(self._hidden)
         for placeholder, _ in self._shown:
             placeholder.value = None
 
     def restore(self) -> None:
-        """Let every module have all that this rank owns."""
+        """Give every module all that this rank owns."""
         _exchange(self._home)
 
     @contextmanager
     def hiding(self, block: str) -> Iterator[None]:
-        """Let a block that another stage runs have nothing but shapes, whoever owns it."""
+        """Give a block that another stage runs shapes, even for what this rank owns."""
         if block not in self._blocks:
             slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
             home = self._make_view(slots, lambda slot: True)
@@ -96,17 +96,17 @@ class Ownership:
         return bool(self.owners[name] & self.local_stages)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Return what this rank owns, by name."""
+        """Return the parameters and buffers that this rank owns, by name."""
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
     def move(self) -> None:
-        """Bring what this rank owns to where it computes; what it has the shape of says so too."""
+        """Move what this rank owns to its device, and the shapes' device with it."""
         for slot in self.slots:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 slot.tensor.data = slot.tensor.data.to(self._device)
 
     def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
-        """Let what other ranks own be shapes, in all views; a tied weight under all its names."""
+        """Replace what other ranks own by shapes; a tied weight under all its names."""
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
@@ -119,7 +119,7 @@ class Ownership:
         self._blocks.clear()
 
     def follow_requires_grad(self) -> None:
-        """Let what is hidden from a stage require a gradient where the rank's own does."""
+        """Make each shape require a gradient where the rank's own tensor does."""
         for placeholder, slot in self._stand_ins:
             placeholder.requires_grad_(slot.tensor.requires_grad)
 
@@ -146,7 +146,7 @@ class Ownership:
         if stage_ranks:
             ranks = sorted({stage_ranks[stage] for stage in stages})
             place += ", on global rank " + " and ".join(map(str, ranks))
-        # The module may be on the host still, whose step makes masks, say, where its weights are.
+        # The rank's device, also while the module is on the host: steps make masks, say, there.
         kind = RemoteTensor if stage_ranks else _Hidden
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
@@ -181,16 +181,15 @@ class SharedWeight(NamedTuple):
 
 
 class NamedTensors:
-    """What the whole module had, and what one rank has of it.
+    """The names of the whole module's parameters and buffers, and which ranks own them.
 
     Attributes:
-        names: The names of the entries of the module's state dict.
+        names: Of the entries of the module's state dict.
         identity: A number for each parameter and buffer, by name; tied weights have the same.
         trainable: Names of the parameters.
-        ownership: Which stages have what; it is there once the module is cut.
     """
 
-    ownership: Ownership
+    ownership: Ownership  # once the module is cut
 
     def __init__(self, module: nn.Module, stage_ranks: Sequence[int]) -> None:
         self._stage_ranks = stage_ranks
@@ -209,11 +208,7 @@ class NamedTensors:
         }
 
     def refuse_added(self, module: nn.Module) -> None:
-        """Refuse parameters that a hook has added to the module since.
-
-        Raises:
-            ValueError: A hook has added one.
-        """
+        """Raise ``ValueError`` if a hook has added a parameter to the module since."""
         added = [name for name, _ in module.named_parameters() if name not in self.identity]
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
@@ -240,17 +235,16 @@ class NamedTensors:
 
     def common_buffers(self) -> list[Tensor]:
         """List the buffers that every stage has, in the same order on every rank."""
-        count = len(self._stage_ranks)
         return [
             tensor
             for name, tensor in self.ownership.local_tensors().items()
-            if name not in self.trainable and len(self.ownership.owners[name]) == count
+            if name not in self.trainable and self.is_everywhere(name)
         ]
 
     def owner_of(self, key: str) -> int | None:
         """Return the rank that saves an entry of the state dict: the one with its last stage.
 
-        None for what is no parameter or buffer: what ``get_extra_state`` or a hook has added.
+        None for what is no parameter or buffer but added by ``get_extra_state`` or a hook.
         """
         slot = self._slot_of.get(key)
         return None if slot is None else self.owner_of_slot(slot)
@@ -277,7 +271,7 @@ class NamedTensors:
         return [names for names in self._names_of.values() if names[0] in self.trainable]
 
     def owner_of_slot(self, name: str) -> int:
-        """Return the rank whose value of a parameter or buffer counts."""
+        """Return the rank whose value of a parameter or buffer is used, that of its last stage."""
         return self._stage_ranks[max(self.ownership.owners[name])]
 
     def is_everywhere(self, name: str) -> bool:
@@ -285,11 +279,11 @@ class NamedTensors:
         return len(self.ownership.owners[name]) == len(self._stage_ranks)
 
     def owners_of(self, name: str) -> frozenset[int]:
-        """Return the stages that own a parameter or buffer, under whatever name."""
+        """Return the stages that own a parameter or buffer, under any of its names."""
         return frozenset().union(*(self.ownership.owners[alias] for alias in self.aliases(name)))
 
     def on_several_stages(self) -> list[SharedWeight]:
-        """List this rank's parameters that more than one stage uses, of this rank or others."""
+        """List this rank's parameters that more than one stage of the pipeline uses."""
         found = (
             SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owners_of(name))))
             for name, tensor in self.canonical_parameters().items()

@@ -1,8 +1,8 @@
-"""Cuts the chain of blocks into stages and says which stage owns which parameter."""
+"""Cuts the chain of blocks into stages: what each runs, costs and owns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
@@ -19,50 +19,34 @@ from lightning_pipeoffload.schedule import Costs
 
 @dataclass(frozen=True)
 class CutSettings:
-    """How to cut.
+    """How to cut."""
 
-    Attributes:
-        stage_ranks: The pipeline rank of each stage.
-        blocks: The container's name, or patterns; see :func:`.block_chain.find_chain`.
-        split: See :func:`.partition.cut`.
-        recompute: See :class:`.stage_pass.StageContext`.
-        global_ranks: The global ranks of each stage, for messages; (): as those of the pipeline.
-        agree: A function that returns replica 0's of what each replica gives it: its costs, as they
-            have to cut alike.
-        compile: See :class:`.block_compiler.BlockCompiler`.
-    """
-
-    stage_ranks: tuple[int, ...]
-    blocks: str | Sequence[str] | None = None
-    split: str | Sequence[int] = "auto"
-    recompute: str = "none"
-    global_ranks: tuple[int, ...] = ()
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
+    blocks: str | Sequence[str] | None = None  # see block_chain.find_chain
+    split: str | Sequence[int] = "auto"  # see cut
+    recompute: str = "none"  # see stage_pass.StageContext
+    global_ranks: tuple[int, ...] = ()  # of each stage, for messages; (): as in the pipeline
     agree: Callable[[Any], Any] = lambda own: own
-    compile: bool | Mapping[str, Any] = False
+    """Returns replica 0's costs of those that each replica passes: all have to cut alike."""
+    compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The rank of each stage, as messages name it."""
+        """The ranks of stages that messages name."""
         return self.global_ranks or self.stage_ranks
 
 
-# What a parameter weighs against time: enough to decide where times are equal, or unknown.
+# The weight of a parameter against time: enough to decide where times are equal, or unknown.
 _PARAMETER_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A consecutive part of the model.
+    """A consecutive part of the model."""
 
-    Attributes:
-        index: Global, in model order.
-        blocks: Indices of its blocks.
-        segments: The parts of the step that it runs; see :mod:`.trace`.
-    """
-
-    index: int
+    index: int  # global, in model order
     blocks: range
-    segments: frozenset[int]
+    segments: frozenset[int]  # of the step, that it runs; see :mod:`.trace`
 
     def comes_to(self, place: Place, record: StepRecord) -> bool:
         """Whether the stage runs a place of the step, if only without values."""
@@ -74,103 +58,90 @@ class Stage:
         return place.segment in self.blocks or (is_before and runs_remote)
 
     def use_of(self, record: StepRecord) -> StageUse:
-        """Tell what the stage's share of a step takes beside its blocks and what they hand on."""
-        cuts = self.blocks.start, self.blocks.stop
-        has_cut = [0 < block < len(record.outputs) for block in cuts]
+        """Return what running the stage takes beside its blocks and what they hand on."""
+        ends = self.blocks.start, self.blocks.stop
+        cuts = [block for block in ends if 0 < block < len(record.outputs)]
         return StageUse(
             draws=any(self.comes_to(place, record) for place in record.draws),
             draws_beside_torch=record.draws_beside_torch,
-            carries=any(
-                record.carried_over(b) for b, is_cut in zip(cuts, has_cut, strict=True) if is_cut
-            ),
+            carries=any(record.carried_over(block) for block in cuts),
             writes=record.writes_anything,
         )
 
 
 class StageUse(NamedTuple):
-    """What a stage's share of a step takes beside its blocks and what they hand on.
+    """What running a stage takes beside its blocks and what they hand on.
 
-    Of one run, the trace's: a dropout whose rate is 0 until a later epoch draws nothing in it.
-
-    Attributes:
-        draws: Whether it draws from torch's generators, global or of modules.
-        draws_beside_torch: Whether the step draws from numpy's or Python's global generator.
-        carries: Whether values cross the cuts around the stage beside the payload.
-        writes: Whether the step writes attributes, buffers that all stages have, parameters or its
-            batch, on whatever stage.
+    In the run that was traced: a dropout whose rate is 0 until a later epoch draws nothing in it.
     """
 
-    draws: bool
-    draws_beside_torch: bool
-    carries: bool
-    writes: bool
+    draws: bool  # the stage, from torch's generators, global or of modules
+    draws_beside_torch: bool  # the step, from numpy's or Python's global generator
+    carries: bool  # values cross the cuts around the stage beside the payload
+    writes: bool  # any stage, to attributes, buffers that all stages have, parameters or the batch
 
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """What each segment costs, in units of an average block.
-
-    Attributes:
-        forward: Work of F.
-        backward_input: Work of B.
-        backward_weight: Work of W.
-        parameters: Numbers of elements.
-        unit: Operations that a cost of 1 stands for; 0 where they were not counted.
-    """
+    """What each segment costs: the work of F, B and W in units of an average block's F."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
-    parameters: tuple[int, ...]
-    unit: float = 0.0
+    parameters: tuple[int, ...]  # numbers of elements
+    unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
 
 
 def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
-    A product has one gradient for each operand; the weight's is W's, the rest is B's.
+    A product has one gradient for each operand; the weight's is W's work, the others are B's.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
     forward = [flops / unit for flops in record.forward_flops]
     weight = [flops / unit for flops in record.weight_flops]
     backward_input = [2 * f - w for f, w in zip(forward, weight, strict=True)]
-    parameters = [0] * (len(chain) + 1)
-    segments = find_segments(module, chain, record)
-    for slot in find_slots(module):
-        if slot.kind == "_parameters":
-            parameters[min(segments[slot.name])] += slot.tensor.numel()
-    work = tuple(forward), tuple(backward_input), tuple(weight)
-    return SegmentCosts(*work, tuple(parameters), unit)
+    parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
+    return SegmentCosts(
+        tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters), unit
+    )
 
 
 def costs_by_size(
     module: nn.Module, chain: BlockChain, segments: Mapping[str, set[int]]
 ) -> SegmentCosts:
-    """Estimate each segment's work before any step has run: by the sizes of what it multiplies.
+    """Estimate each segment's work before any step has run, by the sizes of its weights.
 
-    Rows that an embedding looks up are no work; tied to a head, they are the head's.
+    An embedding's rows are looked up, which is no work; tied to a head, they are the head's.
     """
-    parameters = [0] * (len(chain) + 1)
-    sizes = [0] * (len(chain) + 1)
-    for slot in find_slots(module):
-        if slot.kind == "_parameters":
-            segment = min(segments[slot.name])
-            parameters[segment] += slot.tensor.numel()
-            if not isinstance(slot.module, nn.Embedding | nn.EmbeddingBag):
-                sizes[segment] += slot.tensor.numel()
+    slots = find_slots(module)
+    parameters = _sum_sizes(slots, segments, chain)
+    multiplied = [s for s in slots if not isinstance(s.module, nn.Embedding | nn.EmbeddingBag)]
+    sizes = _sum_sizes(multiplied, segments, chain)
     unit = sum(sizes[: len(chain)]) / len(chain) or 1.0
     work = tuple(size / unit for size in sizes)
     return SegmentCosts(work, work, work, tuple(parameters))
 
 
-def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> dict[str, set[int]]:
-    """Say for each parameter and buffer which segments have to have it.
+def _sum_sizes(
+    slots: Iterable[Slot], segments: Mapping[str, set[int]], chain: BlockChain
+) -> list[int]:
+    """Return the number of elements of the parameters of each segment."""
+    sizes = [0] * (len(chain) + 1)
+    for slot in slots:
+        if slot.kind == "_parameters":
+            sizes[min(segments[slot.name])] += slot.tensor.numel()
+    return sizes
 
-    Those that use it; a block's are always its segment's too. What nothing uses goes to the first
-    segment if it was registered before the blocks, else to the last. Buffers are where they are
-    written, or with the parameters of their module. Every segment has those of modules without
-    parameters, as a table of positions, those of the modules around the blocks, and what the step
-    writes from values that every stage has.
+
+def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> dict[str, set[int]]:
+    """Return by name the segments that have to have each parameter and buffer.
+
+    Those that use it; a block's are always its segment's too. A parameter that nothing uses goes to
+    the first segment if it was registered before the blocks, else to the last. Buffers are where
+    they are written, or with the parameters of their module. Every segment has the buffers of
+    modules without parameters, such as a table of positions, those of the modules around the
+    blocks, and those that the step writes from values that every stage has.
     """
     found: dict[str, set[int]] = {}
     default = 0
@@ -212,9 +183,9 @@ def cut(
         chain: The blocks.
         costs: The costs of each segment, for ``split="auto"``.
         stage_ranks: The rank of each stage.
-        split: "auto" makes the most expensive stage as cheap as can be, embedding and head counted,
-            and where ranks have several, the busiest rank; "even" gives each stage as many blocks;
-            or the number of blocks of each stage.
+        split: "auto" makes the most expensive stage as cheap as possible, embedding and head
+            counted, and where ranks have several stages, the busiest rank; "even" gives each stage
+            as many blocks; or the number of blocks of each stage.
 
     Raises:
         ValueError: Fewer blocks than stages, or a ``split`` that does not add up.
@@ -266,7 +237,7 @@ def _weights(costs: SegmentCosts) -> list[float]:
 
 
 def _balance(weights: list[float], num_stages: int) -> list[int]:
-    """Make the heaviest stage as light as can be, then all alike; in O(stages * blocks^2)."""
+    """Make the heaviest stage as light as possible, then all alike; O(stages * blocks^2)."""
     total = [0.0, *accumulate(weights)]
 
     @cache
@@ -311,7 +282,7 @@ def _rank_loads(
 
 
 def _single_moves(counts: list[int]) -> Iterator[list[int]]:
-    """Yield ``counts`` with one block less in one stage and one more in another; or as they are."""
+    """Yield ``counts``, and every one with one block moved from a stage to another."""
     yield counts
     for giver, taker in permutations(range(len(counts)), 2):
         if counts[giver] > 1:
@@ -322,7 +293,7 @@ def _single_moves(counts: list[int]) -> Iterator[list[int]]:
 
 
 def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
-    """Sum the segments' costs over each stage; activation in blocks, as times are."""
+    """Sum the segments' costs over each stage; activation, like times, in blocks."""
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
@@ -336,24 +307,20 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
 
 
 class SegmentUses:
-    """What is learned from one probe after the other.
-
-    Attributes:
-        segments: The segments that use each name.
-    """
+    """The segments that use each parameter and buffer, in all the records so far."""
 
     def __init__(self, module: nn.Module, chain: BlockChain, trainable: Collection[str]) -> None:
         self._module = module
         self._chain = chain
         self._trainable = trainable
         self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
-        self.segments: dict[str, set[int]] = {}
+        self.segments: dict[str, set[int]] = {}  # by name
 
     def learn(self, record: StepRecord) -> bool:
-        """Take in one more probe; return whether anything is used where it was not before."""
+        """Add one more record; return whether anything is used where it was not before."""
         found = find_segments(self._module, self._chain, record)
         computed = {n for n in found if n not in self._trainable and record.segments[n]}
-        for name in computed - self._computed:  # no stage but these has its value from now on
+        for name in computed - self._computed:  # now only the stages that compute it have it
             self.segments[name] = set()
         self._computed |= computed
         known = self._computed - computed

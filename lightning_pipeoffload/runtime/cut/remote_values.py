@@ -1,13 +1,14 @@
-"""Values that other ranks have: lent while a step runs as a whole, and refused after the pipeline.
+"""Values of other ranks: lent to a step run as a whole, absent after a pipeline and in copies.
 
-An evaluation step that cannot be cut, as one that generates or needs no block, runs on every rank
-with the same code on the same values, caches and branches included; a block's weights are sent to
-all ranks for the time of its call, those outside of the blocks for the time of the step.
+An evaluation step that cannot be cut, such as one that generates or needs no block, runs on every
+rank with the same code on the same values, caches and branches included. A block's weights are sent
+to all ranks for the time of its call, those outside of the blocks for the time of the step.
 
-After its pipeline a module has shapes for what other ranks have. Loading a state dict gives it real
-tensors in their place, so that any trainer can go on with it; using it without them is refused with
-what to do. Deep copies, as callbacks keep that average weights, are made while the module is whole.
-When it is split, each copy keeps what this rank owns of the module, and has shapes for the rest.
+After its pipeline a module has shapes for the tensors of other ranks. Loading a state dict replaces
+them by real tensors, so that any trainer can go on with it; a forward without them is refused.
+
+Deep copies of the module, as callbacks make that average weights, are whole until the module is
+split: then each copy keeps the tensors that this rank owns, and has shapes for the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class AbsentValues:
-    """The shapes in a module that no pipeline has in charge."""
+    """The shapes in a module after its pipeline."""
 
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
         self._module = module
@@ -42,7 +43,7 @@ class AbsentValues:
             self._hooks.append(holder.register_forward_pre_hook(self._refuse))
 
     def leave(self) -> None:
-        """Let the module have its shapes, and nothing else of this."""
+        """Put the shapes back, for another pipeline."""
         self._remove_hooks()
         for slot, shape in self._shapes:
             slot.module.__dict__[slot.kind][slot.attribute] = shape
@@ -58,13 +59,13 @@ class AbsentValues:
             loaded = state.get(prefix + slot.attribute)
             if slot.name in self._unsaved:
                 holder.__dict__[slot.kind][slot.attribute] = self._unsaved[slot.name].clone()
-            # What does not fit is refused where it is loaded.
+            # A tensor of another shape is refused by load_state_dict itself.
             elif getattr(loaded, "shape", None) == slot.tensor.shape:
                 make_real(slot, self._made)
         self.settle()
 
     def settle(self) -> None:
-        """Take the hooks away, if nothing is absent any more."""
+        """Remove the hooks if nothing is absent any more."""
         if not absent_in(self._module):
             self._remove_hooks()
 
@@ -74,12 +75,12 @@ class AbsentValues:
 
 
 def absent_in(module: nn.Module) -> list[Slot]:
-    """List where a module has shapes only."""
+    """List the slots of a module that hold shapes."""
     return [slot for slot in find_slots(module) if isinstance(slot.tensor, RemoteTensor)]
 
 
 def settle(module: nn.Module) -> None:
-    """Let no hook wait for values in a module that has them all."""
+    """Remove the hooks of :class:`AbsentValues` from a module that has all its values again."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     for waiting in [getattr(hook, "__self__", None) for hook in hooks]:
         if isinstance(waiting, AbsentValues):
@@ -87,11 +88,11 @@ def settle(module: nn.Module) -> None:
 
 
 def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
-    """Put a real tensor, whose values are still to come, where a shape is.
+    """Replace a shape by a real tensor that is still to be filled.
 
     Args:
-        slot: The place of the shape in its module.
-        made: The tensors so far by identity of the shape; tied weights have the same.
+        slot: Where the shape is.
+        made: The tensors so far by the id of their shape, which tied weights share.
     """
     shape = slot.tensor
     if id(shape) not in made:
@@ -106,7 +107,7 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
 
 
 def explain_absent(module: nn.Module) -> str:
-    """Say what a module lacks, and what to do."""
+    """Return a message with the names of absent tensors, and what to do."""
     names = [slot.name for slot in absent_in(module)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
@@ -116,13 +117,13 @@ def explain_absent(module: nn.Module) -> str:
     )
 
 
-_MARK = "_pipeoffload_copies"  # in the dict of each part, as only what is in there is copied
+_MARK = "_pipeoffload_copies"  # in the __dict__ of each submodule, which a deep copy copies
 
 
 class ModuleCopies:
-    """Notes the deep copies of a module, or of parts of it, until :meth:`remove`."""
+    """Finds the deep copies of a module and of its submodules, until :meth:`remove`."""
 
-    # The user's attributes are looked at for changes: this one has nothing to look at.
+    # Slots, as the attributes of objects in a module are compared before and after a step.
     __slots__ = ("_memos", "_module")
 
     def __init__(self, module: nn.Module) -> None:
@@ -131,27 +132,27 @@ class ModuleCopies:
         self.resume()
 
     def pause(self) -> None:
-        """Note no copies for a while: the module is being made, maybe of copies of its parts."""
+        """Find no copies for a while: the module is being made, maybe from copies of layers."""
         for part in self._module.modules():
             part.__dict__.pop(_MARK, None)
 
     def resume(self) -> None:
-        """Note copies of all the parts that the module has by now."""
+        """Find copies of all submodules that there are by now."""
         for part in self._module.modules():
             part.__dict__[_MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
-        """Keep the memo, which will tell what each part was copied to; mark the copy too."""
+        """Keep the memo, which has the copy of each submodule; the copy is marked too."""
         if not any(known is memo for known in self._memos):
             self._memos.append(memo)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as nothing, whatever is pickled with the module."""
+        """Pickle as None, with a module that is pickled."""
         return type(None), ()
 
     def follow(self) -> None:
-        """Let the copies have shapes and tensors where the module has them now."""
+        """Give the copies shapes and tensors where the module has them now."""
         made: dict[int, Tensor] = {}
         for original, copied in self._pairs():
             shape, found = original.tensor, copied.tensor
@@ -161,7 +162,7 @@ class ModuleCopies:
                 _put(copied, made.setdefault(id(found), _value_like(shape, found)))
 
     def remove(self) -> None:
-        """Note no more."""
+        """Find no copies any more."""
         copied = [found for memo in self._memos for found in memo.values()]
         for part in [*self._module.modules(), *copied]:
             if isinstance(part, nn.Module):
@@ -178,7 +179,7 @@ class ModuleCopies:
 
 
 def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
-    """Return the place that a place was copied to; None where it was not, or is there no more."""
+    """Return the slot that a slot was copied to; None where there is none, or none any more."""
     module = memo.get(id(slot.module))
     if not isinstance(module, nn.Module):
         return None
@@ -205,11 +206,7 @@ def _put(slot: Slot, tensor: Tensor) -> None:
 
 
 def _refuse_call(part: nn.Module, args: Any) -> None:
-    """Refuse a forward of a copy, of which this rank has a part.
-
-    Raises:
-        RuntimeError: The copy has shapes in place of values.
-    """
+    """Raise ``RuntimeError`` for a forward of a copy that has shapes instead of values."""
     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
     if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
         raise RuntimeError(
@@ -221,14 +218,14 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
 
 
 class Lending:
-    """One run of a step as a whole.
+    """One run of a step as a whole, on every rank.
 
     Args:
         module: The user's module.
         chain: Its blocks.
         fetch: Returns the value of a parameter or buffer; all ranks call it for the same ones.
-        seed: The seed of the step's random numbers; None: they are drawn on as before.
-        part: The part of the module that is called; None: all of it.
+        seed: The seed of the step's random numbers; None: the generators are not seeded.
+        part: The submodule that is called; None: all of the module.
     """
 
     def __init__(
@@ -263,7 +260,7 @@ class Lending:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the step find all values."""
+        """Run the step inside."""
         with self._chain.running(self), self._lent(self._glue), self._generators.kept():
             self._seed_segment()
             yield
@@ -275,7 +272,7 @@ class Lending:
             self._generators.seed(seed)
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run a block with what it needs."""
+        """Run a block with its parameters and buffers."""
         args, kwargs = arguments
         with self._lent(self._inside[index]):
             output = self._chain.plain_call(index)(*args, **kwargs)
@@ -295,6 +292,6 @@ class Lending:
             yield
         finally:
             for slot, tensor, value in lent:
-                # What the step has assigned to its own buffers stays.
+                # A buffer that the step has assigned stays, if it is this rank's own.
                 if slot.tensor is value or value is not tensor:
                     slot.module.__dict__[slot.kind][slot.attribute] = tensor
