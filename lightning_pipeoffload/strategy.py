@@ -38,7 +38,7 @@ from lightning_pipeoffload.planning.settings import (
     check_flag,
     check_timeout,
 )
-from lightning_pipeoffload.processes.collectives import gather_tensor
+from lightning_pipeoffload.processes.processes import gather_tensor
 from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule
 

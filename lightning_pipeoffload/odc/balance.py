@@ -23,23 +23,23 @@ WAYS = (
     ("on demand", "lb_micro"),
     ("on demand", "lb_mini"),
 )
-"""How ranks communicate, and how texts are shared out."""
+"""How ranks communicate, and how texts are packed."""
 REFERENCE = ("collective", "lb_micro")
-"""What the others' throughput is compared with."""
+"""The throughput of the others is relative to this one's."""
 
 Timing = list[list[float]]
-"""Of a minibatch: the cost of each microbatch of each rank."""
+"""The cost of each microbatch of each rank in a minibatch."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How long ranks take for the same texts, in one way.
+    """The time that ranks take for given texts in one way.
 
     Attributes:
         communication: "collective": ranks wait for each other at every layer; "on demand": once per
             minibatch.
-        mode: How the texts are shared out.
-        time: What all minibatches take, in the unit of the cost.
+        mode: The packing.
+        time: The time of all minibatches, in the unit of the cost.
         idle: The share of the ranks' time in which they wait.
         speedup: Throughput relative to ``REFERENCE``.
         first: The first minibatch.
@@ -56,17 +56,17 @@ class Balance:
 def balances(
     lengths: Sequence[int], num_ranks: int, samples_per_rank: int, max_tokens: int, cost: Cost
 ) -> list[Balance]:
-    """Compare the ways to train on texts, in the order that is given.
+    """Compare ``WAYS`` to train on texts in the given order.
 
     Args:
-        lengths: The tokens of each text; those that make no whole minibatch are left out.
-        num_ranks: How many ranks share a minibatch.
+        lengths: The tokens of each text; texts behind the last whole minibatch are left out.
+        num_ranks: The number of ranks that share a minibatch.
         samples_per_rank: Texts of a minibatch, divided by the ranks.
-        max_tokens: The most tokens of one microbatch.
-        cost: What a text costs, by its length.
+        max_tokens: The largest number of tokens of a microbatch.
+        cost: The cost of a text, from its length.
 
     Raises:
-        ValueError: Texts cannot be packed so, or make no whole minibatch.
+        ValueError: A text does not fit into a microbatch, or there is no whole minibatch.
     """
     size = num_ranks * samples_per_rank
     check_packing(lengths, max_tokens, REFERENCE[1])
@@ -106,18 +106,18 @@ def _total(way: str, timings: list[Timing]) -> float:
 
 
 def _minibatch_time(way: str, timing: Timing) -> float:
-    """Return when the last rank is done: with collectives each microbatch takes the longest."""
+    """Return the time of a minibatch; with collectives each microbatch takes its longest rank's."""
     if way == "collective":
         return sum(map(max, zip_longest(*timing, fillvalue=0.0)))
     return max(map(sum, timing))
 
 
-_COLORS = ("#5b8fd6", "#9dbdea")  # in turns, so that neighbours can be told apart
+_COLORS = ("#5b8fd6", "#9dbdea")  # of neighbours, in turn
 _IDLE = "#eeeeee"
 
 
 def draw_balances(balances: Sequence[Balance]) -> Figure:
-    """Draw the first minibatch of several ways below each other, at one scale."""
+    """Draw the first minibatch of several ways, one below the other, on one time axis."""
     num_ranks = len(balances[0].first)
     figure = new_figure(760, len(balances) * (20 * num_ranks + 50))
     all_axes = figure.subplots(len(balances), sharex=True, squeeze=False)[:, 0]

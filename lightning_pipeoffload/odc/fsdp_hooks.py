@@ -1,4 +1,4 @@
-"""What FSDP2 calls instead of its collectives."""
+"""Routes FSDP2's gathers and reductions over an on-demand transport."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ from lightning_pipeoffload.odc.transport import OnDemandTransport
 
 
 class OnDemandHooks:
-    """Routes the communication of every group over a transport, while ranks are on their own.
+    """Routes the communication of every group over a transport, during steps.
 
-    At other times, as in a hook after the optimizer's step or when all is over, they communicate
-    together, by FSDP2's own collectives: others' shards are then not what was published.
-
-    Args:
-        groups: What is sharded together.
-        transport: What moves shards and gradients.
+    At other times, as in a hook after the optimizer's step, FSDP2's own collectives run: the
+    published shards are not the current ones then.
 
     Attributes:
-        reached: The groups and places of the parameters that have had a gradient since ``open``.
+        reached: (group, parameter) indices that have had a gradient in this minibatch.
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], transport: OnDemandTransport) -> None:
@@ -47,12 +43,12 @@ class OnDemandHooks:
 
     @property
     def transport(self) -> OnDemandTransport | None:
-        """What gathers and pushes go over right now; None: FSDP2's collectives."""
+        """The transport of gathers and pushes; None: FSDP2's collectives."""
         return self._transport if self._is_on_demand else None
 
     @contextmanager
     def on_demand(self) -> Iterator[None]:
-        """Let this rank read what is published, and add gradients, without the others."""
+        """Use the transport inside."""
         before, self._is_on_demand = self._is_on_demand, True
         try:
             yield
@@ -60,7 +56,7 @@ class OnDemandHooks:
             self._is_on_demand = before
 
     def watch(self) -> None:
-        """See from now on which parameters get a gradient; all ranks call it."""
+        """Note from now on which parameters get a gradient; all ranks call it."""
         for index, group in enumerate(self._groups):
             group.module.unshard()
             for place in group.trained:
@@ -72,14 +68,14 @@ class OnDemandHooks:
             group.module.reshard()
 
     def take_reached(self, index: int) -> list[int]:
-        """Return the places of the parameters of a group that a backward has come to."""
+        """Return the parameters of a group that a backward has reached."""
         parameters = sorted(self._waiting[index])
         self._waiting[index].clear()
         self.reached.update((index, place) for place in parameters)
         return parameters
 
     def release(self) -> None:
-        """Watch no longer, and leave the memory that others see."""
+        """Stop noting gradients, and release the transport."""
         while self._handles:
             self._handles.pop().remove()
         self._transport = None
@@ -121,5 +117,5 @@ class _Push(DefaultReduceScatter):
         if transport is None:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         transport.accumulate(self._index, input_tensor, reached)
-        output_tensor.zero_()  # FSDP2 adds it to .grad, which is the sum's place after finish
+        output_tensor.zero_()  # FSDP2 adds it to .grad, which becomes the sum after finish
         return None

@@ -17,20 +17,20 @@ from lightning_pipeoffload.processes.data_parallel import data_parallel_rank, da
 class Minibatch:
     """One rank's microbatches of a minibatch, in order; there may be none.
 
-    It is no list, which Lightning would take apart and put together again without the weights.
+    It is no list, whose elements Lightning would move to a device without the weights.
 
     Args:
-        microbatches: What the module's step is to see, one after the other.
+        microbatches: The arguments of the module's step, one after the other.
         weights: The share of each in the minibatch's loss. Those of all ranks add up to one.
-        total: What a share of one is: how many samples, or tokens, all ranks have. So much a
-            minibatch counts in what is logged of an epoch.
+        total: The number of samples, or tokens, of all ranks: the weight of the minibatch in the
+            means that are logged for an epoch.
 
     Attributes:
         weights: As above.
         total: As above.
 
     Raises:
-        ValueError: The microbatches have not one weight each.
+        ValueError: The number of weights is not that of the microbatches.
     """
 
     def __init__(
@@ -57,30 +57,25 @@ class Minibatch:
         return iter(self._microbatches)
 
     def map(self, change: Callable[[Any], Any]) -> Minibatch:
-        """Return the same with each microbatch changed."""
+        """Return a minibatch with the results of a function of each microbatch."""
         return Minibatch(map(change, self), self.weights, self.total)
 
     def pin_memory(self) -> Minibatch:
-        """Return the same in memory that an accelerator reads fast, as a loader asks for it."""
+        """Return the minibatch in pinned memory; a loader calls it."""
         return self.map(pin_memory)
 
 
 class PackedIndices(list[int]):
-    """The places of a rank's texts, microbatch after microbatch, as a loader takes them: flat.
+    """The indices of a rank's samples, microbatch after microbatch, in one flat list for a loader.
 
-    A loader looks the texts up and hands them to its collate function, in the same process and one
-    right after the other; what else that has to know it finds in ``last_read``.
-
-    Args:
-        microbatches: The places of the texts in each microbatch.
-        weights: The weight of each.
-        total: The total of the minibatch.
+    A loader reads the samples and calls its collate function in the same process, one right after
+    the other. ``last_read`` gives that function the sizes of the microbatches.
 
     Attributes:
-        sizes: The number of texts of each microbatch.
-        weights: As above.
-        total: As above.
-        last_read: The one whose texts were looked up last, until ``MinibatchCollate`` takes it.
+        sizes: The number of samples of each microbatch.
+        weights: The weight of each microbatch.
+        total: The total of the minibatch.
+        last_read: The indices that were read last, until ``MinibatchCollate`` takes them.
     """
 
     last_read: ClassVar[PackedIndices | None] = None
@@ -103,10 +98,10 @@ class PackedIndices(list[int]):
 
 
 class MinibatchCollate:
-    """Groups the texts of a :class:`MinibatchSampler` and makes a microbatch of each group.
+    """Makes a microbatch of each group of samples of a :class:`MinibatchSampler`.
 
     Args:
-        collate: A function that makes what the module's step takes of a list of samples.
+        collate: A function that makes the argument of the module's step from a list of samples.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -116,7 +111,7 @@ class MinibatchCollate:
         """Make a minibatch of the samples that were read last.
 
         Raises:
-            ValueError: They were not read by the indices of a ``MinibatchSampler``.
+            ValueError: A ``MinibatchSampler`` has not yielded their indices.
         """
         read, PackedIndices.last_read = PackedIndices.last_read, None
         if read is None or sum(read.sizes) != len(samples):
@@ -133,34 +128,34 @@ class MinibatchCollate:
 class MinibatchSampler(Sampler[list[int]]):
     """Yields this rank's part of each minibatch, packed into microbatches.
 
-    Give it to a loader as ``batch_sampler``, beside ``collate_fn=MinibatchCollate(...)``. Every
-    rank computes the parts of all, from the lengths, the seed and the epoch, and takes its own: the
+    Give it to a loader as ``batch_sampler``, with ``collate_fn=MinibatchCollate(...)``. Every rank
+    computes the parts of all ranks from the lengths, the seed and the epoch, and takes its own. The
     numbers of microbatches differ, and a rank may have none.
 
     Args:
         lengths: The tokens of each sample of the dataset.
-        max_tokens: The most tokens of one microbatch; no sample may be longer.
+        max_tokens: The largest number of tokens of a microbatch; no sample may be longer.
         mode: "lb_mini": ranks have equal work, in as many microbatches as each needs; "lb_micro":
-            equal numbers of samples and of microbatches; "local_sort": dealt out, each sample a
+            equal numbers of samples and of microbatches; "local_sort": samples in turn, each a
             microbatch.
-        cost: What a sample costs: a function of its length, or "tokens", "1.5b" or "7b", the curves
-            of transformers of these sizes.
+        cost: The cost of a sample: a function of its length, or "tokens", "1.5b" or "7b", the
+            curves of transformers of these sizes.
         samples_per_rank: Samples of a minibatch, divided by the ranks. The last minibatch of an
-            epoch has what is left.
-        weight: What a microbatch's loss weighs in the minibatch's: "samples" or "tokens", as many
-            as it has, where its loss is the mean over these; or a number for each sample of the
-            dataset, such as the tokens that count.
+            epoch has the remaining samples.
+        weight: The weight of a microbatch's loss in the minibatch's: "samples" or "tokens", their
+            number, if its loss is the mean over these; or a number for each sample of the dataset,
+            such as its tokens with a label.
         shuffle: Whether each epoch has an order of its own.
         seed: The seed of these orders.
-        rank: This process; None: as the strategy knows it.
-        num_ranks: How many share a minibatch; None: as the strategy knows it.
+        rank: The rank whose parts are yielded; None: the strategy's.
+        num_ranks: The number of ranks that share a minibatch; None: the strategy's.
 
     Attributes:
         epoch: The epoch whose order comes next; Lightning sets it.
-        sampler: Itself, where Lightning looks for what it is to tell the epoch.
+        sampler: The sampler itself, on which Lightning calls ``set_epoch``.
 
     Raises:
-        ValueError: A sample is too long, or an argument cannot be.
+        ValueError: A sample is too long, or an argument is out of range.
     """
 
     def __init__(
@@ -199,12 +194,12 @@ class MinibatchSampler(Sampler[list[int]]):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share a minibatch."""
+        """The number of ranks that share a minibatch."""
         return data_parallel_size() if self._num_ranks is None else self._num_ranks
 
     @property
     def minibatch_size(self) -> int:
-        """Samples of a minibatch, those of all ranks."""
+        """Samples of a minibatch on all ranks."""
         return self._samples_per_rank * self.num_ranks
 
     def set_epoch(self, epoch: int) -> None:
@@ -223,14 +218,7 @@ class MinibatchSampler(Sampler[list[int]]):
             yield self._part(order[start : start + size], rank)
 
     def parts(self, samples: Sequence[int]) -> list[Microbatches]:
-        """Share out a minibatch.
-
-        Args:
-            samples: The places of its samples in the dataset.
-
-        Returns:
-            The microbatches of each rank.
-        """
+        """Return the microbatches of each rank, given a minibatch's indices into the dataset."""
         lengths = [self._lengths[sample] for sample in samples]
         shares = pack(lengths, self.num_ranks, self._max_tokens, self._cost, self._mode)
         return [[[samples[i] for i in part] for part in share if part] for share in shares]
@@ -247,7 +235,7 @@ class MinibatchSampler(Sampler[list[int]]):
         return PackedIndices(microbatches, weights, total)
 
     def _weight(self, samples: Sequence[int]) -> float:
-        """Return what samples weigh together; of nothing a loss may have no mean."""
+        """Return the sum of the samples' weights; where it is zero, a loss has no mean."""
         return sum(self._weights[sample] for sample in samples)
 
 

@@ -26,7 +26,7 @@ _ROUNDING = 1e-4  # of a sum of many weights
 
 @dataclass
 class _RankNote:
-    """What a rank tells the others of its part of a minibatch."""
+    """One rank's part of a minibatch, as the other ranks read it."""
 
     loss: float
     dtype: torch.dtype
@@ -39,15 +39,8 @@ class _RankNote:
 class MinibatchTraining(BackwardHooks):
     """Turns a batch of the loader, one rank's microbatches, into gradients of all ranks' loss.
 
-    Args:
-        module: The user's module.
-        precision: Lightning's part of the backward, hooks included.
-        run: What gathers weights and sums gradients.
-        num_ranks: How many ranks there are.
-        device: The device of this rank.
-
     Attributes:
-        microbatch: The microbatch whose step runs; None: none does.
+        microbatch: The microbatch whose step runs; None between minibatches.
     """
 
     microbatch: int | None = None
@@ -70,7 +63,7 @@ class MinibatchTraining(BackwardHooks):
 
         Args:
             batch: A minibatch, or a batch of another loader, which is one microbatch.
-            arguments: What else the step takes.
+            arguments: The other arguments of the step.
             is_last: Whether the optimizer steps after it.
 
         Returns:
@@ -78,7 +71,7 @@ class MinibatchTraining(BackwardHooks):
         """
         part = self._part_of(batch)
         self._run.reshard()  # a hook may have run a forward
-        self._zero()  # while the gradients that its hook may look at are there
+        self._zero()  # before gradients are dropped, which its hook may read
         self._run.open(self.adds_up)
         with self._run.on_demand():
             output, total = self._run_microbatches(part, arguments)
@@ -135,15 +128,15 @@ class MinibatchTraining(BackwardHooks):
 
 
 def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
-    """Return the loss of all ranks, in as many bits as one of them has, alike on each."""
-    weight = sum(note.weight for note in notes) or 1.0  # nobody has a microbatch
+    """Return the loss of all ranks, the same bits on each, in the widest dtype of a rank."""
+    weight = sum(note.weight for note in notes) or 1.0  # no rank has a microbatch
     _refuse_weights(weight)
     dtype = reduce(torch.promote_types, [note.dtype for note in notes], torch.float32)
     return torch.tensor(sum(note.loss for note in notes) / weight, dtype=dtype)
 
 
 def _refuse_unlike(notes: Sequence[_RankNote]) -> None:
-    """Refuse ranks of which some would wait for others that have no more minibatches."""
+    """Refuse different numbers of minibatches: some ranks would wait for others for ever."""
     counts = [note.num_minibatches for note in notes]
     ended = [rank for rank, note in enumerate(notes) if note.is_end]
     if 0 < len(ended) < len(notes):
@@ -179,7 +172,7 @@ def _refuse_several(batch: Any) -> None:
 
 @contextmanager
 def _naming_shards() -> Iterator[None]:
-    """Say where a step may use a block's parameters, where it has met a shard of one."""
+    """Explain torch's error about a step that uses a parameter of a block where it is a shard."""
     try:
         yield
     except RuntimeError as error:
@@ -209,7 +202,7 @@ def _loss_of(output: Any) -> Tensor | None:
 
 
 def _size_of(batch: Any) -> int:
-    """Return the number of samples of a batch; 1 where nothing tells."""
+    """Return the number of samples of a batch; 1 if it has no tensor."""
     try:
         return batch_size(batch)
     except ValueError:
@@ -221,22 +214,22 @@ _OF_RANKS = ("sync_dist", "sync_dist_group")
 
 @dataclass
 class _MetricPlace:
-    """Stands for a metric of the module, which every rank has under this name."""
+    """Stands for a metric of the module in what is sent to other ranks."""
 
     name: str
 
 
 @dataclass
 class LoggedName:
-    """What one rank has logged under one name in a minibatch.
+    """The values that one rank has logged under one name in a minibatch.
 
     Attributes:
         name: The name.
-        repeat: How many calls of that name the step makes before.
+        repeat: The number of earlier calls of that name in the step.
         values: The value of each microbatch.
-        weights: What each counts: as many samples, or tokens, as it has.
-        args: The other arguments.
-        kwargs: The keyword arguments, of which none is about ranks: the value is that of all.
+        weights: The samples, or tokens, of each microbatch.
+        args: The other positional arguments of ``self.log``.
+        kwargs: The keyword arguments, without those about ranks.
     """
 
     name: str
@@ -248,11 +241,7 @@ class LoggedName:
 
 
 class MinibatchLogs(LogCapture):
-    """Takes the calls of ``self.log`` aside, until those of the other ranks are known.
-
-    Args:
-        module: The module whose ``log`` is taken.
-    """
+    """Collects the calls of ``self.log`` in all ranks' microbatches, and logs each name once."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
@@ -262,10 +251,10 @@ class MinibatchLogs(LogCapture):
         }
 
     def take(self, sizes: Sequence[float]) -> list[LoggedName]:
-        """Return what was logged since the last time, for other processes.
+        """Return the calls since the last time, for other processes.
 
         Args:
-            sizes: What each microbatch counts.
+            sizes: The samples, or tokens, of each microbatch.
         """
         calls, self._calls, self._num_passes = self._calls, {}, 0
         self._metrics.forget()
@@ -282,12 +271,7 @@ class MinibatchLogs(LogCapture):
         ]
 
     def log(self, ranks: Sequence[list[LoggedName]], device: torch.device) -> None:
-        """Log each name once, with the values of all ranks combined.
-
-        Args:
-            ranks: What each rank has logged.
-            device: Where Lightning keeps what it logs.
-        """
+        """Log each name once, with the values of all ranks combined, on ``device``."""
         found: dict[tuple[str, int], list[LoggedName]] = {}
         for logged in (entry for rank in ranks for entry in rank):
             found.setdefault((logged.name, logged.repeat), []).append(logged)
@@ -310,8 +294,8 @@ class MinibatchLogs(LogCapture):
     def _portable(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):
             raise ValueError(
-                f"self.log({name!r}, ...) in training_step was given what comes of a shard: a "
-                f"block's parameters are whole in its forward only; log it in a hook such as "
+                f"self.log({name!r}, ...) in training_step was given a value of a shard: a block's "
+                f"parameters are whole in its forward only; log it in a hook such as "
                 f"on_train_batch_end, of parameter.full_tensor()"
             )
         if id(value) in self._paths:

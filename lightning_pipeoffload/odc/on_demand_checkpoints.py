@@ -59,7 +59,7 @@ class OnDemandCheckpoints(OnDemandProcesses):
         path = present(checkpoint_path)
         if Path(path).is_dir():
             with ExitStack() as stack:
-                for optimizer in self.optimizers:  # of which torch takes a step, to have a state
+                for optimizer in self.optimizers:  # torch takes a step, to have a state
                     stack.enter_context(as_if_whole(optimizer))
                 return super().load_checkpoint(path, weights_only)
         return self._load_file(path, weights_only)
@@ -87,23 +87,21 @@ class OnDemandCheckpoints(OnDemandProcesses):
 
 
 def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """Gather the state of an optimizer on the host; all ranks call it.
+    """Gather the state of an optimizer of shards on the host; all ranks call it.
+
+    Parameters are numbered as in the optimizer, so that other strategies read the state, and this
+    one theirs.
 
     Args:
         optimizer: An optimizer of sharded parameters.
-        keep: Whether this rank is to have it; else it has nothing.
+        keep: Whether to return it on this rank; else nothing.
     """
     found = tree_map(partial(_gathered, keep=keep), optimizer.state_dict())
     return found if keep else {}
 
 
 def load_whole_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Let each rank take its shards of a state, which all of them have read.
-
-    Args:
-        optimizer: An optimizer of sharded parameters.
-        state: The state of one that has all.
-    """
+    """Load this rank's shards of a whole state into an optimizer of shards."""
     parameters = chain(*(group["params"] for group in optimizer.param_groups))
     numbers = chain(*(group["params"] for group in state["param_groups"]))
     owners = dict(zip(numbers, parameters, strict=False))  # load_state_dict says where they differ
@@ -122,7 +120,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _shard_like(parameter: nn.Parameter | None, value: Any) -> Any:
-    """Return this rank's part of what has the parameter's shape, and all of anything else."""
+    """Return this rank's shard of a tensor with the parameter's shape; anything else as it is."""
     sharded = None if parameter is None else parameter.data
     if not isinstance(value, Tensor) or not value.ndim or not isinstance(sharded, DTensor):
         return value

@@ -1,4 +1,4 @@
-"""The processes that communicate on demand: started, connected and ended together."""
+"""The processes of ``odc``, as Lightning starts, connects and ends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_pipeoffload.odc.shared_bytes import remove_left_files
 from lightning_pipeoffload.processes.data_parallel import set_replica
 from lightning_pipeoffload.processes.joint_processes import JointProcesses
 from lightning_pipeoffload.processes.run_store import connect_store
@@ -20,19 +19,14 @@ from lightning_pipeoffload.runtime.host_group import HostGroup
 
 
 class Ranks(HostGroup):
-    """Some of the processes, with a group over gloo.
-
-    Args:
-        global_ranks: Which; None: all.
-        timeout: How long they wait for each other.
-    """
+    """Some of the processes, or all if ``global_ranks`` is None, with a group over gloo."""
 
     def __init__(self, timeout: timedelta | None, global_ranks: list[int] | None = None) -> None:
         self.host_group = dist.new_group(global_ranks, timeout=timeout, backend="gloo")
 
 
 class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
-    """Starts one process for each rank; a machine's share the parameters, machines repeat them."""
+    """Starts one process for each rank; those of a machine share the parameters."""
 
     _shard_ranks: Ranks
     _group_size: int | None
@@ -50,7 +44,6 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        remove_left_files()
         # Lightning's own mesh, which a user's configure_model finds, is of these sizes.
         self._data_parallel_size, self._tensor_parallel_size = (
             self.num_nodes * self.num_processes,
@@ -65,13 +58,13 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        # Private: where Lightning connects the ranks, which already have to see that one is gone.
+        # Private: here Lightning connects the ranks, which have to watch each other by then.
         self.set_world_ranks()
         self._watch()
         super()._setup_distributed()
 
     def _make_groups(self, size: int) -> None:
-        """Connect all ranks, and those that share parameters; on one machine these are the same."""
+        """Connect all ranks, and those that share parameters: the same ranks on one machine."""
         self._world = self._shard_ranks = Ranks(self._timeout)
         if size == self.world_size:
             return
@@ -86,11 +79,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
                 self._shard_ranks = ranks
 
     def _check_group_size(self, world_size: int) -> int:
-        """Return how many ranks share the parameters.
-
-        Raises:
-            ValueError: The ranks cannot be divided so.
-        """
+        """Return the number of ranks that share the parameters."""
         size = self._group_size or self.num_processes
         if world_size % size or size > self.num_processes or (size == 1 < world_size):
             raise ValueError(

@@ -24,15 +24,15 @@ MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
 class OnDemandRun:
     """Runs minibatches of a sharded module without collectives inside of them.
 
-    All ranks wait for each other twice for a minibatch: before its first gather, in :meth:`open`,
+    All ranks wait for each other twice in a minibatch: before its first gather, in :meth:`open`,
     and after its last push, in :meth:`close`.
 
     Args:
         module: The module, sharded by FSDP2.
         world: All ranks.
-        make_transport: A function that makes what moves shards and gradients, on all ranks at once.
-        replicas: The process group of the ranks that have the same shards on other machines; None:
-            there are none.
+        make_transport: A function that makes the transport; all ranks call it.
+        replicas: The process group of the ranks that have the same shards on other machines; None
+            on one machine.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class OnDemandRun:
 
     @property
     def place(self) -> str:
-        """What is going on between this rank and another one; empty: nothing."""
+        """The gather or push that is going on, in words; else empty."""
         return self._transport.place
 
     def on_demand(self) -> AbstractContextManager[None]:
-        """Let this rank gather and push inside without the others; else they do so together."""
+        """Let this rank gather and push without the others; outside, FSDP2's collectives do it."""
         return self._hooks.on_demand()
 
     def open(self, adds_up: bool) -> None:
-        """Begin a minibatch with the weights that there are; all ranks wait for each other.
+        """Begin a minibatch with the current weights; all ranks wait for each other.
 
         Args:
-            adds_up: Whether its gradients add up to those of the one before.
+            adds_up: Whether its gradients are added to those of the minibatch before.
         """
         if not adds_up:
             self._start_sums()
@@ -70,17 +70,17 @@ class OnDemandRun:
         self._buffers.open()
 
     def publish(self) -> None:
-        """Let all ranks gather the weights that there are; they wait for each other."""
+        """Publish the current weights for gathers; all ranks wait for each other."""
         self.reshard()
         self._transport.publish()
         self._world.barrier()
 
     def close(self, note: Any, is_last: bool) -> list[Any]:
-        """End this rank's part of a minibatch; all ranks wait for each other.
+        """End a minibatch; all ranks wait for each other.
 
         Args:
-            note: What the others are to know.
-            is_last: Whether the optimizer steps now, so that the gradients have to be there.
+            note: An object for the other ranks.
+            is_last: Whether the optimizer steps now, so that gradients are needed.
 
         Returns:
             The notes of all ranks.
@@ -89,7 +89,7 @@ class OnDemandRun:
         self._settle()
         found = self._world.gather((note, self._hooks.reached, self._buffers.changed()))
         self._buffers.settle([changed for _, _, changed in found])
-        if self._is_alone:  # FSDP2 communicates nothing, and has left the sums where they belong
+        if self._is_alone:  # FSDP2 communicates nothing, and the sums are in .grad
             return [note]
         self._drop_gradients()
         if is_last:
@@ -98,18 +98,18 @@ class OnDemandRun:
         return [note for note, _, _ in found]
 
     def reshard(self) -> None:
-        """Let the next forward gather anew what one without a backward has left whole."""
+        """Reshard weights that a forward without a backward has left whole."""
         for group in self._groups:
             group.module.reshard()
 
     def settle(self) -> None:
-        """Let hooks and the optimizer find shards again; wait until no rank gathers any more."""
+        """Reshard for hooks and the optimizer; wait until no rank gathers any more."""
         self.reshard()
         self._settle()
         self._world.barrier()
 
     def end(self) -> None:
-        """Leave the module to FSDP2, and let go of what is no memory."""
+        """Return the module to FSDP2, and close threads and files."""
         self._hooks.release()
         self._transport.close()
 
@@ -133,7 +133,7 @@ class OnDemandRun:
         self._transport.clear()
 
     def _settle(self) -> None:
-        """Wait until this rank's device and its pushes have done all that they were asked to."""
+        """Wait until this rank's device and its pushes have finished."""
         self._transport.wait()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
@@ -146,8 +146,8 @@ class OnDemandRun:
         for name, version in self._versions_now().items():
             if version != self._versions[name]:
                 raise ValueError(
-                    f"training_step has changed {name}, of which other ranks go on reading what it "
-                    f"was before the minibatch; change it in a hook such as on_train_batch_end"
+                    f"training_step has changed {name}, and other ranks still read its value from "
+                    f"before the minibatch; change it in a hook such as on_train_batch_end"
                 )
 
     def _drop_gradients(self) -> None:
@@ -166,7 +166,7 @@ class OnDemandRun:
 
 
 def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
-    """Return a gradient that is this rank's shard of the parameter's, where the sum is."""
+    """Return the sum as this rank's shard of the parameter's gradient, in the same memory."""
     assert isinstance(parameter.data, DTensor)
     local = local_part(parameter.detach())
     own = total[: local.numel()].view(local.shape).to(parameter.dtype)
@@ -181,11 +181,11 @@ def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
 
 
 class StepBuffers:
-    """The buffers that a checkpoint has. Others are constants mostly, which a rank may extend.
+    """Makes buffers that steps change the same on all ranks after each minibatch.
 
-    Args:
-        module: The user's module.
-        device: The device of this rank.
+    Such as the running statistics of a BatchNorm, which differ with each rank's texts. The value of
+    the lowest rank that has changed a buffer counts, as replica 0's does in a pipeline. Buffers
+    that no checkpoint has are mostly constants, and are left alone.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -200,11 +200,11 @@ class StepBuffers:
         self._before = self._now()
 
     def open(self) -> None:
-        """Note what there is before a minibatch."""
+        """Note the buffers before a minibatch."""
         self._before = self._now()
 
     def changed(self) -> dict[str, Tensor]:
-        """Return what this rank's steps have changed since, for other processes."""
+        """Return the buffers that this rank's steps have changed since, for other processes."""
         return {
             name: buffer.detach().cpu()
             for name, (buffer, version) in self._now().items()
@@ -212,11 +212,7 @@ class StepBuffers:
         }
 
     def settle(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take over what other ranks have changed.
-
-        Args:
-            ranks: What each rank has changed.
-        """
+        """Copy the buffers that other ranks have changed, given those of each rank."""
         first = {name: value for rank in reversed(ranks) for name, value in rank.items()}
         for name, value in first.items():
             part, key = self._slots[name]

@@ -1,4 +1,4 @@
-"""The Lightning strategy ``odc``: sharded data parallelism whose ranks meet once per minibatch."""
+"""The Lightning strategy ``odc``: sharded data parallelism that synchronizes once a minibatch."""
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ _SIZE_KEY = "on_demand_minibatch_size"
 class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
-    FSDP2 shards the module. Weights are read from their owners when they are needed, and gradients
-    added to their owners' when they are there, so ranks with different work do not wait for each
-    other but once in each minibatch. The result is FSDP2's, but for the order of sums.
+    FSDP2 shards the module. A rank reads weights from their owners when it needs them, and adds
+    gradients to their owners' sums when it has them. So ranks with different work wait for each
+    other only once in a minibatch. The result is FSDP2's, but for the order of sums.
 
     Args:
-        blocks: What is gathered apart: the name of a ModuleList or Sequential ("model.layers"), or
-            patterns of the blocks' names (["layer1.*", "layer2.*"]); None: found.
-        deterministic: Keep gradients whole on each rank and reduce them once per minibatch, in an
-            order that is always the same; takes the memory of a whole gradient.
-        group_size: Ranks that share the parameters; None: those of a machine. More than one such
-            group repeat the parameters, and add their gradients up once per minibatch.
-        mp_policy: FSDP2's mixed precision, beside Lightning's; None: the parameters' own dtype.
-        save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
-            of as one file from global rank 0. Either is read whatever this is.
+        blocks: The blocks that are gathered one by one: the name of a ModuleList or Sequential
+            ("model.layers"), or patterns of the blocks' names (["layer1.*", "layer2.*"]); None:
+            found.
+        deterministic: Sum whole gradients on each rank and reduce them once per minibatch, always
+            in the same order; needs the memory of a whole gradient.
+        group_size: Ranks that share the parameters; None: those of a machine. Several such groups
+            have copies of the parameters, and sum their gradients once per minibatch.
+        mp_policy: FSDP2's mixed precision, besides Lightning's; None: the parameters' own dtype.
+        save_distributed_checkpoint: Write a checkpoint as a folder, in which each rank writes what
+            it owns, instead of one file from global rank 0. Both are read either way.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on CPU, nccl on
             CUDA.
         timeout: Limit of the process groups: a rank that waits longer than this for another one
@@ -97,7 +98,7 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
 
     @property
     def backward_of_batch(self) -> MinibatchTraining:
-        """What runs the backwards of a batch, where Lightning's loop leaves them."""
+        """The object that runs the backwards of a batch in place of Lightning's loop."""
         assert self._training is not None
         return self._training
 
@@ -164,7 +165,7 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
 
     def _join_loaders(self, trainer: Trainer) -> None:
         connector = trainer._data_connector
-        # Private: where Lightning decides to put a sampler of its own into a loader.
+        # Private: here Lightning decides to put a sampler of its own into a loader.
         connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
             _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
         )
@@ -176,18 +177,14 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
             loop.on_run_start = start  # type: ignore[method-assign]
 
     def _join_training(self, trainer: Trainer) -> None:
-        """Let Lightning's loops leave to this strategy what ranks with different work need."""
+        """Run backwards within ``training_step``, and stop without waiting for other ranks."""
         loop = trainer.fit_loop.epoch_loop
         loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
         stop_without_waiting(trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Check a loader of minibatches, and let a resumed epoch go on where it was.
-
-        Raises:
-            ValueError: Its microbatches cannot be told apart.
-        """
+        """Check a loader of minibatches, and skip the batches that a resumed epoch has had."""
         if isinstance(dataloader, DataLoader) and _reads_ungrouped(dataloader):
             raise ValueError(
                 "a loader with a MinibatchSampler needs collate_fn=MinibatchCollate(...), which "
@@ -282,7 +279,7 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
         self._connected_run.settle()
 
     def _start_evaluation(self, loop: Any) -> None:
-        """Let evaluations see what the hooks before them have made of the weights."""
+        """Publish weights that hooks before an evaluation may have changed."""
         type(loop).on_run_start(loop)
         self._connected_run.publish()
 
@@ -310,5 +307,5 @@ def _reads_ungrouped(loader: DataLoader[Any]) -> bool:
 def _requires_distributed_sampler(
     plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
 ) -> bool:
-    """Leave a loader alone that reads this rank's part already; others are Lightning's to share."""
+    """Keep a loader that reads this rank's part already; Lightning shares out the others."""
     return not _reads_minibatches(loader) and plain(connector, loader)

@@ -16,12 +16,12 @@ Cost = Callable[[int], float]
 
 
 def quadratic(square: float, linear: float, constant: float = 0.0) -> Cost:
-    """Return the curve that fits a transformer: attention grows with the square of the length.
+    """Return the cost curve of a transformer, in which attention is quadratic in the length.
 
     Args:
-        square: Cost of 32,000 tokens that see each other.
-        linear: Cost of 32,000 tokens by themselves.
-        constant: What every text costs besides.
+        square: Cost of the attention of 32,000 tokens.
+        linear: Other costs of 32,000 tokens.
+        constant: Cost of a text of any length.
     """
 
     def cost(length: int) -> float:
@@ -36,8 +36,8 @@ def tokens(length: int) -> float:
     return float(length)
 
 
-# The two curves are of arXiv 2601.19362, without what a forward costs however short its text is:
-# texts of one microbatch pay that together.
+# The two curves are of arXiv 2601.19362, without the constant cost of a forward, which the texts of
+# a microbatch have together.
 COSTS: dict[str, Cost] = {
     "tokens": tokens,
     "1.5b": quadratic(1.982, 2.612),
@@ -46,11 +46,7 @@ COSTS: dict[str, Cost] = {
 
 
 def find_cost(cost: str | Cost) -> Cost:
-    """Return a cost by its name, or the one that is given.
-
-    Raises:
-        ValueError: There is no cost of that name.
-    """
+    """Return a cost function by its name, or the function that is given."""
     if not isinstance(cost, str):
         return cost
     if cost not in COSTS:
@@ -61,13 +57,13 @@ def find_cost(cost: str | Cost) -> Cost:
 
 
 Microbatches = list[list[int]]
-"""Of one rank: the places of the texts in each of its microbatches; there may be none."""
+"""The indices of the texts in each microbatch of one rank, which may have none."""
 
 
 def lb_mini(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Give every rank as much work in all; each packs it into as few microbatches as it needs.
+    """Give every rank equal work, in as few microbatches as it needs.
 
     For ranks that do not wait for each other inside of a minibatch.
     """
@@ -79,9 +75,9 @@ def lb_mini(
 def lb_micro(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Give every rank as many texts and as many microbatches, the heaviest first.
+    """Give every rank equally many texts and microbatches, the heaviest first.
 
-    For ranks that meet at every layer of every microbatch.
+    For ranks that wait for each other at every layer of every microbatch.
     """
     costs = [cost(length) for length in lengths]
     shares = partition(costs, num_ranks, equal_counts=True)
@@ -97,7 +93,7 @@ def lb_micro(
 def local_sort(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Deal the texts out as they come; each is a microbatch, the longest of a rank first."""
+    """Give the texts to the ranks in turn; each is a microbatch, the longest of a rank first."""
     shares = [range(rank, len(lengths), num_ranks) for rank in range(num_ranks)]
     return [[[i] for i in sorted(share, key=lambda i: -lengths[i])] for share in shares]
 
@@ -112,28 +108,24 @@ MODES: dict[str, Callable[[Sequence[int], int, int, Cost], list[Microbatches]]] 
 def pack(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost, mode: str
 ) -> list[Microbatches]:
-    """Share out one minibatch.
+    """Divide the texts of one minibatch among ranks and microbatches.
 
     Args:
         lengths: The tokens of each text.
-        num_ranks: How many ranks share them.
-        max_tokens: The most tokens of one microbatch.
-        cost: What a text costs, by its length.
+        num_ranks: The number of ranks.
+        max_tokens: The largest number of tokens of a microbatch.
+        cost: The cost of a text, from its length.
         mode: One of ``MODES``.
 
     Returns:
         The microbatches of each rank, the heaviest first. A microbatch of ``lb_micro`` is empty
-        where a rank has fewer texts than another one has microbatches.
+        if its rank has fewer texts than another one has microbatches.
     """
     return MODES[mode](lengths, num_ranks, max_tokens, cost)
 
 
 def check_packing(lengths: Sequence[int], max_tokens: int, mode: str) -> None:
-    """Refuse what cannot be packed.
-
-    Raises:
-        ValueError: There is no such mode, or a text that is empty or too long by itself.
-    """
+    """Refuse an unknown mode, and a text that is empty or too long by itself."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
     for place, length in enumerate(lengths):
@@ -148,7 +140,7 @@ def check_packing(lengths: Sequence[int], max_tokens: int, mode: str) -> None:
 def _packed(
     share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], limit: int, least: int
 ) -> Microbatches:
-    """Divide a rank's texts into the fewest microbatches, of nearly equal cost, that fit."""
+    """Divide a rank's texts into as few microbatches, of nearly equal cost, as ``limit`` allows."""
     total = sum(lengths[i] for i in share)
     num = max(least, -(-total // limit))
     while True:
@@ -165,15 +157,15 @@ _MAX_SWAPS = 100
 
 
 def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False) -> Parts:
-    """Divide things into parts whose heaviest is as light as can be found.
+    """Divide texts into parts so that the heaviest part is as light as possible.
 
     Args:
-        costs: The cost of each thing.
-        num_parts: How many parts; some may be empty.
-        equal_counts: Whether all parts have as many things, give or take one.
+        costs: The cost of each text.
+        num_parts: The number of parts; some may be empty.
+        equal_counts: Whether the numbers of texts of two parts may differ by one only.
 
     Returns:
-        The places of the things in each part.
+        The indices of the texts in each part.
     """
     found = [_improved(_difference(costs, num_parts, equal_counts=True), costs)]
     if not equal_counts:
@@ -203,7 +195,7 @@ _Entry = tuple[float, int, list[tuple[float, list[int]]]]
 
 
 def _entry(parts: Parts, costs: Sequence[float], tie: int) -> _Entry:
-    """Return a partial division as the heap orders it: the one that differs most comes first."""
+    """Return a partial division with its key: that with the largest difference is first."""
     pairs = zip(_weights(parts, costs), parts, strict=True)
     weighted = sorted(pairs, key=lambda pair: pair[0], reverse=True)
     return weighted[-1][0] - weighted[0][0], tie, weighted
@@ -214,7 +206,7 @@ def _weights(parts: Parts, costs: Sequence[float]) -> list[float]:
 
 
 def _improved(parts: Parts, costs: Sequence[float]) -> Parts:
-    """Swap things of the heaviest part for lighter ones of others, while that helps."""
+    """Swap texts of the heaviest part for lighter ones of others, while that helps."""
     weights = _weights(parts, costs)
     for _ in range(_MAX_SWAPS):
         heavy = max(range(len(parts)), key=weights.__getitem__)
@@ -241,5 +233,5 @@ def _improved(parts: Parts, costs: Sequence[float]) -> Parts:
 
 
 def _after_swap(weights: list[float], heavy: int, light: int, difference: float) -> float:
-    """Return the heavier of two parts after they have swapped things that differ."""
+    """Return the heavier of two parts after a swap of texts that differ by ``difference``."""
     return max(weights[heavy] - difference, weights[light] + difference)

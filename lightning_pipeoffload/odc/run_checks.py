@@ -1,4 +1,4 @@
-"""What cannot be trained on demand: refused by name, before it would be wrong."""
+"""Refuses what cannot be trained on demand, by name, before training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from torch import nn
 
 
 def check_run(module: LightningModule, trainer: Trainer) -> None:
-    """Refuse what would be wrong, or wait for ever.
-
-    Raises:
-        ValueError: There is something; the message says what, why, and what would do.
-    """
+    """Refuse modules and trainers that would give wrong results, or wait for ever."""
     refuse_gradient_hooks(module.named_parameters())
     for name, part in module.named_modules():
         _check_layer(name, part)
@@ -30,11 +26,7 @@ def check_run(module: LightningModule, trainer: Trainer) -> None:
 
 
 def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse hooks that FSDP2 would drop, or that would see a gradient before it is summed.
-
-    Raises:
-        ValueError: A parameter has a hook; the message names it.
-    """
+    """Refuse hooks that FSDP2 would drop, or that would get a gradient before it is summed."""
     for name, parameter in parameters:
         # Private, both: where register_hook and register_post_accumulate_grad_hook keep hooks.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

@@ -31,7 +31,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has sharded anything of a module."""
+    """Whether FSDP2 has sharded a part of a module."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
@@ -41,13 +41,14 @@ def shard(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Shard a module in place; its steps gather what they use of it.
+    """Shard a module in place; its steps gather the parameters that they use.
 
     Args:
         module: The user's module.
-        blocks: What is gathered apart: the name of a container, or patterns; None: found.
+        blocks: The blocks that are gathered one by one: the name of a container, or patterns; None:
+            found.
         mesh: The ranks that share the parameters.
-        policy: The arithmetic.
+        policy: Mixed precision.
 
     Raises:
         ValueError: There are no such blocks.
@@ -61,11 +62,9 @@ def shard(
 
 
 def share_initial_values(module: nn.Module, host: HostGroup) -> None:
-    """Let every rank begin with global rank 0's values; without a seed they differ.
+    """Broadcast global rank 0's values of a module that is not sharded yet.
 
-    Args:
-        module: The module, not sharded yet.
-        host: All ranks; what is on an accelerator goes over the default group.
+    Without a seed they differ. Tensors on an accelerator are sent over the default group.
     """
     tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     with blaming_peers("lost a rank while sharing the initial weights"):
@@ -76,7 +75,7 @@ def share_initial_values(module: nn.Module, host: HostGroup) -> None:
 
 
 def _blocks_of(module: nn.Module, blocks: str | Sequence[str] | None) -> list[nn.Module]:
-    """Return the blocks that have parameters, and share none with what is outside of them."""
+    """Return the blocks that have parameters, and share none with other modules."""
     if blocks is None and not _has_containers(module):
         return []
     owners: dict[Tensor, set[str]] = {}
@@ -102,7 +101,7 @@ def _has_containers(module: nn.Module) -> bool:
 
 
 def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
-    """Say in which dtype gradients are summed: what None means depends on torch's version."""
+    """Set the dtype of gradient sums: the meaning of None depends on torch's version."""
     dtype = next((parameter.dtype for parameter in module.parameters()), None)
     return MixedPrecisionPolicy(
         policy.param_dtype,
@@ -114,17 +113,17 @@ def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecision
 
 @dataclass(frozen=True, eq=False)
 class ShardedGroup:
-    """Parameters that are gathered at once, and whose gradients are pushed at once.
+    """Parameters that FSDP2 gathers together, and whose gradients are pushed together.
 
     Attributes:
         name: The module's name, for messages.
-        module: The module, on which FSDP2's hooks are set.
+        module: The module.
         members: FSDP2's own record of each parameter, in its order.
-        names: Their names.
-        sizes: The elements of each one's shard, padded to be the same on every rank.
-        trained: The places of the parameters that are trained.
-        published: What a shard is gathered as.
-        summed: What gradients are added up in.
+        names: The parameters' names.
+        sizes: The elements of each parameter's shard, padded to be the same on every rank.
+        trained: The indices of the parameters that are trained.
+        published: The dtype in which a shard is gathered.
+        summed: The dtype in which gradients are summed.
     """
 
     name: str
@@ -143,14 +142,14 @@ class ShardedGroup:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share the parameters."""
+        """The number of ranks that share the parameters."""
         first = self.parameters[0].data
         assert isinstance(first, DTensor)
         return first.device_mesh.size()
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the same parameters are trained as when this was noted."""
+        """Whether ``trained`` still holds."""
         return self.trained == _trained(self.members)
 
     @property
@@ -160,32 +159,31 @@ class ShardedGroup:
 
     @property
     def trained_size(self) -> int:
-        """Elements of a rank's shard of what is trained."""
+        """Elements of a rank's shard of the trained parameters."""
         return sum(self.sizes[place] for place in self.trained)
 
     def starts(self, places: Sequence[int]) -> list[int]:
-        """Where the shard of each of some parameters begins, if these lie one after the other."""
+        """Return where the shards of some parameters begin in their concatenation."""
         return [0, *accumulate(self.sizes[place] for place in places)][: len(places)]
 
     def local_shards(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield where each parameter's shard begins, and this rank's, flat and without padding."""
+        """Yield where each shard begins, and this rank's shard, flat and without padding."""
         starts = self.starts(range(len(self.sizes)))
         for start, parameter in zip(starts, self.parameters, strict=True):
             yield start, local_part(parameter.detach()).reshape(-1)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a sharded tensor."""
+    """Return this rank's shard of a sharded tensor."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
 def sharded_groups(root: nn.Module) -> list[ShardedGroup]:
-    """List what is sharded in a module.
+    """List the sharded groups of a module.
 
     Raises:
-        ValueError: There is a parameter that is not sharded, or one that cannot be communicated on
-            demand.
+        ValueError: A parameter is not sharded, or cannot be communicated on demand.
     """
     groups = [
         _group(name, module)
@@ -252,11 +250,7 @@ _REFUSED = {
 
 
 def refuse_optimizers(optimizers: Sequence[Any]) -> None:
-    """Refuse what torch cannot compute of shards.
-
-    Raises:
-        ValueError: There is such an optimizer; the message names it.
-    """
+    """Refuse optimizers that torch cannot step with shards."""
     for kind, reason in _REFUSED.items():
         if any(isinstance(optimizer, kind) for optimizer in optimizers):
             raise ValueError(
@@ -267,7 +261,10 @@ def refuse_optimizers(optimizers: Sequence[Any]) -> None:
 
 @contextmanager
 def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
-    """Let the steps that an optimizer takes inside give what they would give on one device."""
+    """Make an optimizer's steps inside give the results of one device.
+
+    Most optimizers compute element by element, for which shards suffice; some need whole matrices.
+    """
     with ExitStack() as modes:
 
         def enter(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -288,7 +285,7 @@ def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure that trains as always; what the optimizer does after it is another thing."""
+    """Return a closure that runs without the modes, which are for the optimizer's operations."""
 
     def call() -> Any:
         modes.close()
@@ -300,7 +297,7 @@ def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _AsIfWhole(TorchFunctionMode):
-    """Makes whole what is a sum over ranks, and what is rounded before it is multiplied.
+    """Replicates results that are sums over ranks, or rounded before they are multiplied.
 
     Adafactor squares norms in place, which sums that are not added up yet do not allow. Muon goes
     on in bfloat16, in which what the ranks' rows add up to is not the product of the matrices.

@@ -1,46 +1,40 @@
-"""Memory of each rank that the ranks of its machine read and write without its doing.
+"""Memory of each rank that the other ranks of its machine read and write.
 
-On the host it is a file in memory that all map, whose name is gone as soon as they have: so nothing
-is left of it when they are killed. On an accelerator it is what ``torch.multiprocessing`` shares
-between processes.
+On the host it is a file in memory that all map; it has no name, so that nothing is left when they
+are killed. On an accelerator ``torch.multiprocessing`` shares it.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_pipeoffload.runtime.host_group import HostGroup
-
-_PREFIX = "pipeoffload-odc-"
+from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
 
 
 def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) -> list[Tensor]:
-    """Make memory of this rank's that others see; all ranks call it, with one size.
+    """Allocate shared memory on each rank; all ranks call it, with one size.
 
     Args:
-        size: How many bytes.
-        device: Where they lie.
-        rank: This rank's place in ``group``.
+        size: Bytes of each rank.
+        device: The device of the memory.
+        rank: This rank among those of ``group``.
         group: The ranks of this machine that share parameters.
 
     Returns:
         The bytes of each rank, all zero.
 
     Raises:
-        RuntimeError: The memory of a rank's machine does not suffice.
+        RuntimeError: A machine has not enough memory.
     """
     if device.type == "cpu":
         return _share_host_bytes(max(size, 1), group)
@@ -53,7 +47,7 @@ def _share_device_bytes(
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     torch.accelerator.synchronize(device)
     others = [peer for peer in group.gather(rank) if peer != rank]
-    # One for each: torch counts who still uses it, and is told once by whom each was made for.
+    # One for each: torch counts the users of a memory, and each offer can be opened once.
     offers = group.gather({peer: reduce_tensor(own) for peer in others})
     return [
         own if peer == rank else _opened(offer[rank], device, peer)
@@ -62,10 +56,10 @@ def _share_device_bytes(
 
 
 def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
-    """Map another rank's memory into this rank's own device.
+    """Map another rank's memory into the address space of this rank's device.
 
-    Elsewhere it would be a tensor of the other device, which takes a context there for each rank
-    and adds nothing to tensors of this one. No event is waited for: whoever shares has waited.
+    As a tensor of the other device it would need a context there for each rank, and could not be
+    added to tensors of this one. No event is waited for: the other rank has synchronized.
     """
     rebuild, args = reduction
     given = signature(rebuild).bind(*args)
@@ -74,7 +68,7 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
             f"torch shares no memory of {device.type} between processes, which strategy='odc' "
             f"needs; it does on cpu and cuda"
         )
-    # Private, both: how torch calls the place and the event of what a process has shared.
+    # Private, both: the names of torch's arguments.
     given.arguments.update(storage_device=device.index, event_sync_required=False)
     try:
         return rebuild(*given.args)
@@ -88,35 +82,59 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
 
 
 def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:
-    with _named_file(size) as (path, failure):
-        found = group.gather((str(path), failure))
-        for place, (_, failed) in enumerate(found):
-            if failed:
-                raise RuntimeError(f"rank {place} of this machine has no shared memory: {failed}")
+    with _file_in_memory() as (descriptor, path):
+        found = group.gather((path, _reserve(descriptor, size)))
+        for rank, (_, failure) in enumerate(found):
+            if failure:
+                raise RuntimeError(f"rank {rank} of this machine has no shared memory: {failure}")
         mapped = [
-            torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name, _ in found
+            torch.from_file(theirs, shared=True, size=size, dtype=torch.uint8)
+            for theirs, _ in found
         ]
         group.barrier()
     return mapped
 
 
+@contextmanager
+def _file_in_memory() -> Iterator[tuple[int, str]]:
+    """Make a file without a name; other processes open it by this path as long as this one does."""
+    descriptor = os.memfd_create("pipeoffload-odc")
+    try:
+        yield descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _reserve(descriptor: int, size: int) -> str:
+    """Allocate the memory now, since a later write without memory would kill the process.
+
+    Returns:
+        Why there is none, or "".
+    """
+    machine = machine_memory()
+    if machine.total and size > machine.available:
+        return f"{size >> 20} MiB are needed, and {machine.available >> 20} MiB are free"
+    os.posix_fallocate(descriptor, 0, size)
+    return ""
+
+
 class OwnerLocks:
-    """One lock for each rank's part of each group of parameters; a rank that ends lets go of them.
+    """One lock for each rank's part of each group of parameters; they end with their process.
 
     Args:
-        num_groups: The number of groups.
-        rank: This rank's place in ``group``.
+        num_groups: The number of groups of parameters.
+        rank: This rank among those of ``group``.
         group: The ranks of this machine that share parameters.
     """
 
     def __init__(self, num_groups: int, rank: int, group: HostGroup) -> None:
         self._num_groups = num_groups
-        with _named_file(1) as (path, _):
-            self._file = os.open(group.gather(str(path))[0], os.O_RDWR)
+        with _file_in_memory() as (_, path):
+            self._file = os.open(group.gather(path)[0], os.O_RDWR)
             group.barrier()
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file of locks."""
         os.close(self._file)
 
     @contextmanager
@@ -128,57 +146,3 @@ class OwnerLocks:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
-
-
-def remove_left_files() -> None:
-    """Remove files of ranks that were killed between making and mapping them.
-
-    Who makes one holds a lock on it as long as its name is there.
-    """
-    for path in _folder().glob(f"{_PREFIX}*"):
-        try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-        except OSError as error:  # in use, gone by now, or another user's
-            if error.errno not in (errno.EAGAIN, errno.ENOENT, errno.EACCES, errno.EPERM):
-                raise
-
-
-@contextmanager
-def _named_file(size: int) -> Iterator[tuple[Path, str]]:
-    """Make a file for as long as it needs a name; yield its path, and why it is none."""
-    path, file = _locked_file()
-    with file:
-        try:
-            yield path, _reserve(file, size)
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _locked_file() -> tuple[Path, IO[bytes]]:
-    while True:
-        path = _folder() / f"{_PREFIX}{secrets.token_hex(8)}"
-        file = path.open("x+b")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return path, file
-        file.close()  # another run took it for a left one before it was locked
-
-
-def _reserve(file: IO[bytes], size: int) -> str:
-    """Take the memory now, for a write that finds none would end the process by a signal."""
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        free = os.statvfs(_folder())
-        return (
-            f"{_folder()} has {free.f_bavail * free.f_frsize >> 20} MiB left, and {size >> 20} MiB "
-            f"are needed ({error.strerror}); enlarge it, as by docker run --shm-size"
-        )
-    return ""
-
-
-def _folder() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -2,7 +2,7 @@
 
 Four operations make a minibatch::
 
-    publish      every rank lays its shards where others can read them
+    publish      every rank copies its shards to where others can read them
     gather       a rank reads the shards of all, whenever it needs them
     accumulate   a rank adds its gradients to each owner's sum, whenever it has them
     finish       after the last of all ranks, each has the sums of its own shards
@@ -31,18 +31,17 @@ from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
 _ALIGNMENT = 64
-_MOST_PUSHES = 2  # whose gradients are kept whole at once
+_MOST_PUSHES = 2  # whose gradients are whole at once
 
 
 class OnDemandTransport(ABC):
-    """Reads other ranks' shards from memory that all share.
+    """Reads other ranks' shards from shared memory.
 
     Args:
-        groups: What is sharded together, the same on every rank.
-        rank: This rank's place among those that share the parameters.
+        groups: The sharded groups, the same on every rank.
+        rank: This rank among those that share the parameters.
         ranks: These ranks.
-        device: Where the parameters are.
-
+        device: The device of the parameters.
     """
 
     def __init__(
@@ -58,18 +57,18 @@ class OnDemandTransport(ABC):
 
     @property
     def place(self) -> str:
-        """What it does right now, in words; empty: nothing."""
+        """The gather or push that is going on, in words; else empty."""
         return self._gathering or self._pushing
 
     def publish(self) -> None:
-        """Lay this rank's shards where other ranks read them; the caller waits for all ranks."""
+        """Copy this rank's shards to where others read them; the caller waits for all ranks."""
         for group, target in zip(self._groups, self._published[self._rank], strict=True):
             for start, shard in group.local_shards():
                 target[start : start + len(shard)].copy_(shard)
         self._settle()
 
     def gather(self, index: int, out: Tensor) -> None:
-        """Read the shards of the other ranks; this rank's own is there already."""
+        """Read the shards of the other ranks into ``out``, which has this rank's own."""
         self._check(index, out.numel(), self._groups[index].size * self._num_ranks)
         shards = out.view(self._num_ranks, -1)
         for rank in _others_after(self._rank, self._num_ranks):
@@ -79,21 +78,21 @@ class OnDemandTransport(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget the sums of this rank's shards, before a minibatch."""
+        """Zero the sums of this rank's shards, before a minibatch."""
 
     @abstractmethod
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
-        """Add gradients to the sums of those that own them.
+        """Add gradients to the sums of their owners.
 
         Args:
             index: The group.
-            gradients: The gradients of some of its parameters, laid out for each owner in turn.
-            parameters: The places of these parameters in the group.
+            gradients: The gradients of some of its parameters, one owner's shards after another's.
+            parameters: The indices of these parameters in the group.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until this rank has added all that it was given."""
+        """Wait until this rank has added all its gradients."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -110,7 +109,7 @@ class OnDemandTransport(ABC):
         return self._own_sums[index][target : target + length]
 
     def close(self) -> None:
-        """Let go of other ranks' memory, and of what the system gives only so many of."""
+        """Release other ranks' memory, threads and files."""
         self._published = []
 
     def _check(self, index: int, given: int, expected: int) -> None:
@@ -122,7 +121,7 @@ class OnDemandTransport(ABC):
             )
 
     def _spans(self, index: int, parameters: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return where gradients go: start of the sum, start of what comes, and how much it is."""
+        """Return spans of gradients: start in the sum, start in what is given, and length."""
         group = self._groups[index]
         starts = dict(zip(group.trained, group.starts(group.trained), strict=True))
         given = group.starts(parameters)
@@ -136,16 +135,16 @@ class OnDemandTransport(ABC):
         return spans
 
     def _settle(self) -> None:
-        """Let what was written be there for other processes."""
+        """Wait until other processes can read what was written."""
         if self._device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
 
 
 class SharedSums(OnDemandTransport):
-    """Adds gradients to sums in memory that all ranks share, in the order in which they come.
+    """Adds gradients to sums in shared memory, in the order in which they come.
 
-    A thread with a stream of its own does: a backward goes on while an owner is busy, until the
-    gradients of two groups wait.
+    A thread with a stream of its own adds them: a backward goes on while an owner's sum is locked,
+    until the gradients of two groups wait.
     """
 
     def __init__(
@@ -160,12 +159,11 @@ class SharedSums(OnDemandTransport):
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def clear(self) -> None:
-        """Forget the sums of this rank's shards."""
         for total in self._own_sums:
             total.zero_()
 
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
-        """Start to add gradients, which stay as they are, to each owner's sum, this rank's last."""
+        """Start to add gradients to each owner's sum, this rank's last; they must not change."""
         group = self._groups[index]
         size = sum(group.sizes[parameter] for parameter in parameters)
         self._check(index, gradients.numel(), size * self._num_ranks)
@@ -183,9 +181,9 @@ class SharedSums(OnDemandTransport):
         ready: torch.Event | None,
     ) -> None:
         if self._pushing:
-            return  # the one before has failed there
+            return  # the push before has failed
         if ready is not None:
-            ready.synchronize()  # before the locks: others wait for an addition, not a backward
+            ready.synchronize()  # before locking, so that others do not wait for a backward
         with torch.no_grad(), self._stream or nullcontext():
             for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
                 self._pushing = f"the push of {self._groups[index].name} to rank {owner}"
@@ -193,7 +191,7 @@ class SharedSums(OnDemandTransport):
                 with self._locks.held(owner, index):
                     for target, start, length in spans:
                         total[target : target + length] += part[start : start + length]
-                    self._settle()  # who holds the lock next reads what was written
+                    self._settle()  # before the next rank takes the lock
         self._pushing = ""
 
     @override
@@ -202,10 +200,10 @@ class SharedSums(OnDemandTransport):
             self._pushes.popleft().result()
 
     def finish(self) -> None:
-        """Do nothing: the sums are where others have written them."""
+        pass  # the sums are in this rank's memory
 
     def close(self) -> None:
-        """Let go of other ranks' memory, and of the file of locks; its own sums are gradients."""
+        # Its own sums stay: they are gradients.
         self._thread.shutdown(cancel_futures=True)
         super().close()
         self._sums = []
@@ -217,14 +215,14 @@ class SharedSums(OnDemandTransport):
 
 
 class WholeGradients(OnDemandTransport):
-    """Keeps gradients whole on every rank, and reduces them once, always in the same order.
+    """Sums whole gradients on every rank, and reduces them once, always in the same order.
 
     Args:
-        groups: What is sharded together, the same on every rank.
-        rank: This rank's place among those that share the parameters.
-        ranks: These ranks.
-        device: Where the parameters are.
-        reduction: Their process group, which reduces as FSDP2 would.
+        groups: As of :class:`OnDemandTransport`, as are the next three.
+        rank: This rank.
+        ranks: The ranks.
+        device: The device.
+        reduction: The ranks' process group, which reduces as FSDP2 would.
     """
 
     def __init__(
@@ -244,12 +242,10 @@ class WholeGradients(OnDemandTransport):
         self._sums = [torch.zeros_like(whole[0]) for whole in self._whole]
 
     def clear(self) -> None:
-        """Forget this rank's gradients."""
         for whole in self._whole:
             whole.zero_()
 
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
-        """Add gradients to this rank's own."""
         parts = gradients.view(self._num_ranks, -1)
         for target, start, length in self._spans(index, parameters):
             self._whole[index][:, target : target + length] += parts[:, start : start + length]
@@ -259,7 +255,6 @@ class WholeGradients(OnDemandTransport):
         pass  # gradients are added where they are given
 
     def finish(self) -> None:
-        """Reduce the gradients of all ranks."""
         reduce_scatter = DefaultReduceScatter()
         with blaming_peers("lost a rank while reducing gradients"):
             for whole, total in zip(self._whole, self._sums, strict=True):
@@ -272,14 +267,14 @@ class WholeGradients(OnDemandTransport):
 
 
 def _others_after(rank: int, num_ranks: int) -> list[int]:
-    """List the other ranks, each rank another one first, so that they are not all at one."""
+    """List the other ranks, beginning with the next one, so that not all begin with the same."""
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
 
 def _shared_tensors(
     spans: Sequence[tuple[int, torch.dtype]], rank: int, ranks: HostGroup, device: torch.device
 ) -> list[list[Tensor]]:
-    """Share a tensor for each of these sizes and dtypes; return those of every rank."""
+    """Allocate shared tensors of these sizes and dtypes; return those of every rank."""
     sizes = [count * dtype.itemsize for count, dtype in spans]
     starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
     of_ranks = share_bytes(starts[-1], device, rank, ranks)

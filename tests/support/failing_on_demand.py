@@ -30,7 +30,6 @@ def fail() -> None:
 
 ACTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill_all": lambda: os.killpg(os.getpgrp(), signal.SIGKILL),
     "raise": fail,
 }
 _CALLS = 30  # gathers and pushes before it happens, in the midst of training
@@ -83,19 +82,7 @@ def at_barrier(act: str, rank: int) -> None:
     OnDemandRun.close = failing_close  # type: ignore[method-assign]
 
 
-def in_making(act: str, rank: int) -> None:
-    """Fail while shared memory still has a name."""
-    failing, reserve = Failing(act, rank, after=1), shared_bytes._reserve
-
-    def failing_reserve(*args: Any) -> str:
-        made = reserve(*args)
-        failing()
-        return made
-
-    shared_bytes._reserve = failing_reserve
-
-
-PLACES = {"push": in_push, "gather": in_gather, "barrier": at_barrier, "making": in_making}
+PLACES = {"push": in_push, "gather": in_gather, "barrier": at_barrier}
 
 
 def main(*arguments: str) -> None:
