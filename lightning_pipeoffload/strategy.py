@@ -187,7 +187,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         )
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._saves_folder = save_distributed_checkpoint
+        self._save_distributed_checkpoint = save_distributed_checkpoint
 
     @property
     def plan(self) -> Schedule:

@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, let_move, present
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present
 from lightning_pipeoffload.checkpoints.folder import (
     META_FILE,
+    WholeCheckpoints,
     is_checkpoint_folder,
     read_checkpoint_folder,
-    refuse_file_io,
     refuse_remote_folder,
     write_checkpoint_folder,
 )
@@ -36,15 +35,13 @@ _SEED = "pipeoffload_seed"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
-class CheckpointHooks(PipelineProcesses):
+class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     """Saves and loads a module and its optimizers, split over the processes or not yet.
 
     Attributes:
-        _saves_folder: Whether each rank writes what it owns, into a folder.
         _seed: The seed of the fit's data and dropout, which goes on after a resume.
     """
 
-    _saves_folder: bool
     _seed: int
     _loaded_seed: int | None = None
     _parameters: OptimizedParameters
@@ -94,27 +91,13 @@ class CheckpointHooks(PipelineProcesses):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._split is not None:
-            return self._split.of_optimizer(optimizer, by_name=self._saves_folder)
+            return self._split.of_optimizer(optimizer, by_name=self._save_distributed_checkpoint)
         if not self.is_global_zero:
             return {}
         state = super().optimizer_state(optimizer)
-        if not self._saves_folder:
+        if not self._save_distributed_checkpoint:
             return state
         return name_optimizer_state(state, self._parameters.names_in(optimizer))
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MovingCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self._saves_folder:
-            refuse_file_io(io)
-        let_move(io)
-        self._checkpoint_io = io
 
     @override
     def save_checkpoint(
@@ -127,7 +110,7 @@ class CheckpointHooks(PipelineProcesses):
         if not self._is_split:  # states that are not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
-        if self._saves_folder:
+        if self._save_distributed_checkpoint:
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
@@ -163,6 +146,6 @@ class CheckpointHooks(PipelineProcesses):
         if self._split is not None:
             self._split.load_optimizers(states)
             return
-        # What this rank keeps of it is read, and follows the parameters, when the module is split.
+        # This rank's part is read, and moves to the parameters' devices, when the module is split.
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             optimizer.load_state_dict(number_optimizer_state(state, names))

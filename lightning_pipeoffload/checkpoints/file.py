@@ -22,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import (
-    _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
-)
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.utils._pytree import (  # private: see runtime/leaves
     KeyPath,
@@ -117,12 +114,6 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
 def on_host(storage: Any, location: str) -> Any:
     """Load a storage to the host, whatever device it was on: a ``map_location``."""
     return storage
-
-
-def let_move(io: CheckpointIO) -> None:
-    """Let a plugin that wraps another one wrap a :class:`MovingCheckpointIO`."""
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = MovingCheckpointIO()
 
 
 @contextmanager

@@ -15,11 +15,15 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import (
+    _WrappingCheckpointIO,  # private: what AsyncCheckpointIO is
+)
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
@@ -39,7 +43,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.file import is_remote, replacing, showing_first_error
+from lightning_pipeoffload.checkpoints.file import (
+    MovingCheckpointIO,
+    is_remote,
+    replacing,
+    showing_first_error,
+)
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
@@ -70,15 +79,31 @@ def is_checkpoint_folder(path: str | Path) -> bool:
     return (Path(path) / META_FILE).is_file()
 
 
+class WholeCheckpoints(ParallelStrategy):
+    """Writes files by :class:`MovingCheckpointIO`, also those of a plugin that wraps another."""
+
+    _save_distributed_checkpoint: bool
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MovingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self._save_distributed_checkpoint:
+            raise ValueError(
+                f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each "
+                f"rank writes its part of a folder by itself; leave one of them out"
+            )
+        if isinstance(io, _WrappingCheckpointIO):
+            io.checkpoint_io = MovingCheckpointIO()
+        self._checkpoint_io = io
+
+
 # Writing
-
-
-def refuse_file_io(io: CheckpointIO) -> NoReturn:
-    """Refuse a plugin that writes files, where checkpoints are folders."""
-    raise ValueError(
-        f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each rank "
-        f"writes its part of a folder by itself; leave one of them out"
-    )
 
 
 def refuse_remote_folder(path: str | Path, storage_options: Any | None) -> None:

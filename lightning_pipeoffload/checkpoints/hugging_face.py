@@ -1,8 +1,8 @@
-"""A Hugging Face model's weights under the names, and in the pieces, in which hubs have them.
+"""Converts weights between the names and pieces of a Hugging Face model and those of the hub.
 
-Transformers renames, merges and cuts weights when it loads and saves. Its own rules are applied
-here to weights that are in a file still: first to their shapes, which tells who is made of whom,
-then to the values when one of them is used.
+Transformers renames, merges and splits weights when it loads and saves. Its own rules are applied
+here to weights that are still in a file: first to their shapes, to learn which weights are made
+from which, then to the values when one of the results is used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def is_hugging_face(module: nn.Module) -> bool:
 
 
 def to_module(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
-    """Return a hub's weights under the names of a model.
+    """Return weights of the hub under the names of a model of transformers.
 
     Args:
-        model: Of transformers; its weights may be anywhere.
-        weights: By the names in the files.
+        model: The model; its own values are not read.
+        weights: The weights by their names in the files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import (  # noqa: PLC0415
@@ -80,17 +80,17 @@ def _convert(
 
 
 def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
-    """Return a model's weights under the names in which hubs have them, tied ones once.
+    """Return a model's weights under the names of the hub, tied ones once.
 
     Args:
-        model: Of transformers; its weights may be anywhere.
-        weights: By the names in the model.
+        model: A model of transformers; its own values are not read.
+        weights: The weights by their names in the model.
     """
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
     names = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     kept = {tensor: name for name, tensor in reversed(names.items())}
-    # Of tied weights the name that is tied to: the other's is made from it.
+    # Of tied weights the name of the source, from which transformers makes the others.
     kept |= {names[name]: name for name in _tied_to(model) if name in names}
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
@@ -107,7 +107,7 @@ def _find_groups(
     weights: _Weights,
     expected: Mapping[str, torch.Size],
 ) -> Iterator[list[str]]:
-    """Yield the names of weights of which one is made, a few at a time: those of one submodule."""
+    """Yield groups of weights that are converted together, as small as possible: by submodule."""
     left = {name: (_shape_of(tensor), name.split(".")) for name, tensor in weights.items()}
     for depth in range(max(len(parts) for _, parts in left.values()), -1, -1):
         groups: dict[tuple[str, ...], list[str]] = {}
@@ -130,9 +130,9 @@ def _sizes(weights: _Weights) -> dict[str, torch.Size]:
 
 
 def _keep_last() -> _Made:
-    """Return a function that calls another, and knows what the last one returned.
+    """Return a function that calls another one, and caches the last result.
 
-    What is made together is used one after the other.
+    Results of one conversion are used one after the other.
     """
 
     @lru_cache(maxsize=1)
@@ -143,7 +143,7 @@ def _keep_last() -> _Made:
 
 
 def _later(convert: Callable[[_Weights], _Weights], weights: _Weights, made: _Made) -> _Weights:
-    """Return what a function makes of weights, which it does when one of the results is used."""
+    """Return the results of a conversion, which runs when one of them is used."""
     shapes = convert({key: _shape_of(tensor) for key, tensor in weights.items()})
 
     def make() -> _Weights:

@@ -201,7 +201,9 @@ class FitRun:
     def _described(self) -> dict[str, str]:
         strategy = self._strategy
         described = describe_trainer(self._trainer)
-        described["the strategy's save_distributed_checkpoint"] = str(strategy._saves_folder)
+        described["the strategy's save_distributed_checkpoint"] = str(
+            strategy._save_distributed_checkpoint
+        )
         if not self.run.pipeline.committed:  # training goes on with what each rank has written
             described |= describe_module(self._module)
         names = strategy._parameters.names

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -17,33 +16,24 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map  # private: torch exports no other
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, let_move, present
-from lightning_pipeoffload.checkpoints.folder import refuse_remote_folder, write_checkpoint_folder
+from lightning_pipeoffload.checkpoints.file import present
+from lightning_pipeoffload.checkpoints.folder import (
+    WholeCheckpoints,
+    refuse_remote_folder,
+    write_checkpoint_folder,
+)
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.sharding import as_if_whole
 
 
-class OnDemandCheckpoints(OnDemandProcesses):
+class OnDemandCheckpoints(WholeCheckpoints, OnDemandProcesses):
     """Writes checkpoints whole or not at all; a file has the optimizer's state of one device."""
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MovingCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        let_move(io)
-        self._checkpoint_io = io
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         path = Path(self.broadcast(filepath))
-        # Private: where Lightning's own strategy keeps the argument.
         if not self._save_distributed_checkpoint:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)

@@ -54,7 +54,7 @@ def assert_told_once(run: Run, rank: int, error: str, place: str = "") -> None:
     assert run.lines[bool(place) :] == [because(rank, f": {error}")]
 
 
-@pytest.mark.parametrize("hook", some([hook for hook in HOOKS if hook not in STEPS], 6))
+@pytest.mark.parametrize("hook", some([hook for hook in HOOKS if hook not in STEPS], 12))
 def test_an_exception_in_a_hook_stops_all(hook, tmp_path):
     rank = HOOKS.index(hook) % 2
     run = run_failing(
