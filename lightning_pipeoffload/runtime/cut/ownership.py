@@ -110,7 +110,7 @@ class Ownership:
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
-            slot.module.__dict__[slot.kind][slot.attribute] = found
+            slot.put(found)
             _put(self._home, slot, found)
             if isinstance(found, RemoteTensor):
                 found.age = age

@@ -46,7 +46,7 @@ class AbsentValues:
         """Put the shapes back, for another pipeline."""
         self._remove_hooks()
         for slot, shape in self._shapes:
-            slot.module.__dict__[slot.kind][slot.attribute] = shape
+            slot.put(shape)
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -58,7 +58,7 @@ class AbsentValues:
         for slot in [s for s in absent_in(self._module) if s.module is holder]:
             loaded = state.get(prefix + slot.attribute)
             if slot.name in self._unsaved:
-                holder.__dict__[slot.kind][slot.attribute] = self._unsaved[slot.name].clone()
+                slot.put(self._unsaved[slot.name].clone())
             # A tensor of another shape is refused by load_state_dict itself.
             elif getattr(loaded, "shape", None) == slot.tensor.shape:
                 make_real(slot, self._made)
@@ -102,7 +102,7 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
             made[id(shape)] = nn.Parameter(tensor, shape.requires_grad) if is_parameter else tensor
         if isinstance(shape, RemoteTensor):
             shape.became = made[id(shape)]
-    slot.module.__dict__[slot.kind][slot.attribute] = made[id(shape)]
+    slot.put(made[id(shape)])
     return made[id(shape)]
 
 
@@ -199,7 +199,7 @@ def _value_like(value: Tensor, shape: Tensor) -> Tensor:
 
 
 def _put(slot: Slot, tensor: Tensor) -> None:
-    slot.module.__dict__[slot.kind][slot.attribute] = tensor
+    slot.put(tensor)
     hooks = slot.module._forward_pre_hooks  # private: to see what is registered already
     if _refuse_call not in hooks.values():
         slot.module.register_forward_pre_hook(_refuse_call)
@@ -287,11 +287,11 @@ class Lending:
         try:
             for slot, tensor in own:
                 value = self._fetch(slot)
-                slot.module.__dict__[slot.kind][slot.attribute] = value
+                slot.put(value)
                 lent.append((slot, tensor, value))
             yield
         finally:
             for slot, tensor, value in lent:
                 # A buffer that the step has assigned stays, if it is this rank's own.
                 if slot.tensor is value or value is not tensor:
-                    slot.module.__dict__[slot.kind][slot.attribute] = tensor
+                    slot.put(tensor)

@@ -50,7 +50,7 @@ class StrippedModule:
                 continue
             trains = slot.tensor.requires_grad
             stand_in = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
-            slot.module.__dict__[slot.kind][slot.attribute] = stand_in
+            slot.put(stand_in)
             if slot.kind == "_parameters":
                 stand_in.is_weight = True  # type: ignore[attr-defined]
                 self._weights[id(stand_in)] = slot.name
@@ -59,7 +59,7 @@ class StrippedModule:
     def _copy_buffer(self, slot: Slot, value: Tensor) -> None:
         device = torch.device("meta") if value.is_meta else self._device
         copied = value.detach().to(device, copy=True)
-        slot.module.__dict__[slot.kind][slot.attribute] = copied
+        slot.put(copied)
         self._buffers.append((slot, copied, value))
         self._buffer_names[memory_of(copied)] = slot.name
 

@@ -128,7 +128,7 @@ class _Draft(RegisteredParameters):
             index = self.index_of(slot.tensor)
             if index is not None:
                 shape = self.replace(index, slot.tensor)
-                slot.module.__dict__[slot.kind][slot.attribute] = shape
+                slot.put(shape)
 
     @override
     def is_real(self, index: int, parameter: Tensor) -> bool:
@@ -292,7 +292,7 @@ def _leave_remote(
             place = " and ".join(places[stage] for stage in sorted(blueprint.owners[slot.name]))
             origin = f"{slot.name} (of {place})"
             found[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
-        slot.module.__dict__[slot.kind][slot.attribute] = found[key]
+        slot.put(found[key])
 
 
 def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:

@@ -27,6 +27,10 @@ class Slot:
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
         return found
 
+    def put(self, tensor: Tensor) -> None:
+        """Replace the tensor, without what ``setattr`` of a module does."""
+        self.module.__dict__[self.kind][self.attribute] = tensor
+
 
 def find_slots(module: nn.Module) -> list[Slot]:
     """List the parameters and buffers of ``module`` in the order of registration."""

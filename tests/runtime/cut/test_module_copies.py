@@ -35,7 +35,7 @@ def leave(module, *names):
     for slot in [slot for slot in find_slots(module) if slot.name in names]:
         shape = RemoteTensor.standing_for(slot, f"{slot.name} (of stage 1)", HERE)
         found = made.setdefault(id(slot.tensor), shape)
-        slot.module.__dict__[slot.kind][slot.attribute] = found
+        slot.put(found)
 
 
 def shapes_in(module):
