@@ -135,7 +135,7 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_schedule_imports_the_standard_library_and_itself_relatively():
     assert not [p for p in (PACKAGE / "schedule").rglob("*.py") if NAME in p.read_text()]
     # The solver is an extra: imported by the one function that calls it, see ALONE.
-    others = {("schedule/solver/hinted_model", "ortools")}
+    others = {("schedule/solver/plan_model", "ortools")}
     assert not [
         (name, imported)
         for name, imported in imports_within("schedule")

@@ -32,8 +32,7 @@ from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.recipe import Recipe, build_by
-from lightning_pipeoffload.schedule.solver.hinted_model import check_solver
-from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
+from lightning_pipeoffload.schedule.solver.optpipe import check_solver, check_solver_seconds
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 

@@ -1,28 +1,38 @@
-"""The one entry of a schedule: what to do, for which stage, on which microbatch.
+"""The one entry of a schedule, and the table of what each kind of entry does.
 
 An action prints and parses as ``2F0`` (stage 2, forward, microbatch 0), so that a whole plan fits
-in a test, a CSV file or a profiler label. The table of memory effects is here as well, because what
-is simulated and what the runtime counts must be the same.
+in a test, a CSV file or a profiler label. :data:`KINDS` says of every kind on which lane it takes
+time, what it does to memory and what it has to follow; validation, simulation, search and the
+runtime's ledger read that table.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, IntFlag
 from typing import NamedTuple
 
 __all__ = [
     "ACTIVATION",
     "COMPUTE",
+    "COMPUTE_LANE",
     "COPIES",
     "HOST_EFFECTS",
+    "KINDS",
     "MEMORY_EFFECTS",
+    "OFFLOAD_LANE",
+    "RECVS",
+    "REDUCE_LANE",
     "RELOADS",
+    "RELOAD_LANE",
+    "SENDS",
     "TRANSFERS",
     "WAITING",
     "Action",
     "Kind",
+    "KindRow",
     "MemoryEffect",
     "MemoryLimitError",
     "Part",
@@ -31,16 +41,16 @@ __all__ = [
 
 
 class ScheduleError(ValueError):
-    """A schedule, or what was asked of one, that cannot be; the message says what would do."""
+    """A schedule, or a request for one, that is not possible; the message says what is."""
 
 
 class MemoryLimitError(ScheduleError):
     """No order of a schedule keeps within a memory limit.
 
     Args:
-        sentence: The message, with the places ``{limit}`` and ``{needed}``.
-        limit: What was asked for, in the unit of the costs.
-        needed: The least that would do.
+        sentence: The message, with the fields ``{limit}`` and ``{needed}``.
+        limit: The limit that was given, in the unit of the costs.
+        needed: The smallest limit that can be kept.
     """
 
     def __init__(self, sentence: str, limit: float, needed: float) -> None:
@@ -53,7 +63,7 @@ class MemoryLimitError(ScheduleError):
         """Return the message.
 
         Args:
-            write: Writes an amount, with the unit if that is known.
+            write: Formats an amount of memory, with its unit if that is known.
         """
         sentence, limit, needed = self.args
         return str(sentence).format(limit=f"memory_limit ({write(limit)})", needed=write(needed))
@@ -73,12 +83,12 @@ class Kind(str, Enum):
         SEND_B: Sends the input gradient of the action's stage upstream.
         RECV_B: Waits for the output gradient of the action's stage.
         OFFLOAD: Starts the copy of the saved activation to the host.
-        FREE: Waits for that copy and drops the device's.
+        FREE: Waits for that copy and frees the activation on the device.
         RELOAD: Allocates the activation on the device and starts the copy back.
-        RELOAD_B: The same for what B needs of it.
-        RELOAD_W: The same for what W needs and is not there.
-        OFFLOAD_W: Starts the copy of what waits for W to the host, between B and W.
-        FREE_W: Waits for that copy and drops the device's.
+        RELOAD_B: The same for the part that B needs.
+        RELOAD_W: The same for the part that W needs and that is not on the device.
+        OFFLOAD_W: Between B and W, starts the copy of what W needs to the host.
+        FREE_W: Waits for that copy and frees what was copied on the device.
     """
 
     F = "F"
@@ -99,12 +109,6 @@ class Kind(str, Enum):
     FREE_W = "FREE_W"
 
     __hash__ = str.__hash__  # of actions in dicts: an Enum's own is written in Python
-
-
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
-TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-RELOADS = frozenset({Kind.RELOAD, Kind.RELOAD_B, Kind.RELOAD_W})
-COPIES = RELOADS | {Kind.OFFLOAD, Kind.FREE, Kind.OFFLOAD_W, Kind.FREE_W}
 
 
 class Action(NamedTuple):
@@ -134,11 +138,11 @@ class Action(NamedTuple):
 
 
 class Part(IntFlag):
-    """A part of what one stage keeps of one microbatch, by who needs it.
+    """A part of the memory that one stage holds for one microbatch, by which action needs it.
 
     Attributes:
-        FOR_B: What B needs of what F saved.
-        FOR_W: What W alone needs of it: the inputs of deferred linear layers.
+        FOR_B: What B needs of the values that F saved.
+        FOR_W: What only W needs of them: the inputs of deferred linear layers.
         GRADIENT: The output gradients of those layers, from B to W.
     """
 
@@ -147,42 +151,154 @@ class Part(IntFlag):
     GRADIENT = 4
 
 
-class MemoryEffect(NamedTuple):
-    """Which parts are there after an action. What is there already is not put twice.
-
-    Attributes:
-        puts: Parts that it adds where they are not.
-        drops: Parts that it takes away where they are.
-    """
-
-    puts: Part = Part(0)
-    drops: Part = Part(0)
-
+NOTHING = Part(0)
 
 ACTIVATION = Part.FOR_B | Part.FOR_W
 """What F saves."""
 
 WAITING = Part.FOR_W | Part.GRADIENT
-"""What waits for W, from the end of B on."""
+"""What W needs: there from the end of B on."""
+
+COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, REDUCE_LANE = "compute", "d2h", "h2d", "reduce"
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """What all code knows of one kind of action, for one stage and microbatch.
+
+    Attributes:
+        lane: Where it takes time. Each lane of a rank runs its actions in order; only the compute
+            lane holds up the rank. Empty: it takes no time.
+        seconds: The fields of ``Costs`` whose sum it takes. A copy takes the share of the
+            activation that it moves.
+        needs: Parts that must be on the device. It waits for the copies that bring them.
+        puts: Parts that are on the device after it.
+        drops: Parts that are not on the device after it.
+        host_puts: Parts that are on the host after it, of those that are on the device.
+        host_drops: Parts that are not on the host after it.
+        follows: The kinds of which one comes directly before it. Empty: F, which begins, and kinds
+            that are checked otherwise (messages, REDUCE).
+        rule: The sentence of the error where it does not follow one of these, or lacks a part.
+    """
+
+    lane: str = ""
+    seconds: tuple[str, ...] = ()
+    needs: Part = NOTHING
+    puts: Part = NOTHING
+    drops: Part = NOTHING
+    host_puts: Part = NOTHING
+    host_drops: Part = NOTHING
+    follows: tuple[Kind, ...] = ()
+    rule: str = ""
+
+
+KINDS: dict[Kind, KindRow] = {
+    Kind.F: KindRow(COMPUTE_LANE, ("forward",), puts=ACTIVATION),
+    Kind.B: KindRow(
+        COMPUTE_LANE,
+        ("backward_input",),
+        needs=Part.FOR_B,
+        puts=Part.GRADIENT,
+        drops=Part.FOR_B,
+        host_drops=Part.FOR_B,
+        follows=(Kind.F, Kind.RELOAD, Kind.RELOAD_B),
+        rule="B needs what is on the host; put FREE and RELOAD or RELOAD_B before it",
+    ),
+    Kind.W: KindRow(
+        COMPUTE_LANE,
+        ("backward_weight",),
+        needs=WAITING,
+        drops=WAITING,
+        host_drops=WAITING,
+        follows=(Kind.B, Kind.RELOAD_W),
+        rule="W needs what is on the host; put RELOAD_W before it",
+    ),
+    Kind.BW: KindRow(
+        COMPUTE_LANE,
+        ("backward_input", "backward_weight"),
+        needs=ACTIVATION,
+        drops=ACTIVATION,
+        host_drops=ACTIVATION,
+        follows=(Kind.F, Kind.RELOAD),
+        rule="BW needs what is on the host; put FREE and RELOAD before it",
+    ),
+    Kind.REDUCE: KindRow(REDUCE_LANE, ("reduce",)),
+    Kind.SEND_F: KindRow(),
+    Kind.RECV_F: KindRow(),
+    Kind.SEND_B: KindRow(),
+    Kind.RECV_B: KindRow(),
+    Kind.OFFLOAD: KindRow(
+        OFFLOAD_LANE,
+        ("offload",),
+        host_puts=ACTIVATION,
+        follows=(Kind.F,),
+        rule="OFFLOAD copies what F saved, once, and before B or BW needs it",
+    ),
+    Kind.FREE: KindRow(
+        drops=ACTIVATION,
+        follows=(Kind.OFFLOAD,),
+        rule="FREE drops what OFFLOAD has copied, once; put OFFLOAD before it",
+    ),
+    Kind.RELOAD: KindRow(
+        RELOAD_LANE,
+        ("reload",),
+        puts=ACTIVATION,
+        follows=(Kind.FREE,),
+        rule="RELOAD brings back what FREE has dropped, once; put FREE before it",
+    ),
+    Kind.RELOAD_B: KindRow(
+        RELOAD_LANE,
+        ("reload",),
+        puts=Part.FOR_B,
+        follows=(Kind.FREE,),
+        rule="RELOAD_B brings back what FREE has dropped, for B; put FREE before it",
+    ),
+    Kind.RELOAD_W: KindRow(
+        RELOAD_LANE,
+        ("reload",),
+        puts=WAITING,
+        follows=(Kind.B, Kind.FREE_W),
+        rule="RELOAD_W brings back what W needs, after B; put RELOAD_B or FREE_W before it",
+    ),
+    Kind.OFFLOAD_W: KindRow(
+        OFFLOAD_LANE,
+        ("offload",),
+        host_puts=WAITING,
+        follows=(Kind.B,),
+        rule="OFFLOAD_W copies what waits for W; put it after B, and not after RELOAD",
+    ),
+    Kind.FREE_W: KindRow(
+        drops=WAITING,
+        follows=(Kind.OFFLOAD_W,),
+        rule="FREE_W drops what OFFLOAD_W has copied, once; put OFFLOAD_W before it",
+    ),
+}
+"""One line for each kind of action."""
+
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECVS
+COMPUTE = frozenset(kind for kind, row in KINDS.items() if row.lane == COMPUTE_LANE)
+RELOADS = frozenset(kind for kind, row in KINDS.items() if row.lane == RELOAD_LANE)
+COPIES = frozenset(kind for kind, row in KINDS.items() if row.follows) - COMPUTE
+"""What may stand between the compute actions of one stage and microbatch."""
+
+
+class MemoryEffect(NamedTuple):
+    """The parts that an action puts into a memory, and those that it takes out."""
+
+    puts: Part = NOTHING
+    drops: Part = NOTHING
+
 
 MEMORY_EFFECTS = {
-    Kind.F: MemoryEffect(puts=ACTIVATION),
-    Kind.B: MemoryEffect(puts=Part.GRADIENT, drops=Part.FOR_B),
-    Kind.W: MemoryEffect(drops=WAITING),
-    Kind.BW: MemoryEffect(drops=ACTIVATION),
-    Kind.FREE: MemoryEffect(drops=ACTIVATION),
-    Kind.RELOAD: MemoryEffect(puts=ACTIVATION),
-    Kind.RELOAD_B: MemoryEffect(puts=Part.FOR_B),
-    Kind.RELOAD_W: MemoryEffect(puts=WAITING),
-    Kind.FREE_W: MemoryEffect(drops=WAITING),
+    kind: MemoryEffect(row.puts, row.drops) for kind, row in KINDS.items() if row.puts | row.drops
 }
-"""What each kind does to the memory of the device; the others do nothing."""
+"""The table's columns on the memory of the device; other kinds do not change it."""
 
 HOST_EFFECTS = {
-    Kind.OFFLOAD: MemoryEffect(puts=ACTIVATION),
-    Kind.OFFLOAD_W: MemoryEffect(puts=WAITING),
-    Kind.B: MemoryEffect(drops=Part.FOR_B),
-    Kind.W: MemoryEffect(drops=WAITING),
-    Kind.BW: MemoryEffect(drops=ACTIVATION),
+    kind: MemoryEffect(row.host_puts, row.host_drops)
+    for kind, row in KINDS.items()
+    if row.host_puts | row.host_drops
 }
-"""What each kind does to the memory of the host, whose copy stays until what needs it has run."""
+"""The same for the host, which has a copy until what needs it has run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from .actions import Action, Kind
+from .actions import RECVS, SENDS, Action, Kind
 from .schedule import Schedule
 
 __all__ = [
@@ -19,10 +19,6 @@ __all__ = [
     "send_of",
     "sends_before",
 ]
-
-
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:

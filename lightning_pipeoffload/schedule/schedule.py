@@ -100,25 +100,29 @@ class Schedule:
         return max((len(self.stages_of(rank)) for rank in range(self.num_ranks)), default=0)
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(action.kind for rank in self for action in rank)
+
+    @property
     def has_transfers(self) -> bool:
-        """Whether SEND and RECV are spelled out, as in a lowered plan."""
-        return any(action.kind in TRANSFERS for rank in self for action in rank)
+        """Whether it contains SEND and RECV, as a lowered plan does."""
+        return bool(self.kinds & TRANSFERS)
 
-    @cached_property
+    @property
     def has_copies(self) -> bool:
-        """Whether anything is offloaded."""
-        return any(action.kind in COPIES for rank in self for action in rank)
+        """Whether it offloads activations."""
+        return bool(self.kinds & COPIES)
 
-    @cached_property
+    @property
     def has_reductions(self) -> bool:
         """Whether gradients are reduced over replicas of the pipeline."""
-        return any(action.kind is Kind.REDUCE for rank in self for action in rank)
+        return Kind.REDUCE in self.kinds
 
-    @cached_property
+    @property
     def is_forward_only(self) -> bool:
         """Whether no rank computes a gradient."""
-        backward = {Kind.B, Kind.W, Kind.BW}
-        return not any(action.kind in backward for rank in self for action in rank)
+        return not self.kinds & {Kind.B, Kind.W, Kind.BW}
 
     @cached_property
     def _rank_by_stage(self) -> dict[int, int]:
@@ -146,21 +150,17 @@ _KINDS = tuple(Kind)
 
 
 def to_numbers(schedule: Schedule) -> list[list[int]]:
-    """Return three numbers for each action of each rank: of its kind, its stage, its microbatch."""
+    """Return three numbers per action of each rank: kind, stage and microbatch."""
     return [
         [number for a in rank for number in (_KINDS.index(a.kind), *a[1:])] for rank in schedule
     ]
 
 
 def from_numbers(ranks: Sequence[Sequence[int]], name: str) -> Schedule:
-    """Return the plan that :func:`to_numbers` has written; it may be none that is valid.
-
-    Args:
-        ranks: The numbers of each rank.
-        name: What the schedule is called.
+    """Return the schedule that :func:`to_numbers` has written; it is not validated.
 
     Raises:
-        ValueError: They are not three for each action.
+        ValueError: A rank's numbers are not three for each action.
         IndexError: There is no such kind of action.
     """
     return Schedule.of(

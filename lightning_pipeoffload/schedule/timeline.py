@@ -6,19 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .actions import Action
+from .actions import COMPUTE_LANE, REDUCE_LANE, Action
 
 __all__ = [
     "COMPUTE_LANE",
-    "OFFLOAD_LANE",
     "REDUCE_LANE",
-    "RELOAD_LANE",
     "TOLERANCE",
     "Event",
     "Timeline",
 ]
-
-COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, REDUCE_LANE = "compute", "d2h", "h2d", "reduce"
 
 TOLERANCE = 1e-9
 """Seconds by which two times may differ and still be one: sums of others in another order."""

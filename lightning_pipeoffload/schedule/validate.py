@@ -9,40 +9,32 @@ other circles of waiting ranks are found by the replay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from .actions import COMPUTE, COPIES, TRANSFERS, Action, Kind, ScheduleError
-from .dependencies import grid_around, replay
-from .messages import RECVS, SENDS, recv_of, send_after, send_of
+from .actions import (
+    COMPUTE,
+    COMPUTE_LANE,
+    COPIES,
+    KINDS,
+    NOTHING,
+    OFFLOAD_LANE,
+    RECVS,
+    RELOAD_LANE,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    ScheduleError,
+)
+from .messages import recv_of, send_after, send_of
+from .replay import grid_around, replay
 from .schedule import Schedule
 
 __all__ = ["validate"]
 
 FORWARD_ALONE = ((Kind.F,),)
 FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
-WITH_COPIES = tuple(
-    tuple(Kind[name] for name in order.split())
-    for order in (
-        "F OFFLOAD FREE RELOAD BW",
-        "F OFFLOAD FREE RELOAD B W",
-        "F OFFLOAD FREE RELOAD_B B RELOAD_W W",
-        "F OFFLOAD FREE RELOAD_B B OFFLOAD_W FREE_W RELOAD_W W",
-        "F B OFFLOAD_W FREE_W RELOAD_W W",
-    )
-)
-COPY_RULES = {
-    Kind.OFFLOAD: "OFFLOAD copies what F saved, once, and before B or BW needs it",
-    Kind.FREE: "FREE drops what OFFLOAD has copied, once; put OFFLOAD before it",
-    Kind.RELOAD: "RELOAD brings back what FREE has dropped, once; put FREE before it",
-    Kind.RELOAD_B: "RELOAD_B brings back what FREE has dropped, for B; put FREE before it",
-    Kind.RELOAD_W: "RELOAD_W brings back what W needs, after B; put RELOAD_B or FREE_W before it",
-    Kind.OFFLOAD_W: "OFFLOAD_W copies what waits for W; put it after B, and not after RELOAD",
-    Kind.FREE_W: "FREE_W drops what OFFLOAD_W has copied, once; put OFFLOAD_W before it",
-    Kind.B: "B needs what is on the host; put FREE and RELOAD or RELOAD_B before it",
-    Kind.BW: "BW needs what is on the host; put FREE and RELOAD before it",
-    Kind.W: "W needs what is on the host; put RELOAD_W before it",
-}
 
 
 def validate(schedule: Schedule) -> None:
@@ -67,8 +59,7 @@ def validate(schedule: Schedule) -> None:
         _check_reductions(schedule)
     if schedule.has_transfers:
         _check_transfers(schedule)
-    for _ in replay(schedule):
-        pass
+    replay(schedule)
 
 
 class _Place(NamedTuple):
@@ -132,17 +123,38 @@ def _check_one_pass(schedule: Schedule, stage: int, microbatch: int, places: lis
 
 
 def _check_copies(schedule: Schedule) -> None:
+    """Check what stands between the compute actions of each stage and microbatch."""
     lives: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):
         if place.action.kind in COMPUTE | COPIES:
             lives[place.action.stage, place.action.microbatch].append(place)
-    allowed = FORWARD_ALONE + FORWARD_AND_BACKWARD + WITH_COPIES
     for places in lives.values():
-        kinds = tuple(place.action.kind for place in places)
-        if kinds not in allowed:
-            place = places[_first_fault(kinds, allowed)]
-            rule = f"{COPY_RULES[place.action.kind]} (this stage has {_names(kinds)})"
-            raise _broken(schedule, place, rule)
+        kinds = [place.action.kind for place in places]
+        fault = _first_fault_of_life(kinds)
+        if fault is not None:
+            names = " ".join(kind.value for kind in kinds)
+            rule = f"{KINDS[kinds[fault]].rule} (this stage has {names})"
+            raise _broken(schedule, places[fault], rule)
+
+
+def _first_fault_of_life(kinds: Sequence[Kind]) -> int | None:
+    """Return the first action that follows a wrong one, lacks a part, or copies in vain."""
+    device = host = NOTHING
+    previous = None
+    for place, kind in enumerate(kinds):
+        row = KINDS[kind]
+        copied = row.host_puts & device
+        if (
+            (previous is not None and previous not in row.follows)
+            or row.needs & ~device
+            or (row.lane == OFFLOAD_LANE and (not copied or copied & host))
+            or (row.lane == RELOAD_LANE and not row.puts & ~device)
+        ):
+            return place
+        host = (host & ~row.host_drops) | row.host_puts
+        device = (device & ~row.drops) | row.puts
+        previous = kind
+    return None if KINDS[kinds[-1]].lane == COMPUTE_LANE else len(kinds) - 1
 
 
 def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:

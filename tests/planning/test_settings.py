@@ -255,7 +255,7 @@ def test_what_a_solver_cannot_take_is_refused(arguments, message):
 
 def test_optpipe_without_its_extra_is_refused_with_the_line_for_pip(monkeypatch):
     monkeypatch.setattr(
-        "lightning_pipeoffload.schedule.solver.hinted_model.find_spec", lambda name: None
+        "lightning_pipeoffload.schedule.solver.plan_model.find_spec", lambda name: None
     )
     with pytest.raises(ValueError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
         PipeOffloadStrategy(schedule="optpipe")

@@ -181,9 +181,14 @@ def _with_late_weight_gradients(
     """
     costs = replace(Costs.unit(), weight_residue=1)
     problem = Problem(placement, schedule.num_microbatches, costs, memory)
-    order = FixedOrder.of(problem, schedule, overtaking=False)
+    last = 2 * problem.num_stages - 1
+    ranks = (
+        [stage if kind is Kind.F else last - stage for kind, stage, _ in rank if kind is not Kind.W]
+        for rank in schedule
+    )
+    order = FixedOrder(problem, ranks, overtaking=False)
     filled = fill_gaps(problem, order, patience=0.0)
-    return filled.schedule or schedule
+    return problem.operations.as_schedule(filled.order) if filled.order else schedule
 
 
 def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[int]:

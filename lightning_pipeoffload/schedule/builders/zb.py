@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..actions import Kind
 from ..costs import Costs
 from ..placement import loop
 from ..schedule import Schedule
-from ..search.best_candidate import Search
+from ..search.list_schedule import Search
 from ..search.order_rules import InFlight
 from ..search.problem import Problem
 
@@ -103,7 +104,8 @@ def _in_activations(
     may need more than this for a single microbatch; then that is the limit.
     """
     problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
-    held = max(problem.activation[0], problem.residue[0])
+    names = ("activation", "weight_residue")
+    held = max(problem.costs.per_stage(name, num_ranks)[0] for name in names)
     limit = max(multiple * num_ranks * held, problem.smallest_limit)
     return _shortest(problem.limited_to(limit, f"zb_{multiple}p"))
 
@@ -138,13 +140,15 @@ def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int
         limits: The most F without B of every rank.
         idle_share: The share of an F that a rank may rather idle than run one more F.
     """
+    of_kind = problem.costs.compute(problem.num_stages)
+    hops = problem.costs.hops(problem.placement)
     depths = [1] * problem.num_ranks
     wait = 0.0
     for rank in reversed(range(problem.num_ranks - 1)):
-        seconds = problem.forward[rank]
+        seconds = of_kind[Kind.F][rank]
         # From the end of the first F to the first B: to the next rank and back, and its own wait.
-        there_and_back = problem.forward[rank + 1] + problem.backward_input[rank + 1]
-        wait += there_and_back + 2 * problem.hop[rank]
+        there_and_back = of_kind[Kind.F][rank + 1] + of_kind[Kind.B][rank + 1]
+        wait += there_and_back + 2 * hops[rank]
         fitting = _rounded(wait, seconds, idle_share) if seconds else limits[rank]
         depths[rank] = min(limits[rank], max(fitting, depths[rank + 1]) + 1)
         # With more F than fit, the first B waits for the last of them.

@@ -17,7 +17,7 @@ from ..actions import Action, Kind
 from ..costs import Costs
 from ..placement import v
 from ..schedule import Schedule
-from ..search.best_candidate import Search
+from ..search.list_schedule import Search
 from ..search.order_rules import FixedOrder, InFlight
 from ..search.problem import ROUNDING, Problem
 from ..simulation.simulate import simulate
@@ -174,7 +174,7 @@ def _searched(problem: Problem) -> Schedule:
 
 def _search(problem: Problem, search: Search) -> None:
     """Consider as much in flight as memory allows, then rearrange the best again and again."""
-    forward = max(problem.forward)
+    forward = max(problem.operations.seconds[: problem.num_stages])
     most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
     for spared, patience, punctuality in product(SPARED, PATIENCE, PUNCTUALITY):
         depths = [max(2, number - spared) for number in most]
@@ -189,8 +189,8 @@ def _search(problem: Problem, search: Search) -> None:
             search.consider(order_again, patience * forward)
 
 
-def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, int]]]:
-    """Return the order of F and B on every rank, as kind and stage.
+def hand_made(num_ranks: int, num_microbatches: int) -> list[list[int]]:
+    """Return the order of F and B on every rank, as operations.
 
     Written for at least 2p - 1 microbatches; of fewer the surplus is left out.
     """
@@ -201,10 +201,11 @@ def hand_made(num_ranks: int, num_microbatches: int) -> list[list[tuple[Kind, in
     ]
 
 
-def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tuple[Kind, int]]:
-    """Give the phases of one rank; the last ones give more than there is."""
-    down, up = rank, 2 * num_ranks - 1 - rank
-    f0, b0, f1, b1 = (Kind.F, down), (Kind.B, down), (Kind.F, up), (Kind.B, up)
+def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[int]:
+    """Yield the phases of one rank; the last ones have more than there is."""
+    # The stages go down the ranks and up again, and the gradients come back the same way.
+    up = 2 * num_ranks - 1 - rank
+    f0, f1, b1, b0 = rank, up, 2 * num_ranks + rank, 2 * num_ranks + up
     # Warm-up: the first chunk alone until the first microbatch is back, then both in turn.
     yield from [f0] * (2 * (num_ranks - rank) - 1)
     yield from [f1, f0] * rank
@@ -217,9 +218,9 @@ def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tu
     yield from [b0] * (num_ranks - rank)
 
 
-def _first_of_each(order: Iterator[tuple[Kind, int]], number: int) -> Iterator[tuple[Kind, int]]:
-    seen: Counter[tuple[Kind, int]] = Counter()
-    for action in order:
-        seen[action] += 1
-        if seen[action] <= number:
-            yield action
+def _first_of_each(order: Iterator[int], number: int) -> Iterator[int]:
+    seen: Counter[int] = Counter()
+    for operation in order:
+        seen[operation] += 1
+        if seen[operation] <= number:
+            yield operation

@@ -21,7 +21,6 @@ from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import peak_memory
 from ..simulation.simulate import simulate
-from .copy_slots import Turns
 from .paging import least_memory, paged
 from .rank_offload import RankOffload, RankPlan, postponed
 
@@ -163,15 +162,14 @@ class _Planner:
         self._has_room = has_room
         self._makespan = simulate(schedule, costs).makespan
         costs = _told_apart(costs, schedule.num_stages)
-        timeline = simulate(schedule, costs)
         # By the latest times of the warm-up: its activations are then on the device for less long.
         self._ranks = [
-            RankOffload(events, costs, schedule.num_stages, _turns(rank, costs, schedule))
-            for rank, events in enumerate(postponed(schedule, timeline, costs))
+            RankOffload(rank, events, costs, schedule.num_stages)
+            for rank, events in enumerate(postponed(schedule, simulate(schedule, costs), costs))
         ]
 
     def with_amount(self, amount: str | float) -> Offloaded:
-        """Offload an amount; of half that which leaves the smaller peak, as whole stages do."""
+        """Offload an amount; of half the one that leaves the smaller peak, as whole stages do."""
         shares = [offload_share(amount)]
         num_chunks = self._schedule.num_stages // self._schedule.num_ranks
         if amount == "half" and num_chunks > 1 and num_chunks % 2:
@@ -183,10 +181,8 @@ class _Planner:
         planned = self._offload_share(share)
         if self._is_free(planned):
             return planned
-        fewer = (
-            self._offload_share(share * part / _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS)
-        )
-        # Never empty: the first part of all is nothing, which slows nothing down.
+        fewer = (self._offload_share(share * n / _NUM_FRACTIONS) for n in range(_NUM_FRACTIONS))
+        # Never empty: the first of all is nothing, which slows nothing down.
         free = [plan for plan in fewer if self._is_free(plan)]
         schedule, report = min(free, key=_largest_peak)
         return schedule, _with_wanted(report, planned[1].wanted)
@@ -201,18 +197,15 @@ class _Planner:
         fits = _largest_peak(planned) <= limit
         if fits and self._is_free(planned):
             return planned
-        parts = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
-        others = (self._offload_share((part + 1) / _NUM_FRACTIONS) for part in parts)
+        shares = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
+        others = (self._offload_share((n + 1) / _NUM_FRACTIONS) for n in shares)
         fitting = [plan for plan in (planned, *others) if _largest_peak(plan) <= limit]
-        fitting += self._paged(memory_limit)
+        if waiting := paged(self._schedule, self._costs, memory_limit):
+            fitting.append(self._paged(waiting))
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
 
-    def _paged(self, memory_limit: float) -> list[Offloaded]:
-        try:
-            schedule = paged(self._schedule, self._costs, memory_limit)
-        except MemoryLimitError:
-            return []
+    def _paged(self, schedule: Schedule) -> Offloaded:
         ranks = [Counter(action.kind for action in rank) for rank in schedule]
         away = tuple(len({a[1:] for a in rank if a.kind in COPIES}) for rank in schedule)
         report = OffloadReport(
@@ -224,7 +217,7 @@ class _Planner:
             peak_memory=peak_memory(schedule, self._costs),
             is_paged=True,
         )
-        return [(schedule, report)]
+        return schedule, report
 
     def _slowdown(self, schedule: Schedule) -> float:
         makespan = simulate(schedule, self._costs).makespan
@@ -234,12 +227,8 @@ class _Planner:
         return planned[1].slowdown <= SLOWDOWN_ALLOWED and self._has_room(planned[0])
 
     def _offload_share(self, share: float) -> Offloaded:
-        return self._plan(
-            [
-                rank.most(ceil(share * rank.num_activations - _ROUNDING_ERROR))
-                for rank in self._ranks
-            ]
-        )
+        counts = (ceil(share * rank.num_activations - _ROUNDING_ERROR) for rank in self._ranks)
+        return self._plan([r.most(n) for r, n in zip(self._ranks, counts, strict=True)])
 
     def _plan(self, plans: list[RankPlan]) -> Offloaded:
         schedule = Schedule.of((plan.actions for plan in plans), self._schedule.name)
@@ -253,12 +242,6 @@ class _Planner:
             reason=_reason(plans),
         )
         return schedule, report
-
-
-def _turns(rank: int, costs: Costs, schedule: Schedule) -> Turns:
-    num_ranks = costs.ranks_per_link
-    copies = (costs.per_stage(name, schedule.num_stages) for name in ("offload", "reload"))
-    return Turns(rank % num_ranks, num_ranks, max(map(max, copies)))
 
 
 def _told_apart(costs: Costs, num_stages: int) -> Costs:

@@ -1,46 +1,146 @@
-"""Which activations of one rank go to the host, by the latest times of its forwards."""
+"""Which activations of one rank go to the host, on which way, and when the copies run.
+
+Between F and B all of an activation can be away. What W alone needs can stay away until W, and
+between B and W what waits for W can go (again). Each way is a route of a few copies, each with the
+time that there is for it. As in the paper (Wan et al., "PipeOffload", ICML 2025): copies back take
+the latest slot that is early enough, from the last to the first; then copies to the host take the
+earliest that is free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
-from ..actions import COMPUTE, COPIES, MEMORY_EFFECTS, Action, Kind
+from ..actions import (
+    ACTIVATION,
+    COMPUTE,
+    COPIES,
+    KINDS,
+    MEMORY_EFFECTS,
+    RELOADS,
+    WAITING,
+    Action,
+    Kind,
+    Part,
+)
 from ..costs import Costs
 from ..schedule import Schedule
+from ..simulation.intervals import Interval, disjoint, earliest, latest
 from ..simulation.memory import memory_changes, part_sizes
-from ..timeline import COMPUTE_LANE, Event, Timeline
-from .copy_slots import (
-    PARTS,
-    QUEUE,
-    WHOLE,
-    Copy,
-    KeptValues,
-    RankTimes,
-    Routes,
-    Turns,
-    kept_activations,
-    place_copies,
-)
+from ..timeline import TOLERANCE, Event, Timeline
 
 __all__ = ["RankOffload", "RankPlan", "postponed"]
 
 
-_FREED_BY = {Kind.OFFLOAD: Kind.FREE, Kind.OFFLOAD_W: Kind.FREE_W}
-"""What drops from the device what a copy has brought to the host."""
+@dataclass(frozen=True, eq=False)
+class _Leg:
+    """One copy of a route: the action that starts it, and the time that there is for it."""
 
-_NUM_FRACTIONS = 16  # Fractions of a number of activations that are tried for the best.
+    action: Action
+    seconds: float
+    ready: float
+    due: float
+
+    @property
+    def is_back(self) -> bool:
+        return self.action.kind in RELOADS
+
+
+_Route = tuple[_Leg, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What a stage keeps of a microbatch.
+
+    Attributes:
+        stage: The stage.
+        lifespan: Seconds from the end of F to the start of W, or of BW.
+        routes: Those whose copies would fit if the lanes were not shared, largest saving first.
+    """
+
+    stage: int
+    lifespan: float
+    routes: tuple[_Route, ...]
+
+
+def _kept_values(events: list[Event], costs: Costs, num_stages: int) -> Iterator[_Kept]:
+    """Yield what a rank keeps, in the order in which B or BW comes to it."""
+    sizes = part_sizes(costs, num_stages)
+    there = costs.per_stage("offload", num_stages)
+    back = costs.per_stage("reload", num_stages)
+    when = {event.action: event for event in events}
+    for action, event in when.items():
+        if action.kind in (Kind.B, Kind.BW):
+            stage = action.stage
+            saved = when[action._replace(kind=Kind.F)].end
+            last = when.get(action._replace(kind=Kind.W), event).start
+            routes = _routes(event, saved, last, sizes[stage], there[stage], back[stage])
+            yield _Kept(stage, last - saved, tuple(route for route in routes if _fits(route)))
+
+
+def _routes(
+    backward: Event, saved: float, weight: float, sizes: list[float], there: float, back: float
+) -> Iterator[_Route]:
+    """Yield every route of a stage and microbatch, the largest saving first.
+
+    Args:
+        backward: Its B or BW.
+        saved: When F has ended.
+        weight: When W starts.
+        sizes: Memory of its sets of parts.
+        there: Seconds of the copy of the activation to the host.
+        back: The same for the copy back.
+    """
+    activation = sizes[ACTIVATION]
+
+    def leg(kind: Kind, parts: Part, ready: float, due: float) -> _Leg:
+        share = sizes[parts] / activation if activation else 1.0
+        seconds = back if kind in RELOADS else there
+        return _Leg(backward.action._replace(kind=kind), seconds * share, ready, due)
+
+    between = backward.end, weight
+    away = leg(Kind.OFFLOAD, ACTIVATION, saved, backward.start)
+    whole = leg(Kind.RELOAD, ACTIVATION, saved, backward.start)
+    if backward.action.kind is Kind.BW:
+        yield away, whole
+        return
+    for_b = leg(Kind.RELOAD_B, Part.FOR_B, saved, backward.start)
+    queue = leg(Kind.RELOAD_W, WAITING, *between)
+    yield away, for_b, leg(Kind.OFFLOAD_W, Part.GRADIENT, *between), queue
+    if sizes[Part.FOR_W]:
+        yield away, for_b, leg(Kind.RELOAD_W, Part.FOR_W, *between)
+    yield away, whole
+    yield leg(Kind.OFFLOAD_W, WAITING, *between), queue
+
+
+def _fits(route: _Route) -> bool:
+    """Whether the copies that share the time between two actions fit into it."""
+    windows: defaultdict[Interval, float] = defaultdict(float)
+    for leg in route:
+        windows[leg.ready, leg.due] += leg.seconds
+    return all(seconds <= due - ready + TOLERANCE for (ready, due), seconds in windows.items())
+
+
+class _Copy(NamedTuple):
+    start: float
+    end: float
+    action: Action
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank does, copies among it.
+    """A rank's actions with copies among them.
 
     Attributes:
         actions: All of its actions in order.
-        copies: When it copies what.
+        copy_seconds: Seconds of all copies together.
         peak: Its largest memory.
         wanted: How many activations were to be offloaded.
         chosen: How many of them were tried.
@@ -51,7 +151,7 @@ class RankPlan:
     """
 
     actions: tuple[Action, ...]
-    copies: tuple[Copy, ...]
+    copy_seconds: float
     peak: float
     wanted: int
     chosen: int
@@ -63,26 +163,42 @@ class RankPlan:
     @property
     def rating(self) -> tuple[float, float]:
         """The peak and, where that is equal, the seconds of copies: less is better."""
-        return float(f"{self.peak:.9g}"), sum(copy.end - copy.start for copy in self.copies)
+        return float(f"{self.peak:.9g}"), self.copy_seconds
+
+
+_NUM_FRACTIONS = 16  # Fractions of a number of activations that are tried for the best.
+
+_WHOLE = frozenset({Kind.OFFLOAD, Kind.RELOAD})
+_PARTS = _WHOLE | {Kind.RELOAD_B, Kind.RELOAD_W}
+
+_FREED_BY = {copy: kind for kind in COPIES for copy in KINDS[kind].follows if not KINDS[kind].lane}
+"""What frees on the device what a copy has brought to the host."""
 
 
 class RankOffload:
     """A rank's actions in time, to which copies can be added.
 
+    Ranks that share a link take turns on it: while one copies to the host, the next one copies
+    back. Nothing holds a rank to its turn, so a plan leaves a turn of time before what waits for a
+    copy.
+
     Args:
+        rank: The rank.
         events: When the rank computes what.
         costs: The costs of the stages.
         num_stages: The number of stages of all ranks.
-        turns: When the rank may copy.
     """
 
-    def __init__(self, events: list[Event], costs: Costs, num_stages: int, turns: Turns) -> None:
-        self._events = events
-        self._num_lanes = costs.copy_lanes
+    def __init__(self, rank: int, events: list[Event], costs: Costs, num_stages: int) -> None:
+        self._rank, self._events = rank, events
+        self._num_lanes, self._ranks_per_link = costs.copy_lanes, costs.ranks_per_link
+        copies = (costs.per_stage(name, num_stages) for name in ("offload", "reload"))
+        self._turn = max(map(max, copies))
+        self._slack = self._turn if costs.ranks_per_link > 1 else 0.0
+        self._starts = [event.start for event in events]
+        self._ends = [event.end for event in events]
         self._sizes = part_sizes(costs, num_stages)
-        self._turns = turns
-        self._times = RankTimes(events, turns.slack)
-        self._kept = list(kept_activations(events, costs, num_stages))
+        self._kept = list(_kept_values(events, costs, num_stages))
 
     @property
     def num_activations(self) -> int:
@@ -90,10 +206,9 @@ class RankOffload:
         return len(self._kept)
 
     def plan(self, count: int) -> RankPlan:
-        """Offload so many activations, on the routes that leave the smallest peak.
+        """Offload so many activations, those of the longest-lived stages first.
 
-        Args:
-            count: How many, those of the longest-lived stages first.
+        They take the routes that leave the smallest peak.
         """
         chosen = list(_longest(self._stages, count))
         plans = (self._plan(chosen, allowed) for allowed in self._modes)
@@ -106,16 +221,12 @@ class RankOffload:
         """
         best = self.plan(count)
         if best.num_moved + best.too_short < count:
-            fewer = (self.plan(count * part // _NUM_FRACTIONS) for part in range(_NUM_FRACTIONS))
+            fewer = (self.plan(count * n // _NUM_FRACTIONS) for n in range(_NUM_FRACTIONS))
             best = min((best, *fewer), key=lambda plan: plan.rating)
         return replace(best, wanted=count)
 
     def least(self, memory_limit: float) -> RankPlan:
-        """Offload as few activations as a limit asks for; where none will do, the most that helps.
-
-        Args:
-            memory_limit: The most memory of the rank.
-        """
+        """Offload as few activations as a limit asks for; if none will do, the most that helps."""
         best = self.plan(0)
         if best.peak <= memory_limit:
             return best
@@ -134,61 +245,128 @@ class RankOffload:
         return best
 
     @cached_property
-    def _stages(self) -> list[list[KeptValues]]:
+    def _stages(self) -> list[list[_Kept]]:
         """The activations of each stage, the longest-lived stage first."""
-        of_stage: dict[int, list[KeptValues]] = {}
+        of_stage: defaultdict[int, list[_Kept]] = defaultdict(list)
         for kept in self._kept:
-            of_stage.setdefault(kept.stage, []).append(kept)
+            of_stage[kept.stage].append(kept)
         return sorted(of_stage.values(), key=lambda stage: -sum(k.lifespan for k in stage))
 
     @cached_property
     def _modes(self) -> list[frozenset[Kind]]:
         """The sets of copies to choose from: those that any of the activations has a route for."""
         kinds = {leg.action.kind for k in self._kept for route in k.routes for leg in route}
-        modes = [WHOLE]
-        if Kind.RELOAD_B in kinds:
-            modes.append(PARTS)
-        if Kind.OFFLOAD_W in kinds:
-            modes.append(QUEUE)
-        return modes
+        modes = {Kind.RELOAD_B: _PARTS, Kind.OFFLOAD_W: _PARTS | {Kind.OFFLOAD_W}}
+        return [_WHOLE, *(mode for kind, mode in modes.items() if kind in kinds)]
 
-    def _plan(self, chosen: list[KeptValues], allowed: frozenset[Kind]) -> RankPlan:
-        ways = {kept: kept.ways(allowed) for kept in chosen}
-        copies, routes = place_copies(ways, self._times, self._num_lanes, self._turns)
+    def _plan(self, chosen: list[_Kept], allowed: frozenset[Kind]) -> RankPlan:
+        ways = {
+            kept: [r for r in kept.routes if all(leg.action.kind in allowed for leg in r)]
+            for kept in chosen
+        }
+        too_short = sum(not routes for routes in ways.values())
+        copies, routes = self._place_in_time(ways)
         actions = tuple(self._merged(copies))
         changes = memory_changes(actions, self._sizes, MEMORY_EFFECTS)
+        kinds = [{leg.action.kind for leg in route} for route in routes]
         return RankPlan(
             actions,
-            tuple(copies),
+            sum(copy.end - copy.start for copy in copies),
             max(accumulate(changes, initial=0.0)),
             wanted=len(chosen),
             chosen=len(chosen),
             num_moved=len(routes),
-            offloaded=_number_with(Kind.OFFLOAD, routes),
-            queued=_number_with(Kind.OFFLOAD_W, routes),
-            too_short=sum(not routes_of for routes_of in ways.values()),
+            offloaded=sum(Kind.OFFLOAD in of_route for of_route in kinds),
+            queued=sum(Kind.OFFLOAD_W in of_route for of_route in kinds),
+            too_short=too_short,
         )
 
-    def _merged(self, copies: Iterable[Copy]) -> list[Action]:
+    def _place_in_time(
+        self, ways: Mapping[_Kept, list[_Route]]
+    ) -> tuple[list[_Copy], list[_Route]]:
+        """Return the copies by their start, and their routes, of each way the first that fits.
+
+        Where there is no time for all of them, those with the shortest lifespans take the next of
+        their routes, or stay on the device after the last.
+        """
+        left = {kept: routes for kept, routes in ways.items() if routes}
+        while left:
+            chosen = {kept: routes[0] for kept, routes in left.items()}
+            copies = self._place(chosen.values())
+            late = [kept for kept, route in chosen.items() if not self._is_in_time(route, copies)]
+            if not late:
+                return sorted(copies.values()), list(chosen.values())
+            # A few at a time, for each that gives way leaves room in which others are in time.
+            for kept in sorted(late, key=lambda kept: kept.lifespan)[: max(1, len(late) // 4)]:
+                left[kept] = left[kept][1:]
+            left = {kept: routes for kept, routes in left.items() if routes}
+        return [], []
+
+    def _place(self, routes: Iterable[_Route]) -> dict[_Leg, _Copy]:
+        pairs = [pair for route in routes for pair in zip(route, (*route[1:], None), strict=True)]
+        copies: dict[_Leg, _Copy] = {}
+        taken = self._turns_of_others(back=True)
+        limit = float("inf")
+        # From the last one on, each as late as can be: it takes device memory from its start.
+        back = [leg for leg, _ in pairs if leg.is_back]
+        for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
+            limit = latest(min(limit, leg.due - self._slack), leg.seconds, taken)
+            copies[leg] = _Copy(limit, limit + leg.seconds, leg.action)
+        taken = self._turns_of_others(back=False)
+        if self._num_lanes == 1:
+            taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
+        free = 0.0
+        # Each as early as can be: its device memory is free at its end.
+        there = [(leg, after) for leg, after in pairs if not leg.is_back]
+        for leg, after in sorted(there, key=lambda pair: pair[0].ready):
+            start = earliest(max(free, leg.ready), leg.seconds, taken)
+            copies[leg] = _Copy(start, start + leg.seconds, leg.action)
+            if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
+                free = start + leg.seconds  # Others do not wait for what is late.
+        return copies
+
+    def _turns_of_others(self, back: bool) -> list[Interval]:
+        """Return when others copy in one direction on a shared link."""
+        count, seconds = self._ranks_per_link, self._turn
+        if count == 1 or not seconds:
+            return []
+        first = (self._rank % count + back) % count + 1 - count
+        turns = range(first, int(self._ends[-1] / seconds) + 2, count)
+        return [(seconds * turn, seconds * (turn + count - 1)) for turn in turns]
+
+    def _is_in_time(self, route: _Route, copies: Mapping[_Leg, _Copy]) -> bool:
+        """Whether each copy runs in its time, and each stay on the host lasts for an action."""
+        for leg, following in zip(route, route[1:], strict=False):
+            copy, after = copies[leg], copies[following]
+            if after.start < following.ready - TOLERANCE:
+                return False
+            if not leg.is_back and self._place_of_end(copy) >= self._place_of_start(after):
+                return False
+        return True
+
+    def _place_of_start(self, copy: _Copy) -> int:
+        """Return before which action a copy is started: the one that runs then, or the next."""
+        return bisect_right(self._ends, copy.start + TOLERANCE)
+
+    def _place_of_end(self, copy: _Copy) -> int:
+        """Return before which action the device is rid of what was copied."""
+        return bisect_left(self._starts, copy.end + self._slack - TOLERANCE)
+
+    def _merged(self, copies: Iterable[_Copy]) -> list[Action]:
         """Return the rank's order; of copies at one time, FREE comes before what takes memory."""
         # What is copied at the place of an action comes before it.
         order = [(place, float("inf"), 0, e.action) for place, e in enumerate(self._events)]
         for copy in copies:
-            kind = copy.action.kind
-            place = self._times.place_of_start(copy)
-            order.append((place, copy.start, _AT_ONE_TIME[kind], copy.action))
-            if kind in _FREED_BY:
-                free = copy.action._replace(kind=_FREED_BY[kind])
-                place = self._times.place_of_end(copy)
-                order.append((place, copy.end, _AT_ONE_TIME[free.kind], free))
+            freed_by = _FREED_BY.get(copy.action.kind)
+            place = self._place_of_start(copy)
+            order.append((place, copy.start, 0 if freed_by else 2, copy.action))
+            if freed_by:
+                free = copy.action._replace(kind=freed_by)
+                order.append((self._place_of_end(copy), copy.end, 1, free))
         return [action for *_, action in sorted(order, key=lambda entry: entry[:3])]
 
 
-_AT_ONE_TIME = dict.fromkeys(COPIES, 2)
-_AT_ONE_TIME |= {Kind.OFFLOAD: 0, Kind.OFFLOAD_W: 0, Kind.FREE: 1, Kind.FREE_W: 1}
-
-
-def _longest(stages: list[list[KeptValues]], count: int) -> Iterator[KeptValues]:
+def _longest(stages: list[list[_Kept]], count: int) -> Iterator[_Kept]:
     """Yield so many activations, whole stages first and of the last one evenly spread ones.
 
     Those of a stage live about equally long; spread, they are fewer at any time.
@@ -201,56 +379,40 @@ def _longest(stages: list[list[KeptValues]], count: int) -> Iterator[KeptValues]
                 yield kept
 
 
-def _number_with(kind: Kind, routes: Routes) -> int:
-    return sum(any(leg.action.kind is kind for leg in route) for route in routes.values())
-
-
 def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list[Event]]:
     """Return when each rank computes what, with the forwards before its first B at their latest.
 
     Args:
-        schedule: Compute actions, with copies or without.
-        timeline: What ``simulate`` gave for it.
-        costs: What it was simulated with.
+        schedule: Compute actions, without copies.
+        timeline: Its timeline.
+        costs: The costs of that timeline.
     """
     ranks: list[list[Event]] = [[] for _ in schedule]
     for event in timeline.events:
-        if event.lane == COMPUTE_LANE and event.action.kind in COMPUTE:
+        if event.action.kind in COMPUTE:
             ranks[event.rank].append(event)
     starts = {event.action: event.start for events in ranks for event in events}
     hops = costs.hops(schedule.placement)
-    warm_up = [event for events in ranks for event in _warm_up(events)]
-    after = {
-        event.action: following.action
-        for events in ranks
-        for event, following in zip(events, events[1:], strict=False)
-    }
+    last_stage = len(hops) - 1
+    warm_up: list[tuple[Event, Event | None]] = []
+    for events in ranks:
+        for event, after in zip(events, [*events[1:], None], strict=True):
+            if event.action.kind is not Kind.F:
+                break
+            warm_up.append((event, after))
     # The last ones first: what needs a forward has moved by then.
-    for event in sorted(warm_up, key=lambda event: event.start, reverse=True):
-        needed = _needed(event.action, starts, hops)
-        limit = min(needed, starts.get(after.get(event.action, event.action), needed))
+    for event, after in sorted(warm_up, key=lambda pair: pair[0].start, reverse=True):
+        _, stage, microbatch = event.action
+        if stage < last_stage:
+            limit = starts[Action(Kind.F, stage + 1, microbatch)] - hops[stage]
+        else:
+            backwards = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.BW))
+            limit = min(starts[backward] for backward in backwards if backward in starts)
+        if after is not None:
+            limit = min(limit, starts[after.action])
         starts[event.action] = max(event.start, limit - (event.end - event.start))
-    move = _mover(starts)
-    return [[move(event) for event in events] for events in ranks]
+    return [[_moved(event, starts[event.action]) for event in events] for events in ranks]
 
 
-def _warm_up(events: list[Event]) -> list[Event]:
-    first = next((n for n, e in enumerate(events) if e.action.kind is not Kind.F), len(events))
-    return events[:first]
-
-
-def _needed(action: Action, starts: dict[Action, float], hops: tuple[float, ...]) -> float:
-    """Return when a forward is needed by the next stage, or by the backward of the last."""
-    _, stage, microbatch = action
-    if stage + 1 < len(hops):
-        return starts[Action(Kind.F, stage + 1, microbatch)] - hops[stage]
-    backwards = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.BW))
-    return min(starts[backward] for backward in backwards if backward in starts)
-
-
-def _mover(starts: dict[Action, float]) -> Callable[[Event], Event]:
-    def move(event: Event) -> Event:
-        start = starts[event.action]
-        return event._replace(start=start, end=start + event.end - event.start)
-
-    return move
+def _moved(event: Event, start: float) -> Event:
+    return event._replace(start=start, end=start + event.end - event.start)

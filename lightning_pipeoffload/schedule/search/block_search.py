@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from ..costs import Costs
 from ..schedule import Schedule
-from .building_block import BuildingBlock, Order, OrderTiming
+from .building_block import BuildingBlock
+from .problem import Operations, Order
 from .squeeze import POLICIES, Policy, squeeze
 
 __all__ = ["SearchSetting", "best_schedule", "simpler_times"]
@@ -48,8 +49,8 @@ class SearchSetting(NamedTuple):
     def order_of(self, trial: BlockTrial, num_microbatches: int) -> Order:
         """Return the order that a trial gives."""
         order = trial.block.repeat(self.placement, num_microbatches)
-        timing = OrderTiming(self.placement, trial.times, self.is_fused)
-        return squeeze(order, timing, self.memory, self.residue, trial.policy)
+        operations = Operations(self.placement, trial.times, self.is_fused)
+        return squeeze(order, operations, self.memory, self.residue, trial.policy)
 
 
 class BlockTrial(NamedTuple):
@@ -78,10 +79,13 @@ def best_schedule(
         num_microbatches: Microbatches of one step.
     """
     few = min(num_microbatches, len(setting.placement) + 4)
-    timing = OrderTiming(setting.placement, setting.costs, setting.is_fused)
+    operations = Operations(setting.placement, setting.costs, setting.is_fused)
 
     def best(trials: Iterable[BlockTrial], number: int, length: int) -> list[BlockTrial]:
-        return nsmallest(number, trials, lambda r: timing.longest_span(setting.order_of(r, length)))
+        def span(trial: BlockTrial) -> float:
+            return operations.longest_span(setting.order_of(trial, length))
+
+        return nsmallest(number, trials, span)
 
     # A trial visits F, B and W of each stage and microbatch once.
     budget = VISITS_OF_TRIALS // (3 * len(setting.placement) * few)
@@ -96,7 +100,7 @@ def best_schedule(
     finals = [BlockTrial(block, *variant) for block, variant in product(blocks, variants)]
     shortlist = best(finals[: max(FEWEST, budget)], FEWEST, few)
     orders = (setting.order_of(final, num_microbatches) for final in shortlist)
-    return timing.as_schedule(min(orders, key=timing.longest_span))
+    return operations.as_schedule(min(orders, key=operations.longest_span))
 
 
 def simpler_times(costs: Costs) -> list[Costs]:

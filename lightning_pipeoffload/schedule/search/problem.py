@@ -1,66 +1,107 @@
-"""What a search for a schedule starts from: stages with their costs, ranks with a memory limit."""
+"""What a search for a schedule starts from: stages with their costs, ranks with a memory limit.
+
+A search works on integers. F and B of the stages are operations in the order of a microbatch's way
+through the pipeline, so that each waits for the one before it; W follows in the order of B. Three
+stages::
+
+    stage      F 0 1 2   B 2 1 0   W 2 1 0
+    operation    0 1 2     3 4 5     6 7 8
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ..actions import MemoryLimitError
+from ..actions import Action, Kind, MemoryLimitError
 from ..costs import Costs
 from ..placement import stages_on
+from ..replay import replay_numbers
+from ..schedule import Schedule
 
-__all__ = ["ROUNDING", "Problem"]
+__all__ = ["ROUNDING", "Operations", "Order", "Pass", "Problem"]
 
 # What sums of memory may be off by, as a share of the limit.
 ROUNDING = 1e-12
 
+Pass = tuple[int, int]
+"""An operation and a microbatch."""
+
+Order = list[list[Pass]]
+"""For every rank, its passes in the order in which it runs them."""
+
+
+class Operations:
+    """The operations of a pipeline, and what they take.
+
+    Attributes:
+        num_stages: Stages on all ranks together.
+        is_fused: Whether B and W are one action, BW, which is written as B.
+        ranks: The rank of every F and B.
+        seconds: Seconds of every F, B and W.
+        hops: Seconds from the end of every F and B until the next operation has its result.
+    """
+
+    def __init__(self, placement: Sequence[int], costs: Costs, is_fused: bool = False) -> None:
+        self.num_stages = len(placement)
+        self.is_fused = is_fused
+        self.ranks = (*placement, *reversed(placement))
+        f, b, w = costs.compute(self.num_stages).values()
+        backward = [x + y for x, y in zip(b, w, strict=True)] if is_fused else list(b)
+        self.seconds = [*f, *backward[::-1], *w[::-1]]
+        hops = costs.hops(placement)
+        self.hops = [*hops, *hops[-2::-1], 0.0]
+
+    def longest_span(self, order: Order) -> float:
+        """Return the seconds from first start to last end of the rank where they are most."""
+        count = 1 + max(microbatch for rank in order for _, microbatch in rank)
+        num_waiting = 2 * self.num_stages - 1
+        waits = [0, *[-count] * num_waiting, *[0] * self.num_stages]
+        delays = [0.0, *self.hops[:num_waiting], *[0.0] * self.num_stages]
+        ranks = [[operation * count + m for operation, m in rank] for rank in order]
+        found = replay_numbers(ranks, waits, [0] * len(waits), count)
+        begins, ends = found.time(
+            [self.seconds[n] for n in found.operations],
+            [delays[n] for n in found.operations],
+            [0.0] * len(order),
+        )
+        first, last = [-1.0] * len(order), [0.0] * len(order)
+        for rank, begin, end in zip(found.ranks, begins, ends, strict=True):
+            if first[rank] < 0:
+                first[rank] = begin
+            last[rank] = end
+        return max(end - begin for begin, end in zip(first, last, strict=True))
+
+    def as_schedule(self, order: Order) -> Schedule:
+        """Return an order as a schedule of actions."""
+        stages = range(self.num_stages)
+        backward = Kind.BW if self.is_fused else Kind.B
+        names = [(Kind.F, stage) for stage in stages]
+        names += [(kind, stage) for kind in (backward, Kind.W) for stage in reversed(stages)]
+        return Schedule.of([Action(*names[n], m) for n, m in rank] for rank in order)
+
 
 @dataclass(frozen=True)
 class Problem:
-    """A pipeline to schedule, its costs resolved to one number for every stage.
+    """A pipeline to schedule.
 
     Attributes:
         placement: The rank of every stage, in model order.
         num_microbatches: Microbatches of one step.
         costs: Seconds and memory of the stages.
         memory_limit: The most memory of a rank, in the unit of the costs.
-        forward: Seconds of F, of every stage.
-        backward_input: Seconds of B.
-        backward_weight: Seconds of W.
-        hop: Seconds from a stage to the next one; 0 if both are on one rank.
-        activation: Memory that F adds.
-        growth: Memory that B adds; negative where it frees some.
-        residue: Memory that W frees.
-        stages: The stages of every rank, in model order.
-        work: Seconds of computing of every rank.
-        headroom: Memory that every rank keeps free, so that B can always run.
     """
 
     placement: tuple[int, ...]
     num_microbatches: int
     costs: Costs
     memory_limit: float = float("inf")
-    forward: tuple[float, ...] = field(init=False)
-    backward_input: tuple[float, ...] = field(init=False)
-    backward_weight: tuple[float, ...] = field(init=False)
-    hop: tuple[float, ...] = field(init=False)
-    activation: tuple[float, ...] = field(init=False)
-    growth: tuple[float, ...] = field(init=False)
-    residue: tuple[float, ...] = field(init=False)
-    stages: tuple[tuple[int, ...], ...] = field(init=False)
-    work: tuple[float, ...] = field(init=False)
-    headroom: tuple[float, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "activation"):
-            self._set(name, self.costs.per_stage(name, self.num_stages))
-        self._set("residue", self.costs.per_stage("weight_residue", self.num_stages))
-        self._set("hop", self.costs.hops(self.placement))
-        growth = zip(self.residue, self.activation, strict=True)
-        self._set("growth", tuple(residue - activation for residue, activation in growth))
-        ranks = range(self.num_ranks)
-        self._set("stages", tuple(tuple(stages_on(self.placement, rank)) for rank in ranks))
-        self._set("work", tuple(self._work_of(rank) for rank in ranks))
-        self._set("headroom", tuple(max(0.0, *self._of(rank, self.growth)) for rank in ranks))
+    @cached_property
+    def operations(self) -> Operations:
+        """The operations and their seconds."""
+        return Operations(self.placement, self.costs)
 
     @property
     def num_ranks(self) -> int:
@@ -72,18 +113,52 @@ class Problem:
         """Stages on all ranks together."""
         return len(self.placement)
 
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank, in model order."""
+        return tuple(tuple(stages_on(self.placement, rank)) for rank in range(self.num_ranks))
+
+    @cached_property
+    def growth(self) -> list[float]:
+        """Memory that every operation adds; negative where it frees some."""
+        activation = self.costs.per_stage("activation", self.num_stages)
+        residue = self.costs.per_stage("weight_residue", self.num_stages)
+        b = [left - kept for left, kept in zip(residue, activation, strict=True)]
+        return [*activation, *b[::-1], *(-left for left in residue[::-1])]
+
+    def room(self, operation: int) -> float:
+        """Return the memory that must be free before an F or B starts."""
+        return max(0.0, self.growth[operation])
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Seconds of computing of every rank."""
+        of_kinds = self.costs.compute(self.num_stages).values()
+        return tuple(
+            self.num_microbatches * sum(sum(of_kind[s] for s in stages) for of_kind in of_kinds)
+            for stages in self.stages
+        )
+
+    @cached_property
+    def headroom(self) -> tuple[float, ...]:
+        """Memory that every rank keeps free, so that B can always run."""
+        last = 2 * self.num_stages - 1
+        return tuple(max(0.0, *(self.growth[last - s] for s in of)) for of in self.stages)
+
     @property
     def smallest_limit(self) -> float:
-        """The smallest memory limit that can be met: one microbatch at a time on every rank."""
-        ranks = range(self.num_ranks)
-        return max(sum(self._of(rank, self.activation)) + self.headroom[rank] for rank in ranks)
+        """The smallest memory limit that can be kept: one microbatch at a time on every rank."""
+        return max(
+            sum(self.growth[stage] for stage in stages) + headroom
+            for stages, headroom in zip(self.stages, self.headroom, strict=True)
+        )
 
     def limited_to(self, memory_limit: float, name: str) -> Problem:
         """Return the same problem with a memory limit.
 
         Args:
             memory_limit: The most memory of a rank, in the unit of the costs.
-            name: What the schedule is called in the error.
+            name: The name of the schedule, for the error.
 
         Raises:
             MemoryLimitError: Not even one microbatch at a time fits.
@@ -99,16 +174,6 @@ class Problem:
     def most_activations(self, rank: int) -> int:
         """Return how many activations of a rank's smallest stage fit, or all where they do."""
         memory = self.memory_limit * (1 + ROUNDING) - self.headroom[rank]
-        activation = min(self._of(rank, self.activation))
+        activation = min(self.growth[stage] for stage in self.stages[rank])
         all_of_them = self.num_microbatches * len(self.stages[rank])
         return all_of_them if memory >= all_of_them * activation else int(memory / activation)
-
-    def _work_of(self, rank: int) -> float:
-        times = (self.forward, self.backward_input, self.backward_weight)
-        return self.num_microbatches * sum(sum(self._of(rank, time)) for time in times)
-
-    def _of(self, rank: int, values: tuple[float, ...]) -> list[float]:
-        return [values[stage] for stage in self.stages[rank]]
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)

@@ -1,22 +1,21 @@
 """Squeeze an order: no rank waits longer than it must, and W fills what would be idle.
 
 The three last steps of a schedule from building blocks (Qi et al., "Pipeline Parallelism with
-Controllable Memory", sections 3.2 and appendix A) are one list scheduling here. Squeezed: a visit
-starts as soon as its rank is free and its input is there. Reordered: where the next visit of the
+Controllable Memory", sections 3.2 and appendix A) are one list scheduling here. Squeezed: F or B
+starts as soon as its rank is free and its input is there. Reordered: where the next one of the
 order is not ready, another may overtake it, unless the rest of the order would then exceed the
 memory. W: when nothing else can run, or memory must be freed. The order that goes in has no circle
-and its next visit always fits, so there is never a deadlock.
+and what is next in it always fits, so there is never a deadlock.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from .building_block import Order, OrderTiming, Visit
+from .list_schedule import ListScheduler
+from .problem import Operations, Order, Pass
 
 __all__ = ["POLICIES", "Policy", "squeeze"]
 
@@ -58,201 +57,157 @@ POLICIES = (
 """The most useful first: for equal times hardly any block needs the later ones."""
 
 
-class _Rank:
-    """What a rank has done, and what is left of its order."""
-
-    def __init__(self, order: list[Visit]) -> None:
-        self.order = order
-        self.steps = sorted({step for step, _ in order})
-        self.head = 0
-        self.forwards_left = 0
-        self.in_flight = 0
-        self.live = 0.0
-        self.weights: deque[Visit] = deque()
-        self.clock = 0.0
-        self.idle = 0.0
-        self.done: list[Visit] = []
-
-
 def squeeze(
     order: Order,
-    timing: OrderTiming,
+    operations: Operations,
     memory: float,
     residue: float = 1.0,
     policy: Policy = POLICIES[0],
 ) -> Order:
     """Return the order in which the ranks run F, B and W when none waits longer than it must.
 
-    Takes time proportional to the visits, and for those that overtake to how many they overtake.
+    Takes time proportional to the passes, and for those that overtake to how many they overtake.
 
     Args:
         order: F and B of every rank, in an order without circles.
-        timing: What the visits cost.
+        operations: Their seconds.
         memory: The most memory of a rank, in activations; at least what is in flight in ``order``.
-        residue: What is alive from the end of B to the end of W, in activations; at most 1.
+        residue: Memory from the end of B to the end of W, in activations; at most 1.
         policy: What a rank does when there is a choice.
     """
-    return _Squeeze(order, timing, memory, 0.0 if timing.is_fused else residue, policy).run()
+    squeezed = _Squeeze(order, operations, memory, residue, policy)
+    squeezed.run()
+    return squeezed.done
 
 
-class _Squeeze:
-    """One squeeze: a clock for each rank, and an agenda of when to look at which rank again."""
+class _Rank:
+    """What is left of the order of a rank, and what is in flight on it."""
+
+    def __init__(self, order: list[Pass], num_stages: int) -> None:
+        self.order = order
+        self.operations = sorted({operation for operation, _ in order})
+        self.head = 0
+        self.forwards_left = sum(operation < num_stages for operation, _ in order)
+        self.in_flight = 0
+
+
+class _Squeeze(ListScheduler):
+    """Keeps to the order of a building block; memory is in activations."""
 
     def __init__(
-        self, order: Order, timing: OrderTiming, memory: float, residue: float, policy: Policy
+        self, order: Order, operations: Operations, memory: float, residue: float, policy: Policy
     ) -> None:
-        self._timing, self._policy = timing, policy
-        self._memory, self._residue = memory + TOLERANCE, residue
-        self._num_stages = timing.num_stages
-        self._tolerance = TOLERANCE * max(timing.seconds)
-        self._ranks = [_Rank(rank) for rank in order]
-        num_steps = 2 * timing.num_stages
-        self._places: list[list[int]] = [[] for _ in range(num_steps)]
-        self._started = [0] * num_steps
-        self._arrivals: list[list[float]] = [[] for _ in range(num_steps)]
-        self._agenda = [(0.0, rank) for rank in range(len(order))]
-        self._place_visits()
+        count = operations.num_stages
+        residue = 0.0 if operations.is_fused else residue
+        growth = [*[1.0] * count, *[residue - 1] * count, *[-residue] * count]
+        super().__init__(operations, sum(n == 0 for n, _ in order[0]), growth)
+        self._policy, self._limit = policy, memory + TOLERANCE
+        self._tolerance = TOLERANCE * max(operations.seconds)
+        self._left = [_Rank(rank, count) for rank in order]
+        self._places: list[list[int]] = [[] for _ in range(2 * count)]
+        for rank in order:
+            for place, (operation, _) in enumerate(rank):
+                self._places[operation].append(place)
 
-    def _place_visits(self) -> None:
-        for rank in self._ranks:
-            for place, (step, _) in enumerate(rank.order):
-                self._places[step].append(place)
-                rank.forwards_left += step < self._num_stages
-        self._arrivals[0] = [0.0] * len(self._places[0])
+    def turn(self, rank: int, key: float) -> None:
+        if self.clock[rank] > key + self._tolerance:
+            return
+        left = self._left[rank]
+        chosen = self._choose(rank, left, key)
+        if chosen is None:
+            return
+        if chosen < 0:
+            self.start_weight(rank, key)
+        else:
+            forward = chosen < self._num_stages
+            left.forwards_left -= forward
+            left.in_flight += 1 if forward else -1
+            self.start(rank, chosen, key)
+            while left.head < len(left.order) and self._is_started(left.order[left.head]):
+                left.head += 1
+        self.again(rank)
 
-    def run(self) -> Order:
-        while self._agenda:
-            time, number = heapq.heappop(self._agenda)
-            rank = self._ranks[number]
-            if rank.clock <= time + self._tolerance:
-                chosen = self._choose(rank, time)
-                if chosen is not None:
-                    self._start(rank, chosen, time)
-                    heapq.heappush(self._agenda, (rank.clock, number))
-        return [rank.done for rank in self._ranks]
-
-    def _choose(self, rank: _Rank, time: float) -> Visit | None:
-        if rank.weights and rank.forwards_left and self._policy.weights_first:
-            return rank.weights[0]
-        chosen = self._next_of_order(rank, time) or self._overtaking(rank, time)
+    def _choose(self, rank: int, left: _Rank, time: float) -> int | None:
+        """Return the operation to start; -1: W; None: wait."""
+        pending = self.pending[rank]
+        if pending and left.forwards_left and self._policy.weights_first:
+            return -1
+        chosen = self._next_of_order(left, time)
+        if chosen is None:
+            chosen = self._overtaking(rank, left, time)
         if chosen is not None:
-            is_full = chosen[0] < self._num_stages and rank.live + 1 > self._memory
-            return rank.weights[0] if is_full else chosen
-        if rank.weights and not self._should_wait(rank, time):
-            return rank.weights[0]
-        return None
+            is_full = chosen < self._num_stages and self.memory[rank] + 1 > self._limit
+            return -1 if is_full else chosen
+        return -1 if pending and not self._should_wait(rank, left, time) else None
 
-    def _next_of_order(self, rank: _Rank, time: float) -> Visit | None:
-        """Return the first visit of what is left of the order if it may start, as it mostly may."""
-        if rank.head == len(rank.order):
+    def _next_of_order(self, left: _Rank, time: float) -> int | None:
+        """Return what is first in what is left of the order if it may start, as it mostly may."""
+        if left.head == len(left.order):
             return None
-        step, microbatch = visit = rank.order[rank.head]
-        fits = step >= self._num_stages or rank.in_flight + 1 <= self._memory
-        return visit if fits and self._has_arrived(step, microbatch, time) else None
+        operation, microbatch = left.order[left.head]
+        if operation < self._num_stages and left.in_flight + 1 > self._limit:
+            return None
+        arrivals = self.arrivals[operation]
+        is_there = microbatch < len(arrivals) and arrivals[microbatch] <= time + self._tolerance
+        return operation if is_there else None
 
-    def _overtaking(self, rank: _Rank, time: float) -> Visit | None:
-        """Return the first other visit of the order that may start."""
-        for place in sorted(self._ready(rank, time)):
-            if place != rank.head and self._may_start_early(rank, place):
-                return rank.order[place]
+    def _overtaking(self, rank: int, left: _Rank, time: float) -> int | None:
+        """Return the first of the rest of the order that may start."""
+        for place in sorted(self._ready(left, time)):
+            if place != left.head and self._may_start_early(rank, left, place):
+                return left.order[place][0]
         return None
 
-    def _ready(self, rank: _Rank, time: float) -> Iterator[int]:
-        for step in rank.steps:
-            started = self._started[step]
-            if self._has_arrived(step, started, time):
-                yield self._places[step][started]
+    def _ready(self, left: _Rank, time: float) -> Iterator[int]:
+        latest = time + self._tolerance
+        for operation in left.operations:
+            arrivals, started = self.arrivals[operation], self.num_started[operation]
+            if started < len(arrivals) and arrivals[started] <= latest:
+                yield self._places[operation][started]
 
-    def _has_arrived(self, step: int, microbatch: int, time: float) -> bool:
-        arrivals = self._arrivals[step]
-        return microbatch < len(arrivals) and arrivals[microbatch] <= time + self._tolerance
+    def _is_started(self, one: Pass) -> bool:
+        operation, microbatch = one
+        return microbatch < self.num_started[operation]
 
-    def _may_start_early(self, rank: _Rank, place: int) -> bool:
-        if rank.order[place][0] >= self._num_stages:
+    def _may_start_early(self, rank: int, left: _Rank, place: int) -> bool:
+        operation, _ = left.order[place]
+        if operation >= self._num_stages:
             return self._policy.backwards_overtake
-        if rank.in_flight + 1 > self._memory:
+        if left.in_flight + 1 > self._limit:
             return False
-        return self._may_overtake(rank, place) and self._fits_before(rank, place)
+        return self._may_overtake(rank, left, operation) and self._fits_before(left, place)
 
-    def _may_overtake(self, rank: _Rank, place: int) -> bool:
-        if rank.weights and not self._policy.forwards_overtake_weights:
+    def _may_overtake(self, rank: int, left: _Rank, operation: int) -> bool:
+        if self.pending[rank] and not self._policy.forwards_overtake_weights:
             return False
-        if self._started[rank.steps[-1]]:
+        first, *_, last = left.operations
+        if self.num_started[last]:
             return self._policy.forwards_overtake
-        first = rank.steps[0]
-        if rank.order[place][0] != first or not self._policy.keeps_room:
+        if operation != first or not self._policy.keeps_room:
             return True
-        room = min(first + 1, self._memory // 2)
-        return self._started[first] + 1 + room <= self._memory
+        room = min(first + 1, self._limit // 2)
+        return self.num_started[first] + 1 + room <= self._limit
 
-    def _advance_head(self, rank: _Rank) -> None:
-        order = rank.order
-        while rank.head < len(order) and self._is_started(order[rank.head]):
-            rank.head += 1
-
-    def _is_started(self, visit: Visit) -> bool:
-        step, microbatch = visit
-        return microbatch < self._started[step]
-
-    def _fits_before(self, rank: _Rank, place: int) -> bool:
-        """Whether what the visit overtakes still fits into memory with the visit done before it."""
-        in_flight = rank.in_flight + 1
-        for visit in rank.order[rank.head : place]:
-            if not self._is_started(visit):
-                in_flight += 1 if visit[0] < self._num_stages else -1
-                if in_flight > self._memory:
+    def _fits_before(self, left: _Rank, place: int) -> bool:
+        """Whether what F overtakes still fits into memory with that F done before it."""
+        in_flight = left.in_flight + 1
+        for one in left.order[left.head : place]:
+            if not self._is_started(one):
+                in_flight += 1 if one[0] < self._num_stages else -1
+                if in_flight > self._limit:
                     return False
         return True
 
-    def _should_wait(self, rank: _Rank, time: float) -> bool:
+    def _should_wait(self, rank: int, left: _Rank, time: float) -> bool:
         """Whether to leave W for later, since a B comes before W would be over.
 
         Only in the cool-down, where W can fill the end, and only on a rank that has been idle less
         than another one: it can afford the wait.
         """
-        if rank.forwards_left:
+        if left.forwards_left:
             return False
-        gap = self._next_arrival(rank, time) - time
-        if gap >= self._timing.seconds[rank.weights[0][0]] - self._tolerance:
+        ready = (self.next_ready(operation) for operation in left.operations)
+        gap = min((arrival for arrival in ready if arrival > time), default=inf) - time
+        if gap >= self._seconds[self.pending[rank][0][0]] - self._tolerance:
             return False
-        return rank.idle + gap <= max(other.idle for other in self._ranks) + self._tolerance
-
-    def _next_arrival(self, rank: _Rank, time: float) -> float:
-        known = (s for s in rank.steps if self._started[s] < len(self._arrivals[s]))
-        arrivals = (self._arrivals[step][self._started[step]] for step in known)
-        return min((arrival for arrival in arrivals if arrival > time), default=inf)
-
-    def _start(self, rank: _Rank, chosen: Visit, time: float) -> None:
-        step, microbatch = chosen
-        if rank.done:
-            rank.idle += time - rank.clock
-        rank.clock = time + self._timing.seconds[step]
-        rank.done.append(chosen)
-        self._count(rank, chosen)
-        if step < 2 * self._num_stages:
-            self._started[step] += 1
-            self._advance_head(rank)
-            self._announce(step, rank.clock)
-
-    def _count(self, rank: _Rank, chosen: Visit) -> None:
-        step, microbatch = chosen
-        if step < self._num_stages:
-            rank.forwards_left -= 1
-            rank.in_flight += 1
-            rank.live += 1
-        elif step < 2 * self._num_stages:
-            rank.in_flight -= 1
-            rank.live -= 1 - self._residue
-            if not self._timing.is_fused:
-                rank.weights.append((step + self._num_stages, microbatch))
-        else:
-            rank.weights.popleft()
-            rank.live -= self._residue
-
-    def _announce(self, step: int, end: float) -> None:
-        """Note when the next step's input is there, and look at its rank again by then."""
-        if step + 1 < len(self._arrivals):
-            arrival = end + self._timing.hops[step]
-            self._arrivals[step + 1].append(arrival)
-            number = self._timing.ranks[step + 1]
-            heapq.heappush(self._agenda, (max(arrival, self._ranks[number].clock), number))
+        return self.idle[rank] + gap <= max(self.idle) + self._tolerance

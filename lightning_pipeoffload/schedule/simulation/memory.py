@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from ..actions import HOST_EFFECTS, MEMORY_EFFECTS, Action, Kind, MemoryEffect, Part, ScheduleError
+from ..actions import (
+    HOST_EFFECTS,
+    MEMORY_EFFECTS,
+    OFFLOAD_LANE,
+    RECVS,
+    SENDS,
+    Action,
+    Kind,
+    MemoryEffect,
+    Part,
+    ScheduleError,
+)
 from ..costs import Costs
-from ..messages import RECVS, SENDS, OpenReceives, arrived_before, recv_before, send_of
+from ..messages import OpenReceives, arrived_before, recv_before, send_of
 from ..schedule import Schedule
 from ..timeline import COMPUTE_LANE, Event, Timeline
 
@@ -126,7 +137,7 @@ def _curves(timeline: Timeline, costs: Costs, effects: Mapping[Kind, MemoryEffec
     sizes = part_sizes(costs, num_stages)
     ranks: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
-        if event.lane == COMPUTE_LANE or event.action.kind in (Kind.OFFLOAD, Kind.OFFLOAD_W):
+        if event.lane in (COMPUTE_LANE, OFFLOAD_LANE):
             ranks[event.rank].append(event)
     return [_summed(_changes_of_rank(events, sizes, effects)) for events in ranks]
 
@@ -158,50 +169,39 @@ def _summed(changes: Curve) -> Curve:
 def peak_message_memory(plan: Schedule, size: Callable[[Action], float]) -> tuple[float, ...]:
     """Return the largest sum of each rank's messages at a time.
 
-    A message takes memory from its SEND on until the rank knows that it has arrived, or from its
-    receive on until the action that needs it.
+    A message takes memory from its SEND until the rank knows that it has arrived, or from its
+    posted receive until the action that needs it.
 
     Args:
         plan: A lowered plan.
-        size: A function that returns the memory of what a SEND sends.
+        size: Returns the memory of the message of a SEND.
     """
-    return tuple(_peak_of_messages(plan, rank, size) for rank in range(plan.num_ranks))
+    return tuple(
+        max(_message_memory(plan, rank, size), default=0.0) for rank in range(plan.num_ranks)
+    )
 
 
-def _peak_of_messages(plan: Schedule, rank: int, size: Callable[[Action], float]) -> float:
-    walk = _Walk(plan, rank, size)
-    return max(map(walk.run, plan[rank]), default=0.0)
+def _message_memory(plan: Schedule, rank: int, size: Callable[[Action], float]) -> Iterator[float]:
+    """Yield the memory of a rank's messages after each of its actions."""
+    held = 0.0
 
+    def post(receive: Action, source: int) -> None:
+        nonlocal held
+        held += size(send_of(receive))
 
-class _Walk:
-    """One rank's way through its plan."""
-
-    def __init__(self, plan: Schedule, rank: int, size: Callable[[Action], float]) -> None:
-        self._plan, self._size = plan, size
-        self._arrived = arrived_before(plan, rank)
-        self._receives = OpenReceives(plan, rank, self._post)
-        self._receives.expect(plan[rank])
-        self._held = 0.0
-        self._taken: set[Action] = set()
-
-    def run(self, action: Action) -> float:
-        """Run an action; return the memory of messages after it."""
-        needed = recv_before(self._plan, action)
+    arrived, receives = arrived_before(plan, rank), OpenReceives(plan, rank, post)
+    receives.expect(plan[rank])
+    taken: set[Action] = set()
+    for action in plan[rank]:
+        needed = recv_before(plan, action)
         if action.kind in SENDS:
-            self._held += self._size(action)
-            self._receives.count_send()
+            held += size(action)
+            receives.count_send()
         elif action.kind in RECVS:
-            self._receives.reach(action)
+            receives.reach(action)
         elif needed is not None:
-            self._take(needed)
-        return self._held
-
-    def _post(self, receive: Action, source: int) -> None:
-        self._held += self._size(send_of(receive))
-
-    def _take(self, needed: Action) -> None:
-        if needed not in self._taken:
-            for taken in self._receives.until(needed):
-                self._taken.add(taken)
-                self._held -= sum(map(self._size, self._arrived.get(taken, ())))
-        self._held -= self._size(send_of(needed))
+            for receive in receives.until(needed) if needed not in taken else ():
+                taken.add(receive)
+                held -= sum(map(size, arrived.get(receive, ())))
+            held -= size(send_of(needed))
+        yield held

@@ -1,60 +1,100 @@
-"""When every action of a schedule runs, and how long it takes from one step to the next."""
+"""When every action of a schedule runs, and how long it takes from one step to the next.
+
+Copies and reductions run on lanes beside compute. What B needs is copied back first, and B waits
+for no more::
+
+    h2d      RELOAD  [ for B | for W ]
+    compute                  [== B ==][== W ==]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import isclose
+from typing import NamedTuple
 
-from ..actions import COMPUTE, HOST_EFFECTS, MEMORY_EFFECTS, RELOADS, Action, Kind
+from ..actions import (
+    COMPUTE,
+    HOST_EFFECTS,
+    KINDS,
+    MEMORY_EFFECTS,
+    OFFLOAD_LANE,
+    REDUCE_LANE,
+    RELOAD_LANE,
+    Action,
+    Kind,
+    Part,
+)
 from ..costs import Costs
-from ..dependencies import outcome, replay
+from ..passes.reduce import tails
+from ..replay import replay
 from ..schedule import Schedule
-from ..timeline import COMPUTE_LANE, REDUCE_LANE, TOLERANCE, Event, Timeline
-from .lanes import SimulatedCopies, SimulatedReductions
+from ..timeline import COMPUTE_LANE, TOLERANCE, Event, Timeline
+from .intervals import Interval, earliest
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 
-__all__ = [
-    "StepSimulation",
-    "period_bubble",
-    "simulate",
-    "simulate_steps",
-    "steady_period",
-    "timeline_of",
-]
+__all__ = ["Simulation", "period_bubble", "simulate", "simulate_steps", "steady_period"]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Time a schedule of compute actions, with copies or without, or a lowered plan.
 
-    Where transfers are not spelled out, every hop between two ranks is implied: it starts when F, B
-    or BW ends. A RECV waits until its message is there, and is no work. Copies run on lanes of
-    their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW for
-    the copy back of what they need. REDUCE has a lane of its own, too, and nothing waits for it; a
-    share of it runs behind each W of its tail.
+    Without transfers in the schedule, each message between two ranks is implied: it is sent when F,
+    B or BW ends. A RECV waits until its message is there, which is idle time. Copies run on lanes
+    of their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW
+    for the copy back of what they need. REDUCE has a lane of its own, too, and nothing waits for
+    it; a share of it runs behind each W of its tail.
 
     Args:
-        schedule: What to time.
+        schedule: The schedule.
         costs: Seconds and memory of its stages.
 
     Raises:
         ScheduleError: The ranks wait for each other, or a cost does not fit the number of stages.
     """
-    events = StepSimulation(schedule, costs).run([0.0] * schedule.num_ranks)
-    return timeline_of(events, schedule, costs)
+    events, _ = Simulation(schedule, costs).run([0.0] * schedule.num_ranks)
+    return _timeline(events, schedule, costs)
 
 
-def timeline_of(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Timeline:
-    """Return the timeline of a schedule that was timed."""
-    peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
-    return Timeline(tuple(events), *peaks)
+def _timeline(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Timeline:
+    return Timeline(tuple(events), peak_memory(schedule, costs), peak_host_memory(schedule, costs))
 
 
-class StepSimulation:
-    """Times a schedule, for ranks that begin when they are told to.
+class _Beside(NamedTuple):
+    """What an action has to do with the lanes beside compute.
+
+    Attributes:
+        waits: The places in the replay of the copies that it waits for, and the seconds at the end
+            of each that it does not wait for.
+        lane: The lane that it occupies; None: it only waits.
+        link: The link to the host that it occupies, where neighbouring ranks share one.
+        seconds: How long.
+        shares: Of a REDUCE, the places of the W's that each complete a share of the gradients.
+    """
+
+    waits: tuple[tuple[int, float], ...] = ()
+    lane: Hashable = None
+    link: Hashable = None
+    seconds: float = 0.0
+    shares: tuple[int, ...] = ()
+
+
+_BACKGROUND = [kind for kind, row in KINDS.items() if row.lane not in ("", COMPUTE_LANE)]
+_WAITS_FOR = {
+    kind: [other for other in _BACKGROUND if KINDS[other].puts & row.needs or other in row.follows]
+    for kind, row in KINDS.items()
+}
+"""The kinds that take time on other lanes and must have ended before an action of each kind."""
+
+
+class Simulation:
+    """A schedule to be timed, once or for several steps.
 
     Args:
-        schedule: What to time.
+        schedule: The schedule.
         costs: Seconds and memory of its stages.
         copies: Seconds of every copy, and of W's part of every RELOAD, where they are not those
             that follow from the costs.
@@ -64,91 +104,168 @@ class StepSimulation:
         self,
         schedule: Schedule,
         costs: Costs,
-        copies: tuple[dict[Action, float], dict[Action, float]] | None = None,
+        copies: tuple[Mapping[Action, float], Mapping[Action, float]] | None = None,
     ) -> None:
         self._schedule, self._costs = schedule, costs
-        self._seconds = _durations(schedule, costs)
-        self._hop_seconds = _hops(schedule, costs)
-        self._copies = copies or _copy_durations(schedule, costs)
-        self._steps = list(replay(schedule))
+        self._replay = order = replay(schedule)
+        num_stages = schedule.num_stages
+        operations = [(kind, stage) for kind in Kind for stage in range(num_stages)]
+        taken, delays = _seconds_of(costs, num_stages), _delays(schedule, costs)
+        seconds = [taken[kind][stage] if kind in COMPUTE else 0.0 for kind, stage in operations]
+        waits = [delays.get(operation, 0.0) for operation in operations]
+        self._seconds = [seconds[n] for n in order.operations]
+        self._delays = [waits[n] for n in order.operations]
+        of_rank = [iter(rank) for rank in schedule]
+        self.actions = [next(of_rank[rank]) for rank in order.ranks]
+        self._beside: list[_Beside | None] | None = None
+        if schedule.kinds & set(_BACKGROUND):
+            self._beside = self._lanes(taken, copies or copy_seconds(schedule, costs))
 
-    def run(self, starts: Sequence[float]) -> list[Event]:
-        """Return the events of a step.
+    def _lanes(
+        self,
+        taken: Mapping[Kind, Sequence[float]],
+        copies: tuple[Mapping[Action, float], Mapping[Action, float]],
+    ) -> list[_Beside | None]:
+        """Return for each action of the replay what it has to do with other lanes."""
+        copy_seconds, for_w = copies
+        place = {action: n for n, action in enumerate(self.actions)}
+        weights = {tail.reduction: tail.weights for rank in self._schedule for tail in tails(rank)}
+        found: list[_Beside | None] = []
+        for rank, action in zip(self._replay.ranks, self.actions, strict=True):
+            kind = action.kind
+            row = KINDS[kind]
+            started = (action._replace(kind=other) for other in _WAITS_FOR[kind])
+            waits = tuple(
+                (place[copy], 0.0 if row.needs & Part.FOR_W else for_w.get(copy, 0.0))
+                for copy in started
+                if copy in place
+            )
+            if kind in _BACKGROUND:
+                lane, link = self._lane_of(rank, row.lane)
+                seconds = copy_seconds.get(action, taken[kind][action.stage])
+                shares = tuple(place[weight] for weight in weights.get(action, ()))
+                found.append(_Beside(waits, lane, link, seconds, shares))
+            else:
+                found.append(_Beside(waits) if waits else None)
+        return found
+
+    def _lane_of(self, rank: int, lane: str) -> tuple[Hashable, Hashable]:
+        """Return the lane of a rank, and the link that it shares with others."""
+        if lane not in (OFFLOAD_LANE, RELOAD_LANE):
+            return (rank, lane), None
+        ranks_per_link = self._costs.ranks_per_link
+        link = (rank // ranks_per_link, lane) if ranks_per_link > 1 else None
+        # A device with one lane copies both ways on it, in turns.
+        return (rank, lane if self._costs.copy_lanes == 2 else ""), link
+
+    def run(self, starts: Sequence[float]) -> tuple[Iterator[Event], list[float]]:
+        """Return the events of a step, those of a rank in its order, and when each rank ends it.
 
         Args:
             starts: When each rank begins.
         """
-        costs, num_ranks = self._costs, self._schedule.num_ranks
-        lanes = SimulatedCopies(num_ranks, costs, *self._copies)
-        reductions = SimulatedReductions(self._schedule, costs)
-        clocks = [*starts]
-        ended: dict[Action, float] = {}
-        events: list[Event] = []
-        for rank, action, awaited in self._steps:
-            # In the replay's order what an action waits for has always ended.
-            start = clocks[rank]
-            if awaited is not None:
-                start = max(start, ended[awaited] + self._hop_seconds(awaited, rank))
-            if lanes.in_use:
-                start = lanes.wait(action, start)
-                events += lanes.start(rank, action, start)
-            end = start
-            if action.kind in COMPUTE:
-                end += self._seconds[action.kind][action.stage]
-                events.append(Event(rank, COMPUTE_LANE, action, start, end))
-            elif action.kind is Kind.REDUCE:
-                events.append(reductions.run(rank, action, start, ended))
-            clocks[rank] = ended[outcome(action)] = end
-        return events
+        spans: dict[int, Interval] = {}
+        free: defaultdict[Hashable, float] = defaultdict(float)
+        taken: defaultdict[Hashable, list[Interval]] = defaultdict(list)
+
+        def reach(beside: _Beside, place: int, start: float, ends: list[float]) -> float:
+            for copy, not_awaited in beside.waits:
+                start = max(start, spans[copy][1] - not_awaited)
+            if beside.lane is None:
+                return start
+            if beside.shares:
+                spans[place] = _shares(beside, ends, free[beside.lane])
+            else:
+                begin = max(start, free[beside.lane])
+                if beside.link is not None:
+                    # The ranks are not timed in the order of time: a later time may be taken.
+                    begin = earliest(begin, beside.seconds, taken[beside.link])
+                    insort(taken[beside.link], (begin, begin + beside.seconds))
+                spans[place] = begin, begin + beside.seconds
+            free[beside.lane] = spans[place][1]
+            return start
+
+        order = self._replay
+        begins, ends = order.time(self._seconds, self._delays, starts, self._beside, reach)
+        return self._events(begins, ends, spans), self._ends(starts, ends, free)
+
+    def _events(
+        self, begins: list[float], ends: list[float], spans: dict[int, Interval]
+    ) -> Iterator[Event]:
+        columns = zip(self._replay.ranks, self.actions, begins, ends, strict=True)
+        for place, (rank, action, begin, end) in enumerate(columns):
+            kind = action.kind
+            if kind in COMPUTE or kind in MEMORY_EFFECTS:
+                yield Event(rank, COMPUTE_LANE, action, begin, end)
+            if place in spans:
+                yield Event(rank, KINDS[kind].lane, action, *spans[place])
+
+    def _ends(
+        self, starts: Sequence[float], ends: list[float], free: Mapping[Hashable, float]
+    ) -> list[float]:
+        last = [*starts]
+        for rank, end in zip(self._replay.ranks, ends, strict=True):
+            last[rank] = end
+        return [max(end, free.get((rank, REDUCE_LANE), end)) for rank, end in enumerate(last)]
 
 
-def _copy_durations(
+def _shares(beside: _Beside, ends: list[float], free: float) -> Interval:
+    """Return when a REDUCE runs: after each W of its tail, the share that this W completes."""
+    completed = [ends[weight] for weight in beside.shares]
+    share = beside.seconds / len(completed)
+    start = end = max(free, completed[0])
+    for time in completed:
+        end = max(end, time) + share
+    return start, end
+
+
+def _seconds_of(costs: Costs, num_stages: int) -> dict[Kind, list[float]]:
+    """Return the seconds of each kind at every stage; of a copy those of a whole activation."""
+    found = {}
+    for kind, row in KINDS.items():
+        columns = [costs.per_stage(name, num_stages) for name in row.seconds]
+        found[kind] = [sum(stage) for stage in zip(*columns, strict=True)]
+    return found
+
+
+def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int], float]:
+    """Return the seconds of the message that each operation waits for, where it crosses ranks."""
+    delays = {}
+    for stage, seconds in enumerate(costs.hops(schedule.placement)[:-1]):
+        if schedule.has_transfers:
+            delays[Kind.RECV_F, stage + 1] = delays[Kind.RECV_B, stage] = seconds
+        else:
+            delays[Kind.F, stage + 1] = delays[Kind.B, stage] = delays[Kind.BW, stage] = seconds
+    return delays
+
+
+def copy_seconds(
     schedule: Schedule, costs: Costs
 ) -> tuple[dict[Action, float], dict[Action, float]]:
     """Return the seconds of every copy, and those of W's part of each RELOAD that has one.
 
-    A copy takes its stage's, times the share of the activation that it moves.
+    A copy takes its stage's seconds times the share of the activation that it moves.
     """
     durations: dict[Action, float] = {}
     for_w: dict[Action, float] = {}
     if not schedule.has_copies:
         return durations, for_w
-    names = ("activation", "weight_input", "offload", "reload")
-    stages = (costs.per_stage(name, schedule.num_stages) for name in names)
-    activation, weight_input, offload, reload = stages
-    whole = dict.fromkeys((Kind.OFFLOAD, Kind.OFFLOAD_W), offload) | dict.fromkeys(RELOADS, reload)
+    names = ("activation", "weight_input")
+    activation, weight_input = (costs.per_stage(name, schedule.num_stages) for name in names)
+    whole = _seconds_of(costs, schedule.num_stages)
     sizes = part_sizes(costs, schedule.num_stages)
     for rank in schedule:
         device = memory_changes(rank, sizes, MEMORY_EFFECTS)
         host = memory_changes(rank, sizes, HOST_EFFECTS)
         for action, *moved in zip(rank, device, host, strict=True):
             kind, stage, _ = action
-            if kind in whole:
-                # What is moved is what comes to be on the other side: one of the two changes is 0.
+            if KINDS[kind].lane in (OFFLOAD_LANE, RELOAD_LANE):
+                # What is moved appears on the other side: one of the two changes is 0.
                 share = max(moved) / activation[stage] if activation[stage] else 1.0
                 durations[action] = whole[kind][stage] * share
                 if kind is Kind.RELOAD and weight_input[stage]:
                     for_w[action] = durations[action] * weight_input[stage] / activation[stage]
     return durations, for_w
-
-
-def _durations(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:
-    seconds = costs.compute(schedule.num_stages)
-    fused = tuple(b + w for b, w in zip(seconds[Kind.B], seconds[Kind.W], strict=True))
-    return {**seconds, Kind.BW: fused}
-
-
-def _hops(schedule: Schedule, costs: Costs) -> Callable[[Action, int], float]:
-    """Return the seconds from the end of an action on any rank until a rank has its outcome."""
-    after_stage = costs.per_stage("communication", schedule.num_stages)
-
-    def hop(awaited: Action, rank: int) -> float:
-        if schedule.rank_of(awaited.stage) == rank:
-            return 0.0
-        downstream = awaited.kind in (Kind.F, Kind.SEND_F)
-        return after_stage[awaited.stage if downstream else awaited.stage - 1]
-
-    return hop
 
 
 # Ranks have settled after about as many steps as it takes the last to be held up by the first.
@@ -178,7 +295,7 @@ def steady_period(schedule: Schedule, costs: Costs, has_barrier: bool) -> float:
 
 
 def period_bubble(timeline: Timeline, period: float) -> float:
-    """Return the idle share of the ranks' time in a step's period.
+    """Return the idle share of the ranks' time in a period.
 
     Args:
         timeline: One step.
@@ -200,30 +317,27 @@ def simulate_steps(schedule: Schedule, costs: Costs, num_steps: int, has_barrier
     Raises:
         ScheduleError: The ranks wait for each other, or a cost does not fit the number of stages.
     """
+
+    def later(action: Action, step: int) -> Action:
+        return action._replace(microbatch=action.microbatch + step * schedule.num_microbatches)
+
     steps = islice(_steps(schedule, costs, has_barrier), num_steps)
     numbered = (
-        event._replace(action=_later(event.action, step * schedule.num_microbatches))
+        event._replace(action=later(event.action, step))
         for step, (events, _) in enumerate(steps)
         for event in events
     )
-    return timeline_of(numbered, schedule, costs)
-
-
-def _later(action: Action, num_microbatches: int) -> Action:
-    return action._replace(microbatch=action.microbatch + num_microbatches)
+    return _timeline(numbered, schedule, costs)
 
 
 def _steps(
     schedule: Schedule, costs: Costs, has_barrier: bool
-) -> Iterator[tuple[list[Event], list[float]]]:
+) -> Iterator[tuple[Iterator[Event], list[float]]]:
     """Yield each step's events, and when each rank begins the next one."""
-    simulation = StepSimulation(schedule, costs)
+    simulation = Simulation(schedule, costs)
     ends = [0.0] * schedule.num_ranks
     while True:
-        events = simulation.run(ends)
-        for event in events:
-            if event.lane in (COMPUTE_LANE, REDUCE_LANE):
-                ends[event.rank] = max(ends[event.rank], event.end)
+        events, ends = simulation.run(ends)
         if has_barrier:
             ends = [max(ends)] * len(ends)
-        yield events, [*ends]
+        yield events, ends

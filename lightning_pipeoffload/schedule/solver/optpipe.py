@@ -26,8 +26,7 @@ from ..plan_cache import PlanCache, PlanQuestion
 from ..schedule import Schedule
 from ..simulation.memory import peak_memory
 from ..validate import validate
-from .hinted_model import check_solver
-from .plan_model import PlanModel, SolverLimits
+from .plan_model import PlanModel, check_solver
 from .plan_problem import PlanProblem
 from .whole_costs import WholeCosts
 
@@ -36,6 +35,7 @@ __all__ = [
     "SolvedPlans",
     "best_of_families",
     "best_start",
+    "check_solver",
     "check_solver_seconds",
     "optpipe",
     "optpipe_placement",
@@ -148,7 +148,7 @@ class Improvement:
         whole = WholeCosts.of(costs, self._problem.placement, self._problem.memory_limit)
         model = PlanModel(whole, costs, self.plan, self._problem.has_barrier)
         left = deadline - monotonic()
-        if left > 0 and model.solve(SolverLimits(left), self._consider):
+        if left > 0 and model.solve(left, self._consider):
             self.is_final = True
 
     def _consider(self, plan: Schedule) -> bool:

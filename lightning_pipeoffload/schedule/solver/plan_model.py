@@ -3,7 +3,15 @@
 Intervals in time: no two on a rank's compute lane, on a copy lane or on a link that ranks share,
 and of what is on a device no more than the limit at any time. Microbatches of a stage are alike, so
 each kind of action takes them in their order, which loses nothing and spares the solver most of the
-orders.
+orders. Every variable has a hint, its value in a plan that there is, from which the solver starts.
+
+When the parts are on the device, from F over OFFLOAD, RELOAD_B, B, OFFLOAD_W and RELOAD_W to W::
+
+    FOR_B     F ======= OFFLOAD     RELOAD_B == B
+    FOR_W     F ======= OFFLOAD                                   RELOAD_W == W
+    GRADIENT                                    B == OFFLOAD_W    RELOAD_W == W
+
+OR-tools is an extra: it is imported where a plan is solved, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,27 +19,308 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..actions import Action, Kind
+from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, Part, ScheduleError
 from ..costs import Costs
 from ..placement import stages_on
 from ..schedule import Schedule
-from .hinted_model import Hinted, HintedModel, cp_model
-from .pass_model import CopyModel, PassModel, stays
 from .plan_problem import earliest_end, earliest_starts, most_work
 from .whole_costs import StartTimes, WholeCosts
 
-__all__ = ["PlanModel", "SolverLimits", "read_plan"]
+__all__ = ["PlanModel", "check_solver"]
 
 
-# Of what is at one time: memory is let go before any is taken.
+def check_solver() -> None:
+    """Check that there is a solver, without loading it.
+
+    Raises:
+        ScheduleError: OR-tools is not installed.
+    """
+    if find_spec("ortools") is None:
+        raise ScheduleError(
+            "schedule=optpipe needs OR-tools, which is not installed; run: "
+            "pip install 'lightning-pipeoffload[solver]', or use schedule=auto"
+        )
+
+
+@cache
+def _cp_model() -> Any:
+    check_solver()
+    from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
+
+    return cp_model
+
+
+class _Hinted(NamedTuple):
+    """A number of the model: a variable, or a sum of one and a number, and its hint."""
+
+    now: Any
+    hint: int
+
+    def plus(self, number: int) -> _Hinted:
+        return _Hinted(self.now + number, self.hint + number)
+
+
+class _HintedModel:
+    """Variables with hints from 0 to a horizon, and the intervals that they make."""
+
+    def __init__(self, horizon: int) -> None:
+        self.model = _cp_model().CpModel()
+        self._horizon = horizon
+
+    def number(self, hint: int, low: int = 0) -> _Hinted:
+        hint = max(low, min(hint, self._horizon))
+        variable = self.model.new_int_var(low, self._horizon, "")
+        self.model.add_hint(variable, hint)
+        return _Hinted(variable, hint)
+
+    def flag(self, hint: bool) -> _Hinted:
+        variable = self.model.new_bool_var("")
+        self.model.add_hint(variable, hint)
+        return _Hinted(variable, int(hint))
+
+    def both(self, one: _Hinted, other: _Hinted) -> _Hinted:
+        """Add a flag that says whether two others are set."""
+        flag = self.flag(bool(one.hint and other.hint))
+        self.model.add_bool_and([one.now, other.now]).only_enforce_if(flag.now)
+        self.model.add_bool_or([flag.now, one.now.Not(), other.now.Not()])
+        return flag
+
+    def but_not(self, one: _Hinted, other: _Hinted) -> _Hinted:
+        """Add a flag that says whether the first of two is set, and the second is not."""
+        return self.both(one, _Hinted(other.now.Not(), 1 - other.hint))
+
+    def either(self, one: _Hinted, other: _Hinted) -> _Hinted:
+        """Add a flag that says whether one of two is set."""
+        flag = self.flag(bool(one.hint or other.hint))
+        self.model.add_implication(one.now, flag.now)
+        self.model.add_implication(other.now, flag.now)
+        self.model.add_bool_or([flag.now.Not(), one.now, other.now])
+        return flag
+
+    def where(self, flag: _Hinted, this: _Hinted, that: _Hinted) -> _Hinted:
+        """Add a number that equals the first of two where a flag is set, else the second."""
+        chosen = self.number(this.hint if flag.hint else that.hint)
+        self.model.add(chosen.now == this.now).only_enforce_if(flag.now)
+        self.model.add(chosen.now == that.now).only_enforce_if(flag.now.Not())
+        return chosen
+
+    def after(self, later: _Hinted, earlier: _Hinted, flag: _Hinted | None = None) -> None:
+        """Require a number to be no less than another, always or where a flag is set."""
+        rule = self.model.add(later.now >= earlier.now)
+        if flag is not None:
+            rule.only_enforce_if(flag.now)
+
+    def work(self, start: _Hinted, size: int, flag: _Hinted | None = None) -> Any:
+        """Return the interval of a fixed size from a start on."""
+        if flag is None:
+            return self.model.new_fixed_size_interval_var(start.now, size, "")
+        return self.model.new_optional_fixed_size_interval_var(start.now, size, flag.now, "")
+
+    def stay(self, start: _Hinted, end: _Hinted, flag: _Hinted | None = None) -> Any:
+        """Return the interval from a start to an end."""
+        is_hinted = flag is None or flag.hint
+        size = self.number(end.hint - start.hint if is_hinted else 0)
+        if flag is None:
+            return self.model.new_interval_var(start.now, size.now, end.now, "")
+        return self.model.new_optional_interval_var(start.now, size.now, end.now, flag.now, "")
+
+
+class _Copy(NamedTuple):
+    """A copy that may be made.
+
+    Attributes:
+        flag: Whether it is made.
+        begin: When its rank starts it; a copy back takes its memory then.
+        start: When it runs.
+        end: When it ends.
+        interval: From start to end.
+    """
+
+    flag: _Hinted
+    begin: _Hinted
+    start: _Hinted
+    end: _Hinted
+    interval: Any
+
+
+_KINDS = (Kind.F, Kind.B, Kind.W)
+
+_Stay = tuple[Any, int]
+"""An interval in which something is on a device, and its memory."""
+
+
+class _Pass:
+    """F, B, W and the copies of one stage and microbatch.
+
+    Attributes:
+        begins: When F, B and W start.
+        ends: When they end.
+        may_copy: Whether anything may be copied; if not, it has none of the following.
+        offload: OFFLOAD.
+        reload: RELOAD, or RELOAD_B.
+        queue: OFFLOAD_W.
+        rest: RELOAD_W.
+        in_parts: Whether the copy back is RELOAD_B, and RELOAD_W brings the rest.
+    """
+
+    def __init__(
+        self,
+        model: _HintedModel,
+        whole: WholeCosts,
+        place: tuple[int, int],
+        hint: StartTimes,
+        earliest: dict[Kind, int],
+        may_copy: bool,
+    ) -> None:
+        self._model, self._whole, self._place, self._hint = model, whole, place, hint
+        self.stage, _ = place
+        self.begins = {
+            kind: model.number(hint.begins[self._action(kind)], low)
+            for kind, low in earliest.items()
+        }
+        self.ends = {
+            kind: begin.plus(whole.seconds[kind][self.stage]) for kind, begin in self.begins.items()
+        }
+        model.after(self.begins[Kind.B], self.ends[Kind.F])
+        model.after(self.begins[Kind.W], self.ends[Kind.B])
+        self.may_copy = may_copy
+        if may_copy:
+            self._add_copies()
+
+    def _action(self, kind: Kind) -> Action:
+        return Action(kind, *self._place)
+
+    def _grains(self, part: Part) -> int:
+        return self._whole.sizes[self.stage][part]
+
+    def _has(self, kind: Kind) -> bool:
+        return kind in self._hint.kinds.get(self._place, ())
+
+    def _add_copies(self) -> None:
+        model, begins, ends = self._model, self.begins, self.ends
+        away = model.flag(self._has(Kind.OFFLOAD))
+        queued = model.flag(self._has(Kind.OFFLOAD_W))
+        in_parts = whole_queue = model.both(away, queued)
+        back = queued
+        if self._grains(Part.FOR_W):
+            in_parts = model.both(away, model.flag(self._has(Kind.RELOAD_B)))
+            model.model.add_implication(whole_queue.now, in_parts.now)
+            back = model.either(in_parts, queued)
+        there, here = self._whole.offload[self.stage], self._whole.reload[self.stage]
+        self.in_parts = in_parts
+        self.offload = self._copy(Kind.OFFLOAD, away, ends[Kind.F], (there[ACTIVATION],) * 2)
+        kind = Kind.RELOAD_B if self._has(Kind.RELOAD_B) else Kind.RELOAD
+        ticks = here[ACTIVATION], here[Part.FOR_B]
+        self.reload = self._copy(kind, away, self.offload.end, ticks, in_parts)
+        ticks = there[WAITING], there[Part.GRADIENT]
+        self.queue = self._copy(Kind.OFFLOAD_W, queued, ends[Kind.B], ticks, away)
+        ticks = here[Part.FOR_W], here[WAITING]
+        self.rest = self._copy(Kind.RELOAD_W, back, ends[Kind.B], ticks, queued)
+        # B waits for its own part alone, which comes back first.
+        model.after(begins[Kind.B], self.reload.start.plus(here[Part.FOR_B]), away)
+        model.after(begins[Kind.W], self.reload.end, away)
+        model.after(self.rest.begin, self.queue.end, queued)
+        model.after(begins[Kind.W], self.rest.end, back)
+
+    def _copy(
+        self,
+        kind: Kind,
+        flag: _Hinted,
+        ready: _Hinted,
+        ticks: tuple[int, int],
+        other: _Hinted | None = None,
+    ) -> _Copy:
+        """Add a copy that is made where a flag is set.
+
+        Args:
+            kind: Its kind in the plan to start from.
+            flag: The flag.
+            ready: When it can start.
+            ticks: Its ticks without and with another flag.
+            other: That flag.
+        """
+        model, action = self._model, self._action(kind)
+        start = begin = model.number(self._hint.copies.get(action, ready.hint))
+        if kind in RELOADS:
+            begin = model.number(self._hint.begins.get(action, start.hint))
+            model.after(start, begin, flag)
+        model.after(begin, ready, flag)
+        less, more = ticks
+        if less == more or other is None:
+            return _Copy(flag, begin, start, start.plus(less), model.work(start, less, flag))
+        end = model.number(start.hint + (more if other.hint else less))
+        size = less + (more - less) * other.now
+        optional = model.model.new_optional_interval_var
+        return _Copy(flag, begin, start, end, optional(start.now, size, end.now, flag.now, ""))
+
+    def copies(self) -> Iterator[tuple[bool, _Copy]]:
+        """Yield all copies, and whether they go back to the device."""
+        if self.may_copy:
+            yield from ((False, self.offload), (True, self.reload))
+            yield from ((False, self.queue), (True, self.rest))
+
+    def work(self) -> Iterator[Any]:
+        """Yield what keeps the rank busy; what takes memory between two actions is a moment."""
+        for kind, begin in self.begins.items():
+            yield self._model.work(begin, self._whole.seconds[kind][self.stage])
+        for back, copy in self.copies():
+            if back:
+                yield self._model.work(copy.begin, 0, copy.flag)
+
+    def stays(self) -> Iterator[_Stay]:
+        """Yield when each part is on the device."""
+        model, away, queued = self._model, self.offload.flag, self.queue.flag
+        start, end = self.begins[Kind.F], self.ends[Kind.W]
+        for_b, for_w = self._grains(Part.FOR_B), self._grains(Part.FOR_W)
+        gradient = self._grains(Part.GRADIENT)
+        # B changes what is there at its end, unless it adds more than it drops.
+        b = (self.begins if gradient > for_b else self.ends)[Kind.B]
+        if for_b:
+            yield model.stay(start, model.where(away, self.offload.end, b)), for_b
+            yield model.stay(self.reload.begin, b, away), for_b
+        if for_w:
+            kept = model.where(queued, self.queue.end, end)
+            yield model.stay(start, model.where(away, self.offload.end, kept)), for_w
+            whole = model.but_not(away, self.in_parts)
+            yield model.stay(self.reload.begin, end, whole), for_w
+            yield model.stay(self.rest.begin, end, self.rest.flag), for_w
+        if gradient:
+            yield model.stay(b, model.where(queued, self.queue.end, end)), gradient
+            yield model.stay(self.rest.begin, end, queued), gradient
+
+    def entries(self, value: Callable[[_Hinted], int]) -> Iterator[_Entry]:
+        """Yield the actions of a solution."""
+        for step, (kind, begin) in enumerate(self.begins.items()):
+            yield _Entry(value(begin), _COMPUTE, value(self.ends[kind]), step, self._action(kind))
+        if not self.may_copy:
+            return
+        back = Kind.RELOAD_B if value(self.in_parts) else Kind.RELOAD
+        for copy, kind, saved_by, freed_by in (
+            (self.offload, Kind.OFFLOAD, Kind.F, Kind.FREE),
+            (self.queue, Kind.OFFLOAD_W, Kind.B, Kind.FREE_W),
+        ):
+            if value(copy.flag):
+                ready, start = value(self.ends[saved_by]), value(copy.start)
+                yield _Entry(ready, _COPY, start, 0, self._action(kind))
+                yield _Entry(value(copy.end), _FREE, 0, 0, self._action(freed_by))
+        for copy, kind in ((self.reload, back), (self.rest, Kind.RELOAD_W)):
+            if value(copy.flag):
+                start = value(copy.start)
+                yield _Entry(value(copy.begin), _COPY, start, 0, self._action(kind))
+
+
+# Of actions at one time: memory is freed before any is taken.
 _FREE, _COPY, _COMPUTE = range(3)
 
 
 class _Entry(NamedTuple):
+    """An action of a rank; sorted they are in its order."""
+
     begin: int
     turn: int
     start: int  # of a copy; of what computes the end, so that what takes no time comes first
@@ -39,50 +328,21 @@ class _Entry(NamedTuple):
     action: Action
 
 
-def read_plan(
-    passes: Iterable[PassModel], placement: tuple[int, ...], value: Callable[[Hinted], int]
+def _read_plan(
+    passes: Iterable[_Pass], placement: tuple[int, ...], value: Callable[[_Hinted], int]
 ) -> Schedule:
-    """Return the plan of a solution.
-
-    Args:
-        passes: Every stage and microbatch.
-        placement: The rank of every stage.
-        value: Gives the value of a number.
-    """
+    """Return the plan of a solution."""
     ranks: list[list[_Entry]] = [[] for _ in range(max(placement) + 1)]
-    for of in passes:
-        ranks[placement[of.place[0]]] += _entries(of, value)
+    for each in passes:
+        ranks[placement[each.stage]] += each.entries(value)
     orders = ([entry.action for entry in sorted(_in_turn(rank))] for rank in ranks)
     return Schedule.of(orders, "optpipe")
 
 
-def _entries(of: PassModel, value: Callable[[Hinted], int]) -> Iterator[_Entry]:
-    for step, (kind, begin) in enumerate(of.begins.items()):
-        yield _Entry(value(begin), _COMPUTE, value(of.ends[kind]), step, of.action(kind))
-    if of.copies is None:
-        return
-    offload, reload, queue, rest, in_parts = of.copies
-
-    def offloaded(copy: CopyModel, kind: Kind, saved_by: Kind, freed_by: Kind) -> Iterator[_Entry]:
-        if value(copy.flag):
-            ready = value(of.ends[saved_by])
-            yield _Entry(ready, _COPY, value(copy.start), 0, of.action(kind))
-            yield _Entry(value(copy.end), _FREE, 0, 0, of.action(freed_by))
-
-    def reloaded(copy: CopyModel, kind: Kind) -> Iterator[_Entry]:
-        if value(copy.flag):
-            yield _Entry(value(copy.begin), _COPY, value(copy.start), 0, of.action(kind))
-
-    yield from offloaded(offload, Kind.OFFLOAD, Kind.F, Kind.FREE)
-    yield from reloaded(reload, Kind.RELOAD_B if value(in_parts) else Kind.RELOAD)
-    yield from offloaded(queue, Kind.OFFLOAD_W, Kind.B, Kind.FREE_W)
-    yield from reloaded(rest, Kind.RELOAD_W)
-
-
 def _in_turn(entries: list[_Entry]) -> Iterator[_Entry]:
-    """Let a rank begin each copy before the last action that starts by then, so in their turn.
+    """Put each copy before the last action of its rank that starts by then.
 
-    It begins no copy in the middle of an action; one that has begun waits for its lane.
+    A rank begins no copy in the middle of an action; one that has begun waits for its lane.
     """
     begins = sorted(entry.begin for entry in entries if entry.turn == _COMPUTE)
     for entry in entries:
@@ -92,8 +352,6 @@ def _in_turn(entries: list[_Entry]) -> Iterator[_Entry]:
         else:
             yield entry
 
-
-_KINDS = (Kind.F, Kind.B, Kind.W)
 
 # Ranks that begin later, so that steps fit into each other, may end later, too.
 _ROOM_TO_OVERLAP = 1.25
@@ -105,153 +363,131 @@ _NOT_IN_WINDOWS = (
     *("graph_arc_lns", "graph_cst_lns", "graph_dec_lns", "graph_var_lns"),
     *("rnd_cst_lns", "rnd_var_lns", "scheduling_intervals_lns"),
 )
-
-
-@dataclass(frozen=True)
-class SolverLimits:
-    """What a solver may take.
-
-    Attributes:
-        seconds: Seconds.
-        num_workers: Threads.
-    """
-
-    seconds: float
-    num_workers: int = 2
+_NUM_WORKERS = 2
 
 
 class PlanModel:
     """All plans of a step that take no longer than one that there is.
 
     Args:
-        whole: What the stages cost, and the limit.
+        whole: The costs of the stages, and the limit.
         costs: Which copies run at a time.
         plan: The plan that there is, with B and W apart.
         has_barrier: Whether a step ends when all ranks have ended it; else when each has.
-
-    Attributes:
-        passes: Every stage and microbatch.
-        hint: When the plan that there is does what.
     """
 
     def __init__(
         self, whole: WholeCosts, costs: Costs, plan: Schedule, has_barrier: bool = True
     ) -> None:
-        self._whole, self._costs, self._plan = whole, costs, plan
-        self._has_barrier = has_barrier
-        self.hint = StartTimes.of(plan, costs, whole, has_barrier)
+        self._whole, self._costs = whole, costs
+        self._num_microbatches, self._has_barrier = plan.num_microbatches, has_barrier
+        self._hint = StartTimes.of(plan, costs, whole, has_barrier)
         room = 1.0 if has_barrier else _ROOM_TO_OVERLAP
-        self._model = HintedModel(round(self.hint.makespan * room))
-        self.passes = self._make_passes()
+        self._model = _HintedModel(round(self._hint.makespan * room))
+        self._passes = self._make_passes()
         self._add_orders()
         self._add_lanes()
         self._add_memory()
 
-    def _make_passes(self) -> dict[tuple[int, int], PassModel]:
-        whole, count = self._whole, self._plan.num_microbatches
+    def _make_passes(self) -> dict[tuple[int, int], _Pass]:
+        whole, count = self._whole, self._num_microbatches
         first = earliest_starts(whole.seconds, whole.hops)
         tight = [whole.is_tight(rank, count) for rank in range(whole.num_ranks)]
-
-        def make(place: tuple[int, int]) -> PassModel:
-            stage, microbatch = place
+        passes = {}
+        for stage, microbatch in product(range(len(whole.placement)), range(count)):
             earliest = {
                 kind: round(first[kind][stage]) + microbatch * whole.seconds[kind][stage]
                 for kind in _KINDS
             }
-            copies = tight[whole.placement[stage]]
-            return PassModel(self._model, whole, place, self.hint, earliest, copies)
-
-        places = product(range(len(whole.placement)), range(count))
-        return {place: make(place) for place in places}
+            may_copy = tight[whole.placement[stage]]
+            place = stage, microbatch
+            passes[place] = _Pass(self._model, whole, place, self._hint, earliest, may_copy)
+        return passes
 
     def _add_orders(self) -> None:
-        """Let stages follow each other, and the microbatches of a stage."""
-        for (stage, microbatch), now in self.passes.items():
-            if previous := self.passes.get((stage - 1, microbatch)):
+        """Put stages after each other, and the microbatches of a stage."""
+        for (stage, microbatch), now in self._passes.items():
+            if previous := self._passes.get((stage - 1, microbatch)):
                 hop = self._whole.hops[stage - 1]
                 self._model.after(now.begins[Kind.F], previous.ends[Kind.F].plus(hop))
                 self._model.after(previous.begins[Kind.B], now.ends[Kind.B].plus(hop))
-            if before := self.passes.get((stage, microbatch - 1)):
+            if before := self._passes.get((stage, microbatch - 1)):
                 for kind in _KINDS:
                     self._model.after(now.begins[kind], before.ends[kind])
 
     def _add_lanes(self) -> None:
         lanes: defaultdict[Hashable, list[Any]] = defaultdict(list)
-        for place, of in self.passes.items():
-            rank = self._whole.placement[place[0]]
-            lanes[rank] += of.work()
-            for back, copy in of.lanes:
-                for lane in self._lanes_of(rank, back):
-                    lanes[lane].append(copy.interval)
+        ranks_per_link = self._costs.ranks_per_link
+        for each in self._passes.values():
+            rank = self._whole.placement[each.stage]
+            lanes[rank] += each.work()
+            for back, copy in each.copies():
+                lanes[rank, "copies", back and self._costs.copy_lanes == 2].append(copy.interval)
+                if ranks_per_link > 1:
+                    lanes[rank // ranks_per_link, "link", back].append(copy.interval)
         for intervals in lanes.values():
             self._model.model.add_no_overlap(intervals)
 
-    def _lanes_of(self, rank: int, back: bool) -> Iterator[Hashable]:
-        yield rank, "copies", back and self._costs.copy_lanes == 2
-        if self._costs.ranks_per_link > 1:
-            yield rank // self._costs.ranks_per_link, "link", back
-
     def _add_memory(self) -> None:
-        of_rank: defaultdict[int, list[Any]] = defaultdict(list)
-        for place, of in self.passes.items():
-            if of.copies is not None:
-                of_rank[self._whole.placement[place[0]]] += stays(self._model, of, of.copies)
+        of_rank: defaultdict[int, list[_Stay]] = defaultdict(list)
+        for each in self._passes.values():
+            if each.may_copy:
+                of_rank[self._whole.placement[each.stage]] += each.stays()
         for there in of_rank.values():
             intervals, grains = zip(*there, strict=True)
             self._model.model.add_cumulative(intervals, grains, self._whole.limit)
 
-    def solve(self, limits: SolverLimits, found: Callable[[Schedule], bool]) -> bool:
+    def solve(self, seconds: float, found: Callable[[Schedule], bool]) -> bool:
         """Look for shorter plans.
 
         Args:
-            limits: What it may take.
+            seconds: The most that it takes.
             found: Called with every plan that is shorter than all before; whether to go on.
 
         Returns:
             Whether nothing shorter is left to be found.
         """
-        model = self._model
-        model.model.minimize(self._objective(self._step()))
-        solver = cp_model().CpSolver()
-        solver.parameters.max_time_in_seconds = limits.seconds
-        solver.parameters.num_workers = limits.num_workers
+        cp_model, model = _cp_model(), self._model.model
+        model.minimize(self._objective(self._step()))
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = _NUM_WORKERS
         solver.parameters.use_lns_only = self._is_large
-        if len(self.passes) > _WINDOWS_FROM:
+        if len(self._passes) > _WINDOWS_FROM:
             solver.parameters.ignore_subsolvers.extend(_NOT_IN_WINDOWS)
-        status = solver.solve(model.model, self._listener(found))
-        return bool(status == cp_model().OPTIMAL)
+        return bool(solver.solve(model, self._listener(found)) == cp_model.OPTIMAL)
 
-    def _step(self) -> Hinted:
+    def _step(self) -> _Hinted:
         """Add what a step takes: until all ranks have ended it, or the rank that takes longest."""
-        whole, count = self._whole, self._plan.num_microbatches
+        whole, count = self._whole, self._num_microbatches
         given = whole.placement, count
         if self._has_barrier:
             least = earliest_end(whole.seconds, whole.hops, *given)
         else:
             least = most_work(whole.seconds, *given)
         began = [self._began(rank) for rank in range(whole.num_ranks)]
-        spans = (end - start.hint for end, start in zip(self.hint.ends, began, strict=True))
+        spans = (end - start.hint for end, start in zip(self._hint.ends, began, strict=True))
         step = self._model.number(max(spans), round(least))
-        for (stage, microbatch), of in self.passes.items():
+        for (stage, microbatch), each in self._passes.items():
             if microbatch == count - 1:
                 start = began[whole.placement[stage]]
-                end = of.ends[Kind.W]
-                self._model.after(Hinted(step.now + start.now, step.hint + start.hint), end)
+                total = _Hinted(step.now + start.now, step.hint + start.hint)
+                self._model.after(total, each.ends[Kind.W])
         return step
 
-    def _began(self, rank: int) -> Hinted:
+    def _began(self, rank: int) -> _Hinted:
         """Return when a rank's step begins: with its first action, unless all begin at once."""
         if self._has_barrier:
-            return Hinted(0, 0)
+            return _Hinted(0, 0)
         first = min(stages_on(self._whole.placement, rank))
-        return self.passes[first, 0].begins[Kind.F]
+        return self._passes[first, 0].begins[Kind.F]
 
     @property
     def _is_large(self) -> bool:
         """Whether only parts are solved at a time."""
-        return len(self.passes) > _WHOLE_UP_TO
+        return len(self._passes) > _WHOLE_UP_TO
 
-    def _objective(self, step: Hinted) -> Any:
+    def _objective(self, step: _Hinted) -> Any:
         """Return what is to be small.
 
         A part alone seldom makes the whole shorter. So where parts are solved what ends earlier
@@ -259,18 +495,18 @@ class PlanModel:
         """
         if not self._is_large:
             return step.now
-        ends = sum(of.ends[Kind.B].now for of in self.passes.values())
-        return step.now * len(self.passes) + ends
+        ends = sum(each.ends[Kind.B].now for each in self._passes.values())
+        return step.now * len(self._passes) + ends
 
     def _listener(self, found: Callable[[Schedule], bool]) -> Any:
-        passes, whole = self.passes, self._whole
+        passes, whole = self._passes, self._whole
 
-        class Listener(cp_model().CpSolverSolutionCallback):  # type: ignore[misc] # an extra's
+        class Listener(_cp_model().CpSolverSolutionCallback):  # type: ignore[misc] # an extra's
             def on_solution_callback(self) -> None:
-                def value(number: Hinted) -> int:
+                def value(number: _Hinted) -> int:
                     return int(self.value(number.now))
 
-                if not found(read_plan(passes.values(), whole.placement, value)):
+                if not found(_read_plan(passes.values(), whole.placement, value)):
                     self.stop_search()
 
         return Listener()

@@ -6,13 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import floor, gcd
 
-from ..actions import ACTIVATION, COPIES, WAITING, Action, Kind, Part
+from ..actions import ACTIVATION, COMPUTE_LANE, COPIES, KINDS, WAITING, Action, Kind, Part
 from ..costs import Costs
 from ..placement import stages_on
 from ..schedule import Schedule
 from ..simulation.memory import part_sizes
-from ..simulation.simulate import StepSimulation
-from ..timeline import COMPUTE_LANE
+from ..simulation.simulate import Simulation
 
 __all__ = ["StartTimes", "WholeCosts"]
 
@@ -31,7 +30,7 @@ class WholeCosts:
         seconds: The ticks of F, B and W of every stage.
         hops: The ticks from each stage to the next one.
         offload: The ticks of each stage's copies to the host, by the parts that are copied.
-        reload: The same for those back.
+        reload: The same for the copies back.
         sizes: The grains of each stage's parts, by their set.
         limit: The most grains of a rank; None: any.
     """
@@ -46,13 +45,7 @@ class WholeCosts:
 
     @classmethod
     def of(cls, costs: Costs, placement: tuple[int, ...], memory_limit: float | None) -> WholeCosts:
-        """Round costs.
-
-        Args:
-            costs: Seconds and memory.
-            placement: The rank of every stage.
-            memory_limit: The most memory of a rank; None: any.
-        """
+        """Round costs, and a memory limit."""
         num_stages = len(placement)
         seconds = costs.compute(num_stages)
         tick = _tick([second for of_kind in seconds.values() for second in of_kind])
@@ -82,12 +75,7 @@ class WholeCosts:
         return max(self.placement) + 1
 
     def copy(self, action: Action, beside: frozenset[Kind]) -> int:
-        """Return the ticks of a copy.
-
-        Args:
-            action: What starts it.
-            beside: The kinds of all copies of its stage and microbatch.
-        """
+        """Return the ticks of a copy, beside the other copies of its stage and microbatch."""
         kind, stage, _ = action
         if kind is Kind.OFFLOAD:
             return self.offload[stage][ACTIVATION]
@@ -97,10 +85,20 @@ class WholeCosts:
             return self.reload[stage][WAITING if Kind.OFFLOAD_W in beside else Part.FOR_W]
         return self.reload[stage][Part.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
 
+    def in_ticks(self, costs: Costs) -> Costs:
+        """Return the times, with the lanes and links of other costs."""
+        return Costs(
+            self.seconds[Kind.F],
+            self.seconds[Kind.B],
+            self.seconds[Kind.W],
+            communication=self.hops,
+            copy_lanes=costs.copy_lanes,
+            ranks_per_link=costs.ranks_per_link,
+        )
+
     def is_tight(self, rank: int, num_microbatches: int) -> bool:
         """Whether a rank's limit keeps it from having all of a step at a time."""
-        every_part = sum(Part)
-        most = sum(self.sizes[stage][every_part] for stage in stages_on(self.placement, rank))
+        most = sum(self.sizes[stage][sum(Part)] for stage in stages_on(self.placement, rank))
         return self.limit is not None and most * num_microbatches > self.limit
 
 
@@ -168,51 +166,32 @@ class StartTimes:
     def of(
         cls, plan: Schedule, costs: Costs, whole: WholeCosts, has_barrier: bool = True
     ) -> StartTimes:
-        """Time a plan whose B and W are apart, before it is lowered.
+        """Simulate a plan whose B and W are apart, before it is lowered, with costs in ticks.
 
-        Without a barrier it is timed in a step among many, when the ranks have settled.
+        Without a barrier it is a step among many, when the ranks have settled.
         """
-        kinds = _kinds_of_copies(plan)
-        moves = COPIES - {Kind.FREE, Kind.FREE_W}
+        copied: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
+        for rank in plan:
+            for action in rank:
+                copied[action[1:]] |= {action.kind} & COPIES
+        kinds = {place: frozenset(of_place) for place, of_place in copied.items()}
         ticks = {
-            action: float(whole.copy(action, kinds[action[1:]]))
-            for rank in plan
-            for action in rank
-            if action.kind in moves
+            Action(kind, *place): float(whole.copy(Action(kind, *place), of_place))
+            for place, of_place in kinds.items()
+            for kind in of_place
+            if KINDS[kind].lane
         }
-        for_w = {action: _for_w(action, whole) for action in ticks if action.kind is Kind.RELOAD}
-        simulation = StepSimulation(plan, _in_ticks(costs, whole), (ticks, for_w))
+        for_w = {
+            action: seconds - whole.reload[action.stage][Part.FOR_B]
+            for action, seconds in ticks.items()
+            if action.kind is Kind.RELOAD
+        }
+        simulation = Simulation(plan, whole.in_ticks(costs), (ticks, for_w))
         ends = [0.0] * plan.num_ranks
         for _ in range(1 if has_barrier else 1 + _STEPS_TO_SETTLE):
             first = min(ends)
-            events = simulation.run([end - first for end in ends])
-            for event in events:
-                if event.lane == COMPUTE_LANE:
-                    ends[event.rank] = event.end
+            found, ends = simulation.run([end - first for end in ends])
+        events = list(found)
         begins = {e.action: round(e.start) for e in events if e.lane == COMPUTE_LANE}
         copies = {e.action: round(e.start) for e in events if e.lane != COMPUTE_LANE}
         return cls(begins, copies, kinds, tuple(map(round, ends)))
-
-
-def _in_ticks(costs: Costs, whole: WholeCosts) -> Costs:
-    return Costs(
-        whole.seconds[Kind.F],
-        whole.seconds[Kind.B],
-        whole.seconds[Kind.W],
-        communication=whole.hops,
-        copy_lanes=costs.copy_lanes,
-        ranks_per_link=costs.ranks_per_link,
-    )
-
-
-def _for_w(reload: Action, whole: WholeCosts) -> float:
-    ticks = whole.reload[reload.stage]
-    return float(ticks[ACTIVATION] - ticks[Part.FOR_B])
-
-
-def _kinds_of_copies(plan: Schedule) -> dict[tuple[int, int], frozenset[Kind]]:
-    kinds: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
-    for rank in plan:
-        for action in rank:
-            kinds[action[1:]] |= {action.kind} & COPIES
-    return {place: frozenset(of_place) for place, of_place in kinds.items()}

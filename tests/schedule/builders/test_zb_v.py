@@ -2,7 +2,18 @@ import random
 
 import pytest
 
-from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower, simulate, validate
+from lightning_pipeoffload.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    build,
+    lower,
+    simulate,
+    validate,
+)
+from lightning_pipeoffload.schedule.builders.zb_v import lengthen
 from lightning_pipeoffload.schedule.placement import v
 
 SIZES = [(p, m) for p in (1, 2, 4, 8, 16) for m in sorted({1, p - 1, p, p + 1, 2 * p, 4 * p}) if m]
@@ -78,3 +89,29 @@ def test_the_smallest_limit_is_met_exactly(activation, residue):
     assert build("zb_v", 4, 8, costs=costs, memory_limit=smallest * (1 + 1e-12))
     with pytest.raises(ScheduleError, match=r"use at least 0\.\d+ for zb_v"):
         build("zb_v", 4, 8, costs=costs, memory_limit=smallest * 0.99)
+
+
+STEADY = ["1f1b", "zb_h1", "zb_v"]
+
+
+def idle(schedule):
+    timeline = simulate(schedule, Costs.unit())
+    return max(timeline.span) - max(timeline.busy)
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("m", [12, 13, 40])
+def test_more_microbatches_add_neither_bubble_nor_memory(name, m):
+    few = build(name, 4, 12)
+    many = lengthen(few, m)
+    validate(many)
+    assert many.num_microbatches == m
+    assert idle(many) == pytest.approx(idle(few))
+    assert simulate(many, Costs.unit()).peak_memory == simulate(few, Costs.unit()).peak_memory
+
+
+def test_rounds_of_two_microbatches_do_not_make_one_more():
+    f, b, w = ([Action(kind, 0, index) for index in range(2)] for kind in (Kind.F, Kind.B, Kind.W))
+    in_pairs = Schedule.of([[*f, *b, *w]])
+    assert lengthen(in_pairs, 3) is None
+    assert lengthen(in_pairs, 4).num_microbatches == 4

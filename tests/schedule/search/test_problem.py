@@ -11,7 +11,8 @@ def test_work_of_a_rank_is_that_of_all_its_stages():
 
 
 def test_a_hop_between_two_stages_of_one_rank_takes_no_time():
-    assert Problem(v(2), 1, Costs(1, 1, 1, communication=0.5)).hop == (0.5, 0.0, 0.5, 0.0)
+    operations = Problem(v(2), 1, Costs(1, 1, 1, communication=0.5)).operations
+    assert operations.hops == [0.5, 0.0, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(

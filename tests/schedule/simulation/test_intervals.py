@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipeoffload.schedule.simulation.lanes import disjoint, earliest, latest
+from lightning_pipeoffload.schedule.simulation.intervals import disjoint, earliest, latest
 
 TAKEN = [(2.0, 3.0), (5.0, 8.0)]
 

@@ -15,9 +15,9 @@ from lightning_pipeoffload.schedule import (
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.solver import hinted_model, optpipe
+from lightning_pipeoffload.schedule.solver import optpipe, plan_model
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_model import PlanModel, SolverLimits
+from lightning_pipeoffload.schedule.solver.plan_model import PlanModel
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.whole_costs import StartTimes, WholeCosts
 
@@ -129,7 +129,7 @@ def test_seconds_that_cannot_be_are_refused(seconds, tmp_path):
 
 
 def test_without_the_extra_it_is_refused_with_the_line_for_pip(tmp_path, monkeypatch):
-    monkeypatch.setattr(hinted_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_model, "find_spec", lambda name: None)
     with pytest.raises(ScheduleError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
         solve(COSTS, 34.0, tmp_path, 1)
 
@@ -169,5 +169,5 @@ def test_b_waits_for_its_own_part_of_a_copy_back():
     seconds = costs.forward / whole.seconds[Kind.F][0]
     assert hint.makespan * seconds == simulate(plan, costs).makespan
     solved = []
-    PlanModel(whole, costs, plan).solve(SolverLimits(2.0), lambda plan: solved.append(plan) or True)
+    PlanModel(whole, costs, plan).solve(2.0, lambda plan: solved.append(plan) or True)
     assert min(simulate(plan, costs).makespan for plan in solved) <= simulate(plan, costs).makespan

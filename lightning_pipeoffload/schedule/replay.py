@@ -1,0 +1,201 @@
+"""The actions of all ranks in one order in which each comes after what it waits for.
+
+Validation asks whether there is such an order; simulation and searches time it. All of them work on
+integers: an operation is a kind at a stage, an action is its operation times the number of
+microbatches plus its microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+from .actions import RECVS, Action, Kind, ScheduleError
+from .messages import recv_before, send_of
+from .schedule import Schedule
+
+__all__ = ["Replay", "grid_around", "replay", "replay_numbers"]
+
+
+@dataclass
+class Replay:
+    """Actions in an order in which each comes after what it waits for.
+
+    Attributes:
+        ranks: The rank of each action.
+        operations: The operation of each action.
+        awaited: The place in this order of the action that it waits for, beside those before it on
+            its rank; -1 where there is none.
+        blocked: The actions that never came, with the ranks that wait for them.
+        places: How many actions each rank has run.
+    """
+
+    ranks: list[int] = field(default_factory=list)
+    operations: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    blocked: dict[int, list[int]] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
+
+    def time(
+        self,
+        seconds: Iterable[float],
+        delays: Iterable[float],
+        starts: Sequence[float],
+        beside: Iterable[Any] | None = None,
+        reach: Callable[[Any, int, float, list[float]], float] | None = None,
+    ) -> tuple[list[float], list[float]]:
+        """Return when each action starts, and when it ends.
+
+        Args:
+            seconds: What each action takes of its rank's time.
+            delays: Seconds from the end of what it waits for until its rank has the result.
+            starts: When each rank begins.
+            beside: For actions that have to do with other lanes, what ``reach`` is called with.
+            reach: Called when a rank comes to such an action, with its place, the time, and the
+                ends so far; returns when it starts.
+        """
+        clocks = [*starts]
+        begins: list[float] = []
+        ends: list[float] = []
+        lanes = beside or repeat(None)
+        columns = zip(self.ranks, self.awaited, seconds, delays, lanes, strict=False)
+        for rank, awaited, taken, delay, other in columns:
+            start = clocks[rank]
+            if awaited >= 0:
+                arrival = ends[awaited] + delay
+                if arrival > start:
+                    start = arrival
+            if other is not None and reach is not None:
+                start = reach(other, len(ends), start, ends)
+            begins.append(start)
+            end = clocks[rank] = start + taken
+            ends.append(end)
+        return begins, ends
+
+
+def replay_numbers(
+    ranks: Sequence[Sequence[int]],
+    waits: Sequence[int],
+    results: Sequence[int],
+    num_microbatches: int,
+) -> Replay:
+    """Put the actions of all ranks into one order. Takes time proportional to their number.
+
+    Args:
+        ranks: The actions of each rank, as integers.
+        waits: For each operation, from an action's integer to that of what it waits for; 0: none.
+        results: The same to the action that others wait for when they wait for this one.
+        num_microbatches: Microbatches of one step.
+    """
+    found = Replay(places=[0] * len(ranks))
+    blocked = found.blocked
+    where: dict[int, int] = {}
+    runnable = deque(range(len(ranks)))
+    while runnable:
+        rank = runnable.popleft()
+        actions, place = ranks[rank], found.places[rank]
+        while place < len(actions):
+            action = actions[place]
+            operation = action // num_microbatches
+            wait, awaited = waits[operation], -1
+            if wait:
+                awaited = where.get(action + wait, -1)
+                if awaited < 0:
+                    blocked.setdefault(action + wait, []).append(rank)
+                    break
+            result = action + results[operation]
+            where[result] = len(found.ranks)
+            found.ranks.append(rank)
+            found.operations.append(operation)
+            found.awaited.append(awaited)
+            if result in blocked:
+                runnable.extend(blocked.pop(result))
+            place += 1
+        found.places[rank] = place
+    return found
+
+
+_KINDS = tuple(Kind)
+
+
+def replay(schedule: Schedule) -> Replay:
+    """Put a schedule's actions into one order; operations are in the order of kinds, then stages.
+
+    Raises:
+        ScheduleError: There is no such order, because ranks wait for each other.
+    """
+    num_stages, count = schedule.num_stages, schedule.num_microbatches
+    operations = [(kind, stage) for kind in _KINDS for stage in range(num_stages)]
+    number = {operation: n * count for n, operation in enumerate(operations)}
+    first = {kind: number[kind, 0] for kind in _KINDS}
+    waits, results = [0] * len(operations), [0] * len(operations)
+    for n, (kind, stage) in enumerate(operations):
+        if kind in schedule.kinds:
+            awaited = _awaited_by(schedule, Action(kind, stage, 0))
+            if awaited and awaited[:2] in number:
+                waits[n] = number[awaited[:2]] - n * count
+            if kind is Kind.BW:  # who waits for B waits for BW where that is in its stead
+                results[n] = first[Kind.B] - first[Kind.BW]
+    ranks = [[first[kind] + s * count + m for kind, s, m in rank] for rank in schedule]
+    found = replay_numbers(ranks, waits, results, count)
+    if found.blocked:
+        blocked = {
+            Action(*operations[number // count], number % count): ranks
+            for number, ranks in found.blocked.items()
+        }
+        raise _deadlock(schedule, blocked, found.places)
+    return found
+
+
+def _awaited_by(schedule: Schedule, action: Action) -> Action | None:
+    """Return what an action waits for, beside those before it on its rank; BW is called B.
+
+    One action is enough, since the rest follows: where the B of the next stage is done, so is this
+    stage's F. In a lowered plan F and B wait for a RECV, and a RECV for the SEND on the other rank.
+    """
+    kind, stage, microbatch = action
+    if schedule.has_transfers and (recv := recv_before(schedule, action)):
+        return recv
+    if kind is Kind.F:
+        return action._replace(stage=stage - 1) if stage else None
+    if kind in (Kind.B, Kind.BW):
+        if stage == schedule.num_stages - 1:
+            return action._replace(kind=Kind.F)
+        return Action(Kind.B, stage + 1, microbatch)
+    if kind in RECVS:
+        return send_of(action)
+    own_stage = {Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
+    return action._replace(kind=own_stage[kind]) if kind in own_stage else None
+
+
+def _deadlock(
+    schedule: Schedule, blocked: dict[Action, list[int]], places: Sequence[int]
+) -> ScheduleError:
+    waits = sorted((rank, awaited) for awaited, ranks in blocked.items() for rank in ranks)
+    chain = "; ".join(
+        f"rank {rank} is at {schedule[rank][places[rank]]} and waits for {awaited}"
+        for rank, awaited in waits
+    )
+    rank = waits[0][0]
+    return ScheduleError(
+        f"deadlock: {chain}; put what is waited for before what waits\n"
+        + grid_around(schedule, rank, places[rank])
+    )
+
+
+def grid_around(schedule: Schedule, rank: int, step: int, context: int = 4) -> str:
+    """Draw some steps (rows) of all ranks (columns) before and after one action, and mark it."""
+    longest = max(len(actions) for actions in schedule)
+    shown = range(max(0, step - context), min(longest, step + context + 1))
+    rows = [["step", *(f"rank {r}" for r in range(schedule.num_ranks))]]
+    rows += [[str(s), *(str(rank[s]) if s < len(rank) else "" for rank in schedule)] for s in shown]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    lines[1 + step - shown.start] += f"  <-- ERROR HERE (rank {rank})"
+    return "\n".join(line.rstrip() for line in lines)
