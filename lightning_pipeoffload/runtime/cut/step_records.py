@@ -36,7 +36,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
     copy_part,
     look_at_part,
 )
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _MOST_RECORDS = 64
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
@@ -62,7 +62,8 @@ class StepRecords:
         is_cut: bool,
         before_trace: Callable[[], None] = lambda: None,
     ) -> None:
-        self._module, self._chain, self._device = module, chain, device
+        self._module, self._chain = module, chain
+        self._traced = module, chain, device
         self._is_cut = is_cut
         self._before_trace = before_trace
         self._compared: set[Any] = set()
@@ -104,7 +105,7 @@ class StepRecords:
         if key not in self._sized_in:
             return ()
         until = self._sized_in[key]
-        beginning = StepTrace(self._module, self._chain, self._device, until=until)
+        beginning = StepTrace(*self._traced, until=until)
         # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
         with beginning.running(), suppress(StageExit, ValueNeededError, Exception):
             call()
@@ -128,7 +129,7 @@ class StepRecords:
         for imagined in (EVERYTHING, NO_ALARM):
             log: _Log | None = [] if is_first else None
             try:
-                record = trace_step(self._module, self._chain, call, self._device, log, imagined)
+                record = StepTrace(*self._traced, log, imagined).trace(call)
             except ImaginedError as failed:
                 error = error or failed
                 continue
@@ -148,7 +149,7 @@ class StepRecords:
 
     def _repeat(self, call: Callable[[], Any], imagined: Imagined) -> _Log:
         log: _Log = []
-        trace = StepTrace(self._module, self._chain, self._device, log, imagined, observes=False)
+        trace = StepTrace(*self._traced, log, imagined, observes=False)
         with trace.running():
             try:
                 call()
@@ -179,46 +180,6 @@ class StepRecords:
         """Return the operations of the weight gradients of the first training microbatch."""
         first = self._first_of_training
         return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
-
-
-def trace_step(
-    module: nn.Module,
-    chain: BlockChain,
-    run: Callable[[], Any],
-    device: torch.device,
-    log: _Log | None = None,
-    imagined: Imagined = EVERYTHING,
-) -> StepRecord:
-    """Run the user's step once without values; see :class:`.trace.StepTrace`.
-
-    Raises:
-        ValueError: The step cannot be cut at its blocks; says what it does and where.
-        ImaginedError: Something went wrong after a value was made up.
-    """
-    trace = StepTrace(module, chain, device, log, imagined)
-    with trace.telling_of_imagination():
-        with trace.running():
-            try:
-                trace.lead_back(run())
-            except ValueNeededError as error:
-                if trace.segment < len(chain):
-                    raise ValueError(_explain(error, chain, trace.segment)) from None
-            except Exception:
-                if not trace.num_imagined:
-                    raise
-            trace.finish()
-        trace.check_complete()
-    trace.record.is_certain = not trace.num_imagined
-    return trace.record
-
-
-def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
-    return (
-        f"the step cannot be cut into stages, for only one of them has what it needs before "
-        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
-        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
-        f"from the batch"
-    )
 
 
 def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:

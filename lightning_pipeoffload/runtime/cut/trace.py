@@ -45,13 +45,18 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     NO_ALARM,
     Imagined,
     StepRules,
+    ValueNeededError,
 )
 from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, Place, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    in_brackets,
+    users_line,
+)
 
 aten = torch.ops.aten
 
@@ -115,6 +120,32 @@ class StepTrace:
             return *found, None
         count, arguments = self._before_block[block]
         return *found[:count], arguments
+
+    def trace(self, run: Callable[[], Any]) -> StepRecord:
+        """Record the step that ``run`` calls on one microbatch.
+
+        Raises:
+            ValueError: The step cannot be cut at its blocks; says what it does and where.
+            ImaginedError: Something went wrong after a value was made up.
+        """
+        try:
+            with self.running():
+                try:
+                    self._lead_back(run())
+                except ValueNeededError as error:
+                    if self.segment < len(self.chain):
+                        raise ValueError(_explain(error, self.chain, self.segment)) from None
+                except Exception:
+                    if not self.num_imagined:
+                        raise
+                self._finish()
+            self._checks.check_complete(self.segment)
+        except Exception as error:
+            if not self.record.imagined:
+                raise
+            raise ImaginedError(error, self.record, self._is_in_block) from error
+        self.record.is_certain = not self.num_imagined
+        return self.record
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -210,17 +241,7 @@ class StepTrace:
             self.record.segments[name].add(self.segment)
         return name is not None or self._is_in_block
 
-    @contextmanager
-    def telling_of_imagination(self) -> Iterator[None]:
-        """Raise :class:`ImaginedError` for an error after a value was made up."""
-        try:
-            yield
-        except Exception as error:
-            if not self.record.imagined:
-                raise
-            raise ImaginedError(error, self.record, self._is_in_block) from error
-
-    def lead_back(self, result: Any) -> None:
+    def _lead_back(self, result: Any) -> None:
         """Record what gets a gradient from what the step returned."""
         if not self._training:
             return
@@ -236,11 +257,7 @@ class StepTrace:
                 if self.chain.index_of(name) not in self.record.imagined
             }
 
-    def check_complete(self) -> None:
-        """Raise ``ValueError`` if a block was not called."""
-        self._checks.check_complete(self.segment)
-
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Complete the record when the step is over, before all is put back."""
         record, last = self.record, self._draws_and_sizes.last
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
@@ -290,6 +307,15 @@ class ImaginedError(Exception):
         self.cause = cause
         self.record = record  # of what ran until then
         self.is_in_block = is_in_block
+
+
+def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+    return (
+        f"the step cannot be cut into stages, for only one of them has what it needs before "
+        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
+        f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
+        f"from the batch"
+    )
 
 
 @contextmanager

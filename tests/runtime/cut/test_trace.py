@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, StageUse, cut
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords, trace_step
+from lightning_pipeoffload.runtime.cut.step_records import StepRecords
+from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.schedule import build
@@ -76,7 +77,7 @@ def test_values_that_are_there_may_be_used(step):
 def probe(module, x):
     chain = find_chain(module)
     chain.intercept()
-    return trace_step(module, chain, lambda: call_step(module, x), CPU)
+    return StepTrace(module, chain, CPU).trace(lambda: call_step(module, x))
 
 
 def test_which_segments_use_which_weights():
@@ -186,7 +187,7 @@ def test_the_probe_leaves_no_trace():
     chain.intercept()
     parameters = [id(parameter) for parameter in module.parameters()]
     before = state_of(module), random.getstate(), str(np.random.get_state())
-    trace_step(module, chain, lambda: module.step(torch.ones(2, 4)), CPU)
+    StepTrace(module, chain, CPU).trace(lambda: module.step(torch.ones(2, 4)))
     assert (state_of(module), random.getstate(), str(np.random.get_state())) == before
     assert [id(parameter) for parameter in module.parameters()] == parameters
     assert not hasattr(module, "new")
