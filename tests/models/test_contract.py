@@ -1,9 +1,10 @@
-"""Ten steps that do more than compute a loss: each trains as one device, or is refused by name.
+"""Steps that do more than compute a loss: each trains as one device, or is refused by name.
 
-The rows are those of docs/contract.md, which says the same in the user's words.
+The table of docs/contract.md says the same in the user's words; a test compares its answers.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -397,6 +398,32 @@ REFUSED = {
     FillsItsClass: r"FillsItsClass\.seen",
     ScalesByAnAttribute: r"scale",
 }
+
+DOCUMENTED = {
+    "counts: ": [CountsBefore, CountsBehind],
+    "counts behind the blocks, and reads": [CountsBehindAndReadsBefore],
+    "averages the loss": [Averages, AveragesInABuffer],
+    "fills a queue behind the blocks and reads it there": [QueuesBehind],
+    "fills a queue behind the blocks and consumes it": [FillsBehindAndConsumesBefore],
+    "draws from a generator": [Draws],
+    "checkpoints a block that reads": [Checkpointed],
+    "writes its batch": [WritesItsBatch],
+    "has layers with `spectral_norm`": [Spectral],
+    "reads or writes an open file": [Reads, WritesALog],
+    "appends to a list of a Python module": [FillsAGlobal, FillsItsClass],
+    "has a hook on parameters that reads": [ReadsGradients],
+}
+
+
+def test_the_documented_answers_are_those_of_the_tests():
+    page = (Path(__file__).parents[2] / "docs/contract.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(DOCUMENTED)
+    for (text, answer, _), (start, kinds) in zip(rows, DOCUMENTED.items(), strict=True):
+        assert text.startswith(f"| {start}")
+        for kind in kinds:
+            trains = kind is Draws or kind in TRAINS
+            assert (answer == "trains", answer == "refused") == (trains, kind in REFUSED)
 
 
 def train(kind, schedule="", num_ranks=1, **attributes):
