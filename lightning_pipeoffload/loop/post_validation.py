@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
 
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, is_torchs
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.late_values import is_remote, start_reading
+from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
@@ -255,7 +255,7 @@ class _Sum:
         self._read = start_reading(numbers)
         self._total: Callable[[], Tensor] | None = None
         self._found: tuple[Tensor, Tensor] | None = None
-        if not is_remote(numbers):  # an accelerator has yet to compute them
+        if not is_on_accelerator(numbers):  # an accelerator has yet to compute them
             self._total = self._start()
 
     def _start(self) -> Callable[[], Tensor]:

@@ -163,8 +163,8 @@ def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
     names = [(kind, name) for kind, values in metrics.items() for name in values]
     values = [metrics[kind][name] for kind, name in names]
     # Never from the host to the accelerator, which would wait for all that it was given.
-    numbers = [None if late_values.is_remote(value) else float(value) for value in values]
-    remote = [value for value in values if late_values.is_remote(value)]
+    numbers = [None if late_values.is_on_accelerator(value) else float(value) for value in values]
+    remote = [value for value in values if late_values.is_on_accelerator(value)]
     if not remote:
         return lambda: _by_kind(metrics, names, numbers)
     fetch = _start_copy(remote)

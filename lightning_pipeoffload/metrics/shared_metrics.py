@@ -242,7 +242,7 @@ class SharedMetricsConnector(_LoggerConnector):
         Otherwise a bar that shows each batch would wait for the accelerator at each.
         """
         metrics = self._read("pbar")
-        if not any(map(late_values.is_remote, metrics.values())):
+        if not any(map(late_values.is_on_accelerator, metrics.values())):
             return convert_tensors_to_scalars(metrics)
         # Private: None outside of batches, at the end of an epoch say.
         is_in_epoch = self._first_loop_iter is not None

@@ -1,18 +1,18 @@
-"""What the run of a step says to code that torch calls, and that so can be handed nothing.
+"""Settings of the running step for code that torch calls, to which nothing can be passed.
 
-Kernels of the dispatcher, operations on tensors without a value and checkpoints are called by
-torch, with torch's arguments. What they have to know of the step they ask for here::
+torch calls kernels of the dispatcher, operations on tensors without a value and checkpoints with
+its own arguments. What they need of the step they find here::
 
-    said by                   asked by                             what
+    set by                    read by                              type
     F, B of a stage           kernels.py, node.py, the user's      WeightGradQueue: where weight
                               kernels by defer_weight_grad         gradients go
     every run of a step       ShapeOnly, at each operation         StepRules: what is observed, made
-                                                                   up and left out
-    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: who follows it
+                                                                   up and dropped
+    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
 
-It holds for the process, not for a thread or a context: a backward that the user's step starts runs
-in a thread of autograd's own where there is an accelerator, and what it calls has to find the same.
-A process runs one part of one step at a time.
+It holds for the process, not for a thread or a context: on an accelerator autograd runs a backward
+that the user's step starts in a thread of its own, which has to find the same. A process runs one
+part of one step at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Said = TypeVar("_Said")
 
 
 class InForce:
-    """What holds now, of each kind what was said last."""
+    """The settings that hold now, the latest of each type."""
 
     def __init__(self) -> None:
         self._said: defaultdict[type, list[Any]] = defaultdict(list)
 
     def latest(self, kind: type[_Said]) -> _Said | None:
-        """Return what holds of a kind; None while nobody has said anything."""
+        """Return what holds of a type; None if nothing was set."""
         said = self._said[kind]
         return said[-1] if said else None
 
@@ -41,7 +41,7 @@ class InForce:
         self._said[type(said)].append(said)
 
     def end(self, said: object) -> None:
-        """Let hold what held before ``said``, which was the last of its kind."""
+        """Let hold what held before ``said``, the latest of its type."""
         self._said[type(said)].pop()
 
     @contextmanager
@@ -55,4 +55,4 @@ class InForce:
 
 
 IN_FORCE = InForce()
-"""The only one: see above why a process has no more."""
+"""The only one of the process."""

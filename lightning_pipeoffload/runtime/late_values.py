@@ -1,8 +1,4 @@
-"""What the accelerator computes and the host has to know, without the host waiting for it there.
-
-A copy to the host is started behind what the device was given so far, and asked for later: a batch
-later it is there, and nobody has waited.
-"""
+"""Copies of values to the host that are started now and read a batch later, without a wait."""
 
 from __future__ import annotations
 
@@ -13,18 +9,14 @@ import torch
 from torch import Tensor
 
 
-def is_remote(value: Any) -> bool:
-    """Whether a value is on an accelerator, so that whoever asks for it waits."""
+def is_on_accelerator(value: Any) -> bool:
+    """Whether a value is on an accelerator, so that the host waits to read it."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def start_reading(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host.
-
-    Returns:
-        A function that waits for the copy, and returns it.
-    """
-    if not is_remote(tensor):
+    """Start to copy a tensor to the host; return a function that waits for the copy."""
+    if not is_on_accelerator(tensor):
         kept = tensor.detach().clone()
         return lambda: kept
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""The leaves of a pytree, found faster than torch does, which asks four questions of each node."""
+"""The leaves of a pytree, found faster than by torch, which makes four checks at each node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter  # private: torch's own containers, HF
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yield what ``tree_iter`` yields, in its order; every block's arguments come through here."""
+    """Yield what ``tree_iter`` yields, in its order. On the path of every block's arguments."""
     left = [tree]
     while left:
         part = left.pop()
@@ -26,7 +26,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:
-    """Do what ``tree_map`` does, for the few kinds that the dispatcher gives and takes."""
+    """Do what ``tree_map`` does, for tuples, lists and dicts, all that the dispatcher passes."""
     kind = type(operands)
     if kind is tuple or kind is list:
         return kind([map_operands(function, part) for part in operands])

@@ -90,11 +90,11 @@ def weigh_parts(
         checks the weights as soon as the host may know them.
     """
     returned = [weigh(part) for part in parts]
-    if not any(map(late_values.is_remote, returned)):
+    if not any(map(late_values.is_on_accelerator, returned)):
         weights = _as_numbers(returned)
         _check_weights(weights, returned)
         return [weight / sum(weights) for weight in weights], lambda: None
-    on_device = next(filter(late_values.is_remote, returned)).device
+    on_device = next(filter(late_values.is_on_accelerator, returned)).device
     stacked = torch.stack([torch.as_tensor(w, device=on_device).double() for w in returned])
     read = late_values.start_reading(stacked)
     shares = stacked / stacked.sum()

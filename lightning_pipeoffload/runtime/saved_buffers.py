@@ -1,8 +1,6 @@
-"""The buffers that a checkpoint has, as replica 0 has them on every replica.
+"""Buffers that a checkpoint has are replica 0's on every replica, as under DistributedDataParallel.
 
-Such as the running statistics of a BatchNorm, which are of the data that a replica has read. What
-replica 0 has counts, as under DistributedDataParallel: for steps that read it, in validation and in
-a checkpoint.
+Running statistics of a BatchNorm, for example, are of the data that a replica has read.
 """
 
 from __future__ import annotations
@@ -12,16 +10,11 @@ from lightning_pipeoffload.runtime.replicas import Replicas
 
 
 class SavedBuffers:
-    """Those that one rank owns. Others are constants mostly, and large: masks, angles.
-
-    Args:
-        replicas: The rank's counterparts.
-        ownership: What the rank owns.
-    """
+    """The persistent buffers of one rank; the others are mostly large constants: masks, angles."""
 
     def __init__(self, replicas: Replicas, ownership: Ownership) -> None:
         self._replicas = replicas
-        # Private: which buffers no state dict has.
+        # Private: the buffers that no state dict has.
         self._slots = [
             slot
             for slot in ownership.slots
@@ -31,6 +24,6 @@ class SavedBuffers:
         ]
 
     def copy_first(self) -> None:
-        """Let them have replica 0's values; all replicas call it after a step."""
+        """Give them replica 0's values; all replicas call it after a step."""
         if self._slots:
             self._replicas.copy_first_together([slot.tensor for slot in self._slots])

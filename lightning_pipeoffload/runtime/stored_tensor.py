@@ -1,7 +1,8 @@
-"""Tensors whose values are in a file still, and come when they are used.
+"""Tensors whose values are read from a file when they are used.
 
-A rank goes through all of a checkpoint's entries and needs the values of few of them. Code of the
-user's in between (``on_load_checkpoint``, say) may need any, so these are no mere shapes.
+A rank reads few of a checkpoint's entries, but the user's code (``on_load_checkpoint``) may use
+any. A file of ``torch.load(mmap=True)`` would do without these; a folder of shards and weights that
+are converted while they are read have nothing to map.
 """
 
 from __future__ import annotations
@@ -16,14 +17,10 @@ from lightning_pipeoffload.runtime.leaves import map_operands
 
 
 class StoredTensor(Tensor):
-    """A tensor on the host that reads itself anew for each operation, and keeps nothing.
+    """A tensor on the host that calls ``read`` for each operation, and keeps no value.
 
-    But once an operation writes to it, or makes a view to which others may write, it has a value
-    like any other tensor.
-
-    Args:
-        meta: A tensor of the same shape and dtype, on the meta device.
-        read: A function that returns the value.
+    Once an operation writes to it, or makes a view that may be written, it keeps its value.
+    ``meta`` has its shape and dtype.
     """
 
     _read: Callable[[], Tensor]
@@ -31,25 +28,24 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, read: Callable[[], Tensor]) -> StoredTensor:
-        """Stand for what ``read`` returns."""
-        # Private: the one way to make a tensor that has a device but no storage.
+        # Private: the only way to make a tensor that has a device but no storage.
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype)
         made._read = read
         made._kept = None
         return made
 
     def value(self) -> Tensor:
-        """Return the value; who calls it does not write to it."""
+        """Return the value, not to be written."""
         return self._read() if self._kept is None else self._kept
 
     def kept(self) -> Tensor:
-        """Return the value, which is this tensor's from now on."""
+        """Return the value, and keep it."""
         self._kept = self.value()
         return self._kept
 
     @property
     def data(self) -> Tensor:
-        """The same without its part in autograd."""
+        """The same tensor, detached."""
         return self.kept().data
 
     @data.setter
@@ -108,7 +104,7 @@ class StoredTensor(Tensor):
 
 
 def value_of(leaf: Any) -> Any:
-    """Return the value of a tensor, whether it is in a file or not; anything else as it is."""
+    """Return the value of a stored tensor; anything else as it is."""
     return leaf.value() if isinstance(leaf, StoredTensor) else leaf
 
 
@@ -117,5 +113,5 @@ def _kept_of(leaf: Any) -> Any:
 
 
 def read_stored(tree: Any) -> Any:
-    """Return a tree of dicts, lists and tuples with values in place of what is stored."""
+    """Return a tree of dicts, lists and tuples with the values of stored tensors."""
     return map_operands(value_of, tree)

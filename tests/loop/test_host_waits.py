@@ -116,7 +116,7 @@ def steady(monkeypatch):
     for name in READING:
         forbid(name)
     monkeypatch.setattr(late_values, "start_reading", start_reading)
-    monkeypatch.setattr(late_values, "is_remote", lambda value: isinstance(value, Tensor))
+    monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
     comparing = lambda pipeline, group, late: StepExchange(pipeline, group, True)  # noqa: E731
     monkeypatch.setattr(fit_run, "StepExchange", comparing)
     return steady

@@ -1,1 +1,1 @@
-"""Hooks of the user's module and callbacks, over ranks of which each has a part of the model."""
+"""Hooks of the user's module and callbacks, and the values that they use, over all ranks."""

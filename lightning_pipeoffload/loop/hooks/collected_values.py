@@ -1,13 +1,14 @@
-"""What steps leave behind: on the ranks that ran the line, and at an epoch's end on all.
+"""Attributes and metrics that steps write: on the ranks that ran the line, then on all (rule 4).
 
-A step comes to its end on the rank of the last stage only, so that is where ``self.outs`` fills::
+The last stage alone runs the end of a step, so ``self.outs`` fills there::
 
     global rank 0    self.outs.append(loss)    self.outs: 5 losses         sends them
-    another rank     leaves before that line   self.outs: a placeholder    receives them
+    another rank     exits before that line    self.outs: a placeholder    receives them
                      | a batch                 | hooks of a batch          | hooks of an epoch's end
 
-What the step writes where is known from the probe, as far as that comes. What else it writes global
-rank 0 notices: others learn of it after the first batch, or when it is first sent.
+The trace of the step has seen what it writes where. What it writes besides, in a branch that the
+first batches did not take, global rank 0 notices; other ranks learn of it after the first batch of
+a kind of step, or when it is first sent.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class CollectedValues:
         self._group = group
         self._connector = connector
         self._known: dict[str, Variable] = {}
-        self._late: dict[str, str] = {}  # the kind of step, of what no probe has seen
+        self._late: dict[str, str] = {}  # not in any trace: the kind of step that writes it
         self._due: set[str] = set()
-        self._lacking: dict[str, str] = {}  # with what its use raises
+        self._lacking: dict[str, str] = {}  # with the error of its use
         self._hidden_metrics: dict[int, str] = {}
         self._places: dict[int, tuple[StepRecord, dict[str, Place]]] = {}
         self._kind = ""
@@ -74,7 +75,7 @@ class CollectedValues:
         )
         self._told_kinds = {""}
         self._takes_outputs: dict[str, bool] = {}
-        for path, part in module.named_modules():  # of a run before this one
+        for path, part in module.named_modules():  # placeholders that an earlier run has left
             for name, value in vars(part).items():
                 if isinstance(value, Elsewhere):
                     label = self._know(Variable(path, part, name))
@@ -82,10 +83,9 @@ class CollectedValues:
 
     @contextmanager
     def in_step(self, kind: str) -> Iterator[None]:
-        """Let a step have this rank's own values, and hooks after it placeholders.
+        """Give a step this rank's own values, and the hooks after it placeholders.
 
-        Args:
-            kind: The name of the step; "": what runs is left of steps before.
+        ``kind`` is the name of the step; "" for remaining actions of earlier steps.
         """
         self._kind = kind
         self._begin_step()
@@ -104,7 +104,7 @@ class CollectedValues:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Let hooks that run in the middle of a plan have placeholders too."""
+        """Give placeholders to hooks that run in the middle of a plan."""
         self._end_step()
         try:
             yield
@@ -118,7 +118,7 @@ class CollectedValues:
 
     def _end_step(self) -> None:
         if self._late_writes is not None and self._kind:
-            self._written_in_batch()  # which makes it known
+            self._written_in_batch()  # adds it to what is known
             self._late_writes.end()
         for label, place in self._written_in_batch().items():
             self._due.add(label)
@@ -139,18 +139,14 @@ class CollectedValues:
         for label, message in self._lacking.items():
             variable = self._now(label)
             owner, value = variable.part, variable.value
-            if isinstance(owner, Metric):  # of whose attributes torchmetrics asks at any time
+            if isinstance(owner, Metric):  # whose attributes torchmetrics reads at any time
                 self._hidden_metrics[id(owner)] = message
-                owner._computed = None  # private: else it is given without being asked for
+                owner._computed = None  # private: else compute() returns it without a question
             elif not isinstance(owner, MetricCollection) and not isinstance(value, Elsewhere):
                 variable.put(Elsewhere(message, value))
 
     def refuse_metric(self, metric: Metric) -> None:
-        """Refuse the value of a metric that steps have updated on another rank.
-
-        Raises:
-            RuntimeError: They have.
-        """
+        """Raise ``RuntimeError`` if steps have updated the metric on another rank."""
         if id(metric) in self._hidden_metrics:
             raise RuntimeError(self._hidden_metrics[id(metric)])
 
@@ -172,7 +168,7 @@ class CollectedValues:
         return variable.label
 
     def _now(self, label: str) -> Variable:
-        """Return a variable, of the submodule that is there now: a hook may make a metric anew."""
+        """Return a variable of the present submodule: a hook may replace a metric."""
         if label in self._known:
             path, name = self._known[label].path, self._known[label].name
         else:
@@ -201,7 +197,7 @@ class CollectedValues:
 
     @property
     def _segments(self) -> list[frozenset[int]]:
-        """The segments of the step that each stage of this rank runs; all while it is not cut."""
+        """The segments of the step that each stage of this rank runs; all before it is cut."""
         if not self._pipeline.stages:
             return [frozenset(range(len(self._pipeline.chain) + 1))]
         return [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
@@ -211,14 +207,14 @@ class CollectedValues:
         return max(self._segments[-1])
 
     def _metrics(self) -> list[tuple[str, Metric]]:
-        key = [*map(id, self._module._modules.values())]  # private: hooks make metrics
+        key = [*map(id, self._module._modules.values())]  # private: hooks may make metrics
         if self._found_metrics[0] != key:
             parts = self._module.named_modules()
             self._found_metrics = key, [(path, p) for path, p in parts if isinstance(p, Metric)]
         return self._found_metrics[1]
 
     def _learn(self, label: str) -> None:
-        """Take it that the step that runs writes a variable."""
+        """Note that the running step writes a variable."""
         owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
@@ -229,7 +225,7 @@ class CollectedValues:
     # Sending
 
     def send(self) -> None:
-        """Send what steps have written since the last time to all ranks, which all come here."""
+        """Send what steps have written since the last call to all ranks; all ranks call it."""
         mine = {label: self._report(label) for label in sorted(self._due)}
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
@@ -245,7 +241,7 @@ class CollectedValues:
         for label, reported in found.items():
             senders.setdefault(choose_sender(reported), []).append(label)
         for label in senders.pop(-1, ()):
-            self._keep_from_hooks(label, "several stages have a part of it each")
+            self._keep_from_hooks(label, "each of several stages has some of it")
         for rank, labels in sorted(senders.items()):
             self._send_from(rank, labels)
         self._hide()
@@ -287,7 +283,7 @@ class CollectedValues:
         value = GONE if data is None else unpack(data, self._group.device)
         own = variable.value
         if type(own) is type(value) and isinstance(own, _REFILLED):
-            refill(own, value)  # which other objects may have too
+            refill(own, value)  # other objects may hold it too
             value = own
         variable.put(value)
 
@@ -310,7 +306,7 @@ class CollectedValues:
         return [path for path, metric in self._metrics() if id(metric) in objects]
 
     def reset_logged(self) -> None:
-        """Reset metrics, when Lightning does on global rank 0."""
+        """Reset logged metrics when Lightning does on global rank 0."""
         for path in self._logged:
             metric = self._module.get_submodule(path)
             if isinstance(metric, Metric):
@@ -318,11 +314,9 @@ class CollectedValues:
         self._logged = []
 
     def outputs(self, kind: str, value: Any) -> Any:
-        """Return what an evaluation's step has returned, on all ranks if a hook takes it.
+        """Return the output of an evaluation's step, on all ranks if a hook takes it.
 
-        Args:
-            kind: The name of the step.
-            value: What it has returned on global rank 0; None elsewhere.
+        ``value`` is the output on global rank 0, and None elsewhere.
         """
         if kind not in self._takes_outputs:
             hook = f"on_{kind.removesuffix('_step')}_batch_end"

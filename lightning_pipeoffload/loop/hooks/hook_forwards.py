@@ -1,8 +1,8 @@
-"""Runs the module, or a part of it, that a hook calls: with what the ranks lend each other.
+"""Calls of the module, or of a submodule, in hooks: ranks lend each other their parameters.
 
-Outside of steps nothing tells what other stages would have to compute. So every rank runs the whole
-call, as in evaluation steps that cannot be cut, and all have its result. That needs all of them:
-where one comes alone it does not wait for long, and says what to do.
+Outside of steps other stages do not know what to compute. So every rank runs the whole call, as in
+evaluation steps that cannot be cut, and all have its result. All ranks have to make the same call;
+one that makes it alone waits for a while, and raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class HookForwards:
-    """The calls of a module that is cut, and of its parts, outside of its steps."""
+    """The calls of a module that is cut, and of its submodules, outside of its steps."""
 
     def __init__(self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting) -> None:
         self._pipeline = pipeline
@@ -47,7 +47,7 @@ class HookForwards:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run a step, whose own calls of modules are left alone."""
+        """Run a step, whose own calls are none of a hook's."""
         self.leave()
         try:
             yield
@@ -55,7 +55,7 @@ class HookForwards:
             self.watch()
 
     def watch(self) -> None:
-        """See the calls of modules from now on, if the module is cut."""
+        """Follow calls from now on, if the module is cut."""
         if self._pipeline.is_split:
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
@@ -63,7 +63,7 @@ class HookForwards:
             ]
 
     def leave(self) -> None:
-        """See no calls any more."""
+        """Follow no more calls."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -97,7 +97,7 @@ class HookForwards:
 
     def _apart(self) -> dict[int, str]:
         ownership = self._pipeline.ownership
-        if self._named is not ownership:  # which the first batch may change
+        if self._named is not ownership:  # the first batch may change it
             self._named = ownership
             is_everywhere = self._pipeline.tensors.is_everywhere
             slots = ownership.slots
@@ -110,11 +110,7 @@ class HookForwards:
         return self._names
 
     def _come_together(self, name: str) -> None:
-        """Wait for all ranks to call the same module.
-
-        Raises:
-            RuntimeError: Another rank does not come.
-        """
+        """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
         found = self._meeting.come(name)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in found]
         others = [

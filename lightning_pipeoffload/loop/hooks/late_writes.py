@@ -1,4 +1,4 @@
-"""What a step writes that no probe has seen: a branch that the first batches did not take."""
+"""Finds what a step writes in a branch that the traced batches did not take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
 )
 
 OF_LIGHTNING = frozenset(dir(pl.LightningModule()))
-"""Names among a module's attributes that torch and Lightning write, and hooks that are wrapped."""
+"""Attributes of a module that torch and Lightning write, and wrapped hooks."""
 
-_MOST_PARTS = 64  # a longer container is a table, of which the length tells enough
+_MOST_VALUES = 64  # a longer container is compared by its length
 
 
 class LateWrites:
@@ -29,9 +29,9 @@ class LateWrites:
 
     Args:
         module: The module whose step runs.
-        known: Labels of what need not be looked at, "self.count".
+        known: Labels of attributes that need no comparison, "self.count".
         metrics: Returns the module's metrics with their paths.
-        learn: Called with the label of what the step has written.
+        learn: Called with the label of each attribute that a step has written.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LateWrites:
         self._metrics = metrics
         self._learn = learn
         self._attributes: dict[str, Any] = {}  # the same object while none of them is another
-        self._holding: list[str] = []  # those of which more can change than which object it is
+        self._holding: list[str] = []  # whose values can change in place
 
     def begin(self) -> None:
         self._look_at_attributes()
@@ -66,7 +66,7 @@ class LateWrites:
 
     def _look_at_attributes(self) -> None:
         now, seen = vars(self._module), self._attributes
-        # Each batch comes here twice: no line of Python for each attribute.
+        # Twice for each batch: no line of Python for each attribute.
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return
         self._attributes = now.copy()
@@ -85,6 +85,6 @@ class LateWrites:
 
 
 def _look(value: Any) -> Look:
-    found = look_at(value, longest=_MOST_PARTS)
+    found = look_at(value, longest=_MOST_VALUES)
     parts = [part for _, state in found if isinstance(state, Parts) for part in state]
     return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]

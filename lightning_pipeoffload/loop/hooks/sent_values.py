@@ -1,4 +1,4 @@
-"""Values for other ranks: as bytes, without their graph and storage; or placeholders."""
+"""Values that are sent to other ranks as bytes, and placeholders for those that are not."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Report(NamedTuple):
     """What a rank has of one variable.
 
     Attributes:
-        end: The last segment of the step that the rank runs; None: it lacks the variable.
-        num_leaves: The values in it.
+        end: The last segment of the step that the rank runs; None: it has no value.
+        num_leaves: The number of leaves of the value.
         is_whole: Whether the rank has all of these.
-        kind: The kind of step that wrote what no probe has seen; "" of what one has.
+        kind: The kind of step that writes a variable which no trace has; "" for the others.
     """
 
     end: int | None
@@ -36,11 +36,11 @@ class Report(NamedTuple):
 
 
 def choose_sender(reports: Mapping[int, Report]) -> int:
-    """Return the rank that has all of a variable; -1: several have a part each."""
+    """Return the rank that has all of a variable; -1 if none has."""
     having = {rank: r for rank, r in reports.items() if r.end is not None}
     if not having:
         return -1
-    # The rank that comes farthest has run every line; some of their values may be elsewhere.
+    # The rank that runs most of the step has run every line; some values may be on others.
     last = max(having, key=lambda rank: having[rank].end or 0)
     whole = [r for r, report in having.items() if report.is_whole]
     same = [r for r in whole if having[r].num_leaves == having[last].num_leaves]
@@ -48,18 +48,14 @@ def choose_sender(reports: Mapping[int, Report]) -> int:
 
 
 class UnsendableError(Exception):
-    """A value cannot be sent; says why."""
+    """The reason why a value cannot be sent."""
 
 
 def pack(value: Any, room: int = MOST_BYTES) -> bytes:
-    """Return a value as bytes.
-
-    Args:
-        value: The value.
-        room: The most bytes that it may take.
+    """Return a value as bytes, without graph and storage.
 
     Raises:
-        UnsendableError: It takes more, or cannot be pickled.
+        UnsendableError: It takes more than ``room`` bytes, or cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -74,7 +70,7 @@ def pack(value: Any, room: int = MOST_BYTES) -> bytes:
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """Return the value; what was on a device is on this one."""
+    """Return the value, with what was on an accelerator on ``device``."""
     with torch.inference_mode(False):  # training may write into what validation sends
         return _Unpacker(io.BytesIO(data), device).load()
 
@@ -93,7 +89,7 @@ class _Packer(pickle.Pickler):
         if not isinstance(obj, Tensor):
             return None
         if isinstance(obj, ShapeOnly):
-            raise UnsendableError("several stages have a part of it each")
+            raise UnsendableError("each of several stages has some of it")
         self._room -= obj.nbytes
         if self._room < 0:
             raise UnsendableError(_too_large())
@@ -118,7 +114,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 class OutputsElsewhere(Placeholder, dict[str, Any]):
-    """Stands for a step's outputs, of which numbers are on all ranks."""
+    """A step's outputs on a rank without the last stage: only numbers are there."""
 
     def __init__(self, kind: str, root: int, fetch: Callable[[], dict[str, Any]]) -> None:
         super().__init__()
@@ -130,11 +126,7 @@ class OutputsElsewhere(Placeholder, dict[str, Any]):
         self._fetch = fetch
 
     def __getitem__(self, key: str) -> Any:
-        """Return a number.
-
-        Raises:
-            RuntimeError: It is none.
-        """
+        """Return a number, or raise ``RuntimeError`` for any other value."""
         numbers = self._fetch()
         return numbers[key] if key in numbers else self._use()
 
@@ -149,7 +141,7 @@ class OutputsElsewhere(Placeholder, dict[str, Any]):
 
 
 def numbers_in(outputs: Any) -> dict[str, Any]:
-    """Return the plain numbers in what a step returned, by name; a tensor alone is the loss."""
+    """Return the numbers in a step's output, by name; a tensor alone is the loss."""
     named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
     return {name: value for name, value in named.items() if _is_number(value)}
 

@@ -1,8 +1,8 @@
-"""Which hooks of a module and of a trainer's callbacks are the user's, and what runs around them.
+"""Hooks of a module and of callbacks that the user has written, and what runs around them.
 
-What Lightning and this package ship with is known to do on every rank what it does on one. A user's
-hook may read gradients, of whose sizes the ranks tell each other first; and what a hook of an
-epoch's end logs is what the root has logged, which publishes after each.
+Those of Lightning and of this package do on every rank what they do on one. A user's hook may read
+gradients, so the ranks exchange their sizes first; and what it logs at an epoch's end is published
+by the root after each hook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 
-# Of this package what the user is given to train are demos, which are as a user's own.
+# The demos of this package count as the user's.
 _KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")
 _BETWEEN_BATCHES = (
     "on_train_batch_start",
@@ -42,7 +42,7 @@ _EPOCH_END = (
     *(f"on_{kind}_epoch_end" for kind in _KINDS),
     *(f"on_{kind}_end" for kind in (*_KINDS, "fit")),
 )
-# Each with a message of its own, which all ranks have to take.
+# Each with a message of its own, which all ranks receive.
 _BATCH_END = tuple(f"on_{kind}_batch_end" for kind in _KINDS)
 _ABSENT, _THERE, _MEASURED = range(3)
 
@@ -53,7 +53,7 @@ def owners_of_hooks(trainer: Trainer) -> list[Any]:
 
 
 def is_users_hook(owner: object, hook: str) -> bool:
-    """Whether the user has written what ``owner`` does at a hook, in a class or on the instance."""
+    """Whether the user has written a hook of ``owner``, in its class or on the instance."""
     return not getattr(getattr(owner, hook), "__module__", "").startswith(_KNOWN)
 
 
@@ -62,26 +62,22 @@ def _hooks_of(owner: object, hooks: Sequence[str]) -> list[str]:
 
 
 def users_hooks(trainer: Trainer, hooks: Sequence[str]) -> tuple[str, ...]:
-    """List those of some hooks that the user has written, for a module, its data or a callback."""
+    """List those of ``hooks`` that the user has written, in a module, its data or a callback."""
     data = trainer.datamodule  # type: ignore[attr-defined] # set at run time
     owners = (*owners_of_hooks(trainer), data)
     return tuple(f"{type(o).__name__}.{hook}" for o in owners for hook in _hooks_of(o, hooks))
 
 
 def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
-    """List the user's hooks that run between batches whose gradients add up.
+    """List the user's hooks that run between batches which accumulate gradients.
 
-    They may look at gradients, or change parameters, that backwards still to come will use.
+    They may read gradients, or write parameters that later backwards use.
     """
     return users_hooks(trainer, _BETWEEN_BATCHES)
 
 
 def refuse_other_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that are not those of global rank 0; all ranks call it.
-
-    Raises:
-        ValueError: This rank has others; it raises there alone.
-    """
+    """Raise ``ValueError`` on a rank with other callbacks than global rank 0; all ranks call it."""
     mine = [type(owner).__qualname__ for owner in _owners_of_ends(trainer)]
     _refuse_others(
         trainer, mine, "run hooks at the end of batches and epochs together, in one order"
@@ -155,11 +151,11 @@ class _Wrapped:
 
 
 class GradientHooks(_Wrapped):
-    """The user's overrides of the three hooks that Lightning has for gradients.
+    """The user's overrides of Lightning's three hooks for gradients.
 
     Args:
-        trainer: The trainer whose module and callbacks have the hooks.
-        share: A function that exchanges the sizes of all gradients; all ranks call it together.
+        trainer: Its module and callbacks have the hooks.
+        share: Exchanges the sizes of all gradients, before each hook; all ranks call it together.
 
     Raises:
         ValueError: This rank has other such hooks than global rank 0.
@@ -179,14 +175,14 @@ class GradientHooks(_Wrapped):
 
 
 class EndHooks(_Wrapped):
-    """The hooks at epochs' ends of a module and of a trainer's callbacks."""
+    """The user's hooks at epochs' ends, each followed by ``tick``."""
 
     def __init__(self, trainer: Trainer, tick: Callable[[], None]) -> None:
         owners = _owners_of_ends(trainer)
         found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
         module = trainer.lightning_module
         if not is_users_hook(module, "on_train_epoch_end"):
-            # After it callbacks decide on what other callbacks have logged.
+            # Callbacks decide after it, on values that other callbacks have logged.
             found.append((module, "on_train_epoch_end"))
 
         def tick_after(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,9 +195,9 @@ class EndHooks(_Wrapped):
 
 
 def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
-    """Tell all ranks the norm and the largest element of each gradient, and whether there is one.
+    """Exchange norm and largest element of each gradient, and whether there is one.
 
-    One message, of three numbers for each parameter of the model. All ranks call it.
+    One message of three numbers for each parameter of the model. All ranks call it.
     """
     parameters = list(pipeline.module.parameters())
     table = _measure([_counted_gradient(parameter, group) for parameter in parameters])
@@ -219,10 +215,9 @@ def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
 
 
 def _measure(gradients: list[Tensor | None]) -> Tensor:
-    """Return kind, norm and largest element of each, in a table on the host; 0 where there is none.
+    """Return kind, norm and largest element of each gradient in a table on the host, else 0.
 
-    By the operation that the user's code would call, and in no other precision: the answer is to be
-    the same on every rank, to the bit.
+    By the operation and in the precision of the user's code, so that every rank has the same bits.
     """
     table = torch.zeros(len(gradients), 3, dtype=torch.float64)
     measured: list[tuple[int, Tensor]] = []

@@ -1,8 +1,8 @@
-"""In the first step, what a checkpoint computes again in B is compared with what F computed.
+"""In the first step, what a checkpoint computes again in B is compared with F's output (rule 5).
 
-On one device a microbatch's backward follows its forward; here other forwards come in between, and
-what a block reads beside its arguments may be the last microbatch's by then. This holds for
-checkpoints of the user's, of a library's and of our own, around blocks, parts of them or the head.
+Other microbatches' forwards run in between, so what a block reads beside its arguments may be of
+another microbatch by then. This holds for checkpoints of the user, of a library and of this
+package, around blocks, parts of them or the head.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 
-# Private, both: where torch makes a checkpoint, whichever name its users have imported.
+# Private, both: every way to make a checkpoint calls one of them.
 _make_checkpoint = torchs._checkpoint_without_reentrant_generator
 _run_reentrant = torchs.CheckpointFunction.forward
 
 
 @dataclass(frozen=True)
 class CheckpointWatch:
-    """Follows the checkpoints of one F.
+    """Follows the checkpoints of one F, the pass ``step``.
 
-    Attributes:
-        step: The F, which knows the block that was called last.
-        writes: What the rank's steps write.
-        compares: Whether B's results are compared with F's.
+    ``compares`` tells whether B's results are compared with F's; else only what the block writes in
+    B is undone.
     """
 
     step: StagePass
@@ -45,7 +43,7 @@ class CheckpointWatch:
     compares: bool
 
     def watching(self) -> AbstractContextManager[None]:
-        """Follow what is checkpointed inside."""
+        """Follow checkpoints that are made inside."""
         return IN_FORCE.during(self)
 
 
@@ -72,13 +70,13 @@ class _Rerun:
         with self._watch.watching(), self._watch.writes.running_again():
             output = self._function(*args, **kwargs)
         found = _digests(output) if self._digests else []
-        # Where a stage leaves the function early, what it hands on beside the output comes last.
+        # Where a stage leaves the function early, carried values come after the output.
         if found != self._digests[: len(found)]:
             raise ValueError(
                 f"{self._name} is checkpointed and does not compute again in the backward what it "
                 f"computed in the forward: it reads something that has changed since, an "
                 f"attribute that the step writes or a generator of random numbers, say. Give it "
-                f"what it reads as an argument, and draw from torch's own generator"
+                f"what it reads as an argument, and draw from torch's global generator"
             )
         return output
 
@@ -105,7 +103,7 @@ def _checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[None]:
-    """Do what torch's generator does: what comes before a checkpointed function, and after it."""
+    """Run torch's generator, before and after the checkpointed function."""
     rerun: Any = function
     watch = _find_watch()
     if watch is not None:
@@ -121,7 +119,7 @@ def _checkpoint(
             rerun.expect(error.payload)
         plain.throw(error)
     if rerun is not function:
-        # Private: nothing but the local variable of torch's checkpoint() has the result.
+        # Private: only a local variable of torch's checkpoint() has the result.
         rerun.expect(sys._getframe(1).f_locals["ret"])
     next(plain, None)
 
@@ -133,23 +131,23 @@ def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *
 
 
 def _find_watch() -> CheckpointWatch | None:
-    # A checkpoint inside of what is being compiled has no values yet.
+    # While something is compiled its checkpoints have no values.
     return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointWatch)
 
 
 def is_repeatable(device: torch.device) -> bool:
-    """Whether operations compute the same bits again: an accelerator's may add in any order."""
+    """Whether operations compute the same bits again; on accelerators sums may have any order."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def install_replay() -> None:
-    """Follow torch's checkpoints from now on; again is harmless."""
+    """Follow torch's checkpoints from now on."""
     torchs._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]
     torchs.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
 
 
 def remove_replay() -> None:
-    """Leave torch's checkpoints alone."""
+    """Follow them no more."""
     torchs._checkpoint_without_reentrant_generator = _make_checkpoint
     torchs.CheckpointFunction.forward = staticmethod(_run_reentrant)  # type: ignore[method-assign]
 
@@ -158,7 +156,7 @@ _WIDTH = 1021
 
 
 def _digests(output: Any) -> list[int]:
-    """Return what tells results apart; nothing of those that are computed elsewhere."""
+    """Return a checksum for each tensor; none if other stages compute some."""
     tensors = tensors_in(output)
     is_elsewhere = any(isinstance(tensor, ShapeOnly) for tensor in tensors)
     return [] if is_elsewhere else [_digest(tensor) for tensor in tensors]

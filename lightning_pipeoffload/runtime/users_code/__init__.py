@@ -1,1 +1,1 @@
-"""What the user's code keeps, draws from and writes beside the parameters of its module."""
+"""State of the user's code beside parameters: attributes, generators, files, Python modules."""

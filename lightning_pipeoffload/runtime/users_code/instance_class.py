@@ -1,8 +1,8 @@
-"""A class for one instance, which goes by the name of the class that it had.
+"""A subclass for one instance, with the name of its class.
 
 Python looks special methods up on the type, so an attribute of the instance does not replace them,
-and another object around it would be seen by the user's code and in the names of checkpoints. What
-code gives ``type(instance)`` goes to the class that this one stands for.
+and a wrapper would show in the user's code and in the names of checkpoints. Attributes that code
+sets on ``type(instance)`` go to the original class.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def _is_pythons(name: str) -> bool:
 
 
 def own_class(instance: object) -> type[Any]:
-    """Return the class of which :func:`subclass_like` has made the instance's present one."""
+    """Return the original class of an instance that has one of :func:`subclass_like`."""
     return type(instance).__mro__[1]

@@ -1,8 +1,4 @@
-"""What steps draw from beside the global generators: seeded, or refused where that cannot be.
-
-Generators that modules hold are seeded as torch's, numpy's and Python's own are. An iterator or a
-file has no seed, so a step that advances one is refused where it is probed.
-"""
+"""Generators that modules hold are seeded (rule 3); iterators and files are refused (rule 6)."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 _REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
-_MOST_PARTS = 1000  # a longer container is data
+_MOST_VALUES = 1000  # a longer container is data
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Generators:
-    """The generators of random numbers that the modules of a tree hold."""
+    """The generators of random numbers that attributes of a module tree hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -35,13 +31,13 @@ class Generators:
         self.find()
 
     def find(self) -> None:
-        """Learn where generators are; others may come in their places later."""
+        """Find where generators are; other generators may replace them later."""
         for place in _held(self._module):
             if is_generator(place.value):
                 self._places[place.label] = place.holder, place.key
 
     def seed(self, seed: int) -> None:
-        """Seed each, by its name."""
+        """Seed each by its name."""
         if not self._places:  # once for every block of every microbatch
             return
         for label, generator in self._now():
@@ -54,7 +50,7 @@ class Generators:
                 yield label, value
 
     def kept(self) -> AbstractContextManager[None]:
-        """Leave each as it was found."""
+        """Restore the state of each afterwards."""
         return self._kept() if self._places else nullcontext()
 
     @contextmanager
@@ -100,11 +96,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def refusing_iterators(module: nn.Module) -> Iterator[None]:
-    """Let a step that advances an iterator or a file of the module's raise.
-
-    Raises:
-        ValueError: The step has put another iterator there.
-    """
+    """Raise ``ValueError`` if the step inside advances or makes an iterator of the module."""
     found = [
         place
         for place in _held(module)
@@ -119,7 +111,7 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
     finally:
         for place in found:
             place.holder[place.key] = place.value
-    if errors:  # which the step, or what runs it on values that are made up, has caught
+    if errors:  # that the step has caught, or its caller, which runs it on made-up values
         raise errors[0]
 
 
@@ -130,7 +122,7 @@ def _refuse_new(module: nn.Module, known: set[int]) -> None:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator or an open file, which goes on each time it is read."""
+    """Whether a value is an iterator or an open file, which advances when it is read."""
     if isinstance(value, io.IOBase):
         return not value.closed
     return hasattr(type(value), "__next__") and not isinstance(value, _Refused)
@@ -163,6 +155,8 @@ def _refusal(place: _Held) -> ValueError:
 
 
 class _Held(NamedTuple):
+    """A value that an attribute, or a container in one, has under ``key``."""
+
     label: str
     value: Any
     holder: Any
@@ -184,7 +178,7 @@ def _leaves(place: _Held, known: set[int]) -> Iterator[_Held]:
     value = place.value
     if not isinstance(value, (list, tuple, deque, dict)):
         yield place
-    elif id(value) not in known and len(value) <= _MOST_PARTS:
+    elif id(value) not in known and len(value) <= _MOST_VALUES:
         known.add(id(value))
         parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
         for key, part in [*parts]:

@@ -1,10 +1,10 @@
-"""Calls of the user's step: what each is for, and copies of the microbatch that it changes.
+"""Calls of the user's step, and copies of microbatches that it writes (rule 2).
 
-Each stage of a rank runs the beginning of the step on the same microbatch, and would change it once
-more (``batch["x"].div_(255)``, ``batch.pop("n")``); and microbatches are views of one batch, so
-that a write into one looks like a write into what autograd has saved of others. So where a probe
-has seen a change, each stage has a copy. What the rank's last one has written into tensors the
-batch has then, for hooks.
+Each stage of a rank runs the beginning of the step on the same microbatch, and would write it once
+more (``batch["x"].div_(255)``, ``batch.pop("n")``). And microbatches are views of one batch, so
+that to autograd a write into one is a write into saved tensors of others. So where the trace has
+seen a write, each stage has a copy. What the rank's last stage has written into tensors is copied
+into the batch, for hooks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StepCall:
     """What one call of the user's step is for.
 
     Attributes:
-        is_probe: It is looked at, and has no values.
-        is_last: It comes to the step's end: its result counts, and what it logs.
-        is_last_local: No call of this rank comes farther with the same microbatch.
+        is_probe: The call is traced, without values.
+        is_last: The call runs to the step's end: its result counts, and what it logs.
+        is_last_local: It is the rank's last stage that runs.
     """
 
     is_probe: bool = False
@@ -44,7 +44,7 @@ UsersStep = Callable[[Any, StepCall], Any]
 
 
 def look_at_part(part: Any) -> Look:
-    """Look at all that a microbatch consists of; see :func:`.snapshot.look_at`."""
+    """Record a microbatch; see :func:`.snapshot.look_at`."""
     return look_at(part, _DEPTH)
 
 
@@ -54,12 +54,12 @@ def copy_part(part: Any, known: dict[int, Any] | None = None) -> Any:
 
 
 class CallOnCopies:
-    """Calls a step on a new copy of a microbatch each time, the last time for hooks to see.
+    """Calls a step on a new copy of a microbatch each time; the last call is written back.
 
     Args:
         step: The user's step.
         part: The microbatch.
-        num_calls: After how many the microbatch is to have what the step has written.
+        num_calls: The number of calls, traces left out.
     """
 
     def __init__(self, step: UsersStep, part: Any, num_calls: int) -> None:
@@ -68,7 +68,7 @@ class CallOnCopies:
         self._num_left = num_calls
 
     def __call__(self, call: StepCall) -> Any:
-        """Call the step; a look at it does not count."""
+        """Call the step."""
         copies: dict[int, Any] = {}
         self._num_left -= not call.is_probe
         try:
@@ -86,7 +86,7 @@ class CallOnCopies:
 
 
 def without_shared(part: Any, batch: Any) -> Any:
-    """Give a microbatch its own copy of what it has in common with others of its batch."""
+    """Copy the tensors of a microbatch that others of its batch share."""
     shared = {id(leaf) for leaf in leaves_of(batch)}
     tensors = [leaf for leaf in leaves_of(part) if isinstance(leaf, Tensor)]
     return copy_part(part, {id(leaf): leaf for leaf in tensors if id(leaf) not in shared})

@@ -1,4 +1,4 @@
-"""The places in a module tree that hold a parameter or a buffer."""
+"""The slots of a module tree: the entries that hold a parameter or a buffer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the module tree that holds a parameter or a buffer."""
+    """An entry of a module that holds a parameter or a buffer."""
 
     name: str
     module: nn.Module
     attribute: str
-    kind: str  # the dict of the module it is in: "_parameters" or "_buffers"
+    kind: str  # "_parameters" or "_buffers", the dict of the module
 
     @property
     def path(self) -> str:
-        """The part of the name that is the module's, up to the attribute."""
+        """The module's part of the name, with its dot."""
         return self.name.removesuffix(self.attribute)
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is in the place."""
+        """The tensor that is there now."""
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
         return found
 

@@ -1,4 +1,4 @@
-"""Whose code something is, the user's, a library's, Python's own or ours; and its line."""
+"""Whether code is the user's, a library's, Python's or this package's, and lines for messages."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _OPAQUE = {
 
 @cache
 def is_librarys_file(filename: str) -> bool:
-    """Whether a file is of an installed library, or ours."""
+    """Whether a file is of an installed library or of this package."""
     path = Path(filename)
     return not _INSTALLED.isdisjoint(path.parts) or _OURS in path.parents
 
 
 @cache
 def is_users_file(filename: str) -> bool:
-    """Whether a file is neither a library's, Python's own nor ours."""
+    """Whether a file is none of a library, of Python or of this package."""
     return not is_librarys_file(filename) and _PYTHONS not in Path(filename).parents
 
 
 @cache
 def is_users(name: str) -> bool:
-    """Whether a Python module is neither a library's, Python's own nor ours."""
+    """Whether a Python module is none of a library, of Python or of this package."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return name == "__main__" or (file is not None and is_users_file(file))
 
 
 def is_opaque(value: object) -> bool:
-    """Whether an object's attributes are its class's own affair, not put there by users."""
+    """Whether an object is of a library's class, whose attributes are not looked into."""
     return type(value).__module__.partition(".")[0] in _OPAQUE
 
 
 def users_line(error: BaseException) -> str:
-    """Name the deepest line of the traceback that is neither torch's, a library's nor ours."""
+    """Return the user's innermost line in the traceback; "" if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
             return line_of(frame.filename, frame.lineno or 0)
@@ -61,7 +61,7 @@ def users_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """Name the deepest line of the user's that is being run."""
+    """Return the user's innermost line that is running; "" if there is none."""
     for frame in running_frames():
         if is_users_file(frame.f_code.co_filename):
             return line_of(frame.f_code.co_filename, frame.f_lineno)
@@ -69,7 +69,7 @@ def calling_line() -> str:
 
 
 def running_frames() -> Iterator[FrameType]:
-    """Yield the frames of the functions that are being run, the innermost first."""
+    """Yield the frames of the running functions, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame
@@ -77,10 +77,10 @@ def running_frames() -> Iterator[FrameType]:
 
 
 def line_of(filename: str, number: int) -> str:
-    """Name a line."""
+    """Return file, number and text of a line."""
     return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
 
 
 def in_brackets(line: str) -> str:
-    """Put a line that was found behind what it explains; "" if none was."""
+    """Return " (line)", or "" without a line."""
     return f" ({line})" if line else ""
