@@ -22,7 +22,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
-from lightning_pipeoffload.runtime.making.construction import draw_blueprint
+from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -166,7 +166,7 @@ class ModelProbe:
             return settings.split
         self._make_module()  # anew: another cut decides anew
         with making_shapes(), self._precision.module_init_context():
-            drawn = draw_blueprint(
+            drawn = make_blueprint(
                 self._module,
                 self._module.configure_model,
                 placement,

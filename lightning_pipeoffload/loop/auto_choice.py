@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
-from lightning_pipeoffload.runtime.users_code.step_call import copy_part
+from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.make_plan import Plan
@@ -113,7 +113,7 @@ class AutoChoice:
             return self._by_default(num_microbatches)
 
         def cut_batch(count: int) -> list[BatchSlice]:
-            copied, size = copy_part(inputs.batch), batch_size // count
+            copied, size = copy_batch(inputs.batch), batch_size // count
             return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
 
         first = cut_batch(num_microbatches)[0]

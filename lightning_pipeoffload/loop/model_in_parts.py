@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.cut.remote_values import ModuleCopies, absent
 from lightning_pipeoffload.runtime.making.construction import (
     Blueprint,
     constructing,
-    draw_blueprint,
+    make_blueprint,
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 
@@ -49,7 +49,7 @@ class ModelInParts:
         with self._noting_no_copies():
             if is_new and self._settings.schedule == "auto":
                 self._group.place(self._settings.provisional_schedule(self._group.num_ranks))
-            blueprint = self._draw_blueprint()
+            blueprint = self._make_blueprint()
             if blueprint is None:
                 yield
                 return
@@ -75,7 +75,7 @@ class ModelInParts:
         finally:
             self._copies.resume()
 
-    def _draw_blueprint(self) -> Blueprint | None:
+    def _make_blueprint(self) -> Blueprint | None:
         """Run ``configure_model`` without values; None where it makes no blocks."""
         blueprint = self._try_out()
         if blueprint is not None and absent_in(self._module):
@@ -85,7 +85,7 @@ class ModelInParts:
 
     def _try_out(self) -> Blueprint | None:
         with _without_advice(), self._strategy.precision_plugin.module_init_context():
-            return draw_blueprint(
+            return make_blueprint(
                 self._module,
                 self._module.configure_model,
                 self._group.stage_ranks,

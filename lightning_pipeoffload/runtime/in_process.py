@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_part
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.messages import RECVS
 
@@ -79,7 +79,7 @@ class InProcessPipeline:
         """
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
-            own = batch if pipeline is self.ranks[0] else copy_part(batch)
+            own = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
             slices = pipeline.cut_batch(own, size, step, "train", seed)
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipeoffload.runtime.making.construction import (
     Blueprint,
     constructing,
-    draw_blueprint,
+    make_blueprint,
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -51,7 +51,7 @@ def make_part(
     """Make one rank's part."""
     L.seed_everything(5, verbose=False)
     module = Later(make)
-    blueprint = draw_blueprint(module, module.configure_model, stage_ranks, **options)
+    blueprint = make_blueprint(module, module.configure_model, stage_ranks, **options)
     assert blueprint is not None
     local = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
     with constructing(module, blueprint, local, [f"stage {s}" for s in range(len(stage_ranks))]):

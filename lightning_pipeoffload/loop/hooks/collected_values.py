@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere, Place, Variable
+from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere, StepPoint, Variable
 from lightning_pipeoffload.runtime.users_code.snapshot import GONE, refill
 
 _REFILLED = (list, dict, set, deque)
@@ -64,7 +64,7 @@ class CollectedValues:
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with the error of its use
         self._hidden_metrics: dict[int, str] = {}
-        self._places: dict[int, tuple[StepRecord, dict[str, Place]]] = {}
+        self._places: dict[int, tuple[StepRecord, dict[str, StepPoint]]] = {}
         self._kind = ""
         self._warned: set[str] = set()
         self._logged: list[str] = []
@@ -150,8 +150,8 @@ class CollectedValues:
         if id(metric) in self._hidden_metrics:
             raise RuntimeError(self._hidden_metrics[id(metric)])
 
-    def _message(self, label: str, place: Place) -> str:
-        segment = place.segment if place.is_in_block else len(self._pipeline.chain)
+    def _message(self, label: str, point: StepPoint) -> str:
+        segment = point.segment if point.is_in_block else len(self._pipeline.chain)
         stage = next(s.index for s in self._pipeline.partition if segment in s.segments)
         rank = self._group.global_ranks[self._group.stage_ranks[stage]]
         return (
@@ -176,8 +176,8 @@ class CollectedValues:
         self._known[label] = Variable(path, self._module.get_submodule(path), name)
         return self._known[label]
 
-    def _written_in_batch(self) -> dict[str, Place]:
-        behind = Place(len(self._pipeline.chain), is_in_block=False)
+    def _written_in_batch(self) -> dict[str, StepPoint]:
+        behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
         found = {label: behind for label, kind in self._late.items() if kind == self._kind}
         for record in self._pipeline.batch_records if self._kind else ():
             if id(record) not in self._places or self._places[id(record)][0] is not record:
@@ -185,15 +185,15 @@ class CollectedValues:
             found |= self._places[id(record)][1]
         return found
 
-    def _written_in(self, record: StepRecord) -> Iterator[tuple[str, Place]]:
+    def _written_in(self, record: StepRecord) -> Iterator[tuple[str, StepPoint]]:
         for write in record.writes:
             if _is_sent(write.variable):
-                yield self._know(write.variable), write.place
+                yield self._know(write.variable), write.point
 
-    def _has(self, place: Place) -> bool:
-        if place.is_in_block:
-            return any(place.segment in each for each in self._segments)
-        return place.segment <= self._end
+    def _has(self, point: StepPoint) -> bool:
+        if point.is_in_block:
+            return any(point.segment in each for each in self._segments)
+        return point.segment <= self._end
 
     @property
     def _segments(self) -> list[frozenset[int]]:

@@ -11,11 +11,11 @@ from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     GONE,
-    Look,
+    Fingerprint,
     Parts,
+    fingerprint,
     is_plain,
-    is_same_look,
-    look_at,
+    is_unchanged,
 )
 
 OF_LIGHTNING = frozenset(dir(pl.LightningModule()))
@@ -49,22 +49,22 @@ class LateWrites:
         self._holding: list[str] = []  # whose values can change in place
 
     def begin(self) -> None:
-        self._look_at_attributes()
+        self._record_attributes()
         self._before = self._attributes
-        self._inside = self._look_inside()
+        self._inside = self._fingerprint_insides()
 
     def end(self) -> None:
-        self._look_at_attributes()
+        self._record_attributes()
         if self._attributes is not self._before:
             for name in self._attributes.keys() - OF_LIGHTNING:
                 was, now = self._before.get(name, GONE), self._attributes[name]
-                if f"self.{name}" not in self._known and not is_same_look([(was, 0)], [(now, 0)]):
+                if f"self.{name}" not in self._known and not is_unchanged([(was, 0)], [(now, 0)]):
                     self._learn(f"self.{name}")
-        for label, after in self._look_inside().items():
-            if not is_same_look(self._inside.get(label, []), after):
+        for label, after in self._fingerprint_insides().items():
+            if not is_unchanged(self._inside.get(label, []), after):
                 self._learn(label)
 
-    def _look_at_attributes(self) -> None:
+    def _record_attributes(self) -> None:
         now, seen = vars(self._module), self._attributes
         # Twice for each batch: no line of Python for each attribute.
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
@@ -72,9 +72,9 @@ class LateWrites:
         self._attributes = now.copy()
         self._holding = [n for n in now.keys() - OF_LIGHTNING if not is_plain(now[n])]
 
-    def _look_inside(self) -> dict[str, Look]:
+    def _fingerprint_insides(self) -> dict[str, Fingerprint]:
         found = {
-            f"self.{name}": _look(self._attributes[name])
+            f"self.{name}": _fingerprint_with_metrics(self._attributes[name])
             for name in self._holding
             if f"self.{name}" not in self._known
         }
@@ -84,7 +84,7 @@ class LateWrites:
         return found
 
 
-def _look(value: Any) -> Look:
-    found = look_at(value, longest=_MOST_VALUES)
+def _fingerprint_with_metrics(value: Any) -> Fingerprint:
+    found = fingerprint(value, longest=_MOST_VALUES)
     parts = [part for _, state in found if isinstance(state, Parts) for part in state]
     return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.users_code.attributes import Place
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
 
@@ -48,14 +48,14 @@ class Stage:
     blocks: range
     segments: frozenset[int]  # of the step, that it runs; see :mod:`.trace`
 
-    def comes_to(self, place: Place, record: StepRecord) -> bool:
-        """Whether the stage runs a place of the step, if only without values."""
-        if not place.is_in_block:
-            return place.segment <= max(self.segments)
-        output = record.outputs[place.segment]
-        runs_remote = place.segment in record.opened or not output.is_template
-        is_before = place.segment < self.blocks.start
-        return place.segment in self.blocks or (is_before and runs_remote)
+    def comes_to(self, point: StepPoint, record: StepRecord) -> bool:
+        """Whether the stage runs a point of the step, if only without values."""
+        if not point.is_in_block:
+            return point.segment <= max(self.segments)
+        output = record.outputs[point.segment]
+        runs_remote = point.segment in record.opened or not output.is_template
+        is_before = point.segment < self.blocks.start
+        return point.segment in self.blocks or (is_before and runs_remote)
 
     def use_of(self, record: StepRecord) -> StageUse:
         """Return what running the stage takes beside its blocks and what they hand on."""

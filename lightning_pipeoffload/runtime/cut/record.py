@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Place, Write
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 
@@ -101,7 +101,7 @@ class StepRecord:
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
 
     # Random numbers.
-    draws: set[Place] = field(default_factory=set)
+    draws: set[StepPoint] = field(default_factory=set)
     """Where the step draws from torch's generators, global or of modules, in this one run."""
     draws_beside_torch: bool = False
     """Whether it draws from numpy's or Python's global generator."""

@@ -27,14 +27,17 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     Imagined,
     ValueNeededError,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import look_beside, refuse_written
-from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look
+from lightning_pipeoffload.runtime.users_code.attributes import (
+    record_globals,
+    refuse_written_globals,
+)
+from lightning_pipeoffload.runtime.users_code.snapshot import is_unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import (
     PROBE,
     UsersStep,
-    copy_part,
-    look_at_part,
+    copy_batch,
+    fingerprint_batch,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
@@ -140,9 +143,9 @@ class StepRecords:
         raise self._explain(error) from None
 
     def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
-        beside = look_beside(self._module)
+        beside = record_globals(self._module)
         again = repeat()
-        refuse_written(beside, look_beside(self._module))
+        refuse_written_globals(beside, record_globals(self._module))
         if _first_difference(log, again):
             # What only the first run makes is a cache.
             record.unrepeatable = _first_difference(again, repeat())
@@ -212,8 +215,8 @@ class _Trial:
         self.changes_batch = False
 
     def __call__(self) -> Any:
-        copied = copy_part(self._part)
-        before = look_at_part(copied)
+        copied = copy_batch(self._part)
+        before = fingerprint_batch(copied)
         seed_all(self._seed)
         self._generators.seed(self._seed)
         try:
@@ -221,4 +224,4 @@ class _Trial:
         finally:
             self._generators.find()  # the step may have made one
             self.draws_beside_torch |= has_drawn_since(self._seed)
-            self.changes_batch |= not is_same_look(before, look_at_part(copied))
+            self.changes_batch |= not is_unchanged(before, fingerprint_batch(copied))

@@ -48,7 +48,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     ValueNeededError,
 )
 from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
-from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, Place, WriteWatch
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -109,9 +109,9 @@ class StepTrace:
         return self._values.segment
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepPoint:
         """Where the step is."""
-        return Place(self.segment, self._is_in_block)
+        return StepPoint(self.segment, self._is_in_block)
 
     def sizes_before(self, block: int) -> tuple[Any, ...]:
         """Return the sizes that depend on values up to a block, and its arguments' shapes."""
@@ -189,19 +189,19 @@ class StepTrace:
             raise StageExit([])
         self._checks.check(index, self.segment, arguments)
         args, kwargs = self._values.enter_block(index, arguments)
-        self._look_at_writes(Place(index, is_in_block=False))
+        self._compare_attributes(StepPoint(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
         output = self._run_block(index, args, kwargs)
         self._is_in_block = False
-        self._look_at_writes(Place(index, is_in_block=True))
+        self._compare_attributes(StepPoint(index, is_in_block=True))
         return self._values.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         return self.chain.plain_call(index)(*args, **kwargs)
 
-    def _look_at_writes(self, place: Place) -> None:
+    def _compare_attributes(self, point: StepPoint) -> None:
         if self._observes:
-            self._writes.look(place)
+            self._writes.compare(point)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self._observes:
@@ -262,7 +262,7 @@ class StepTrace:
         record, last = self.record, self._draws_and_sizes.last
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
-        self._look_at_writes(Place(self.segment, is_in_block=False))
+        self._compare_attributes(StepPoint(self.segment, is_in_block=False))
         if self._observes:
             self._writes.finish()
         if last is not None:

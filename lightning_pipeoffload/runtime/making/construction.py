@@ -75,7 +75,7 @@ class Blueprint:
 # The first run
 
 
-def draw_blueprint(
+def make_blueprint(
     module: nn.Module,
     configure: Callable[[], object],
     stage_ranks: Sequence[int],

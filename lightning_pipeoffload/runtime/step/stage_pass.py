@@ -169,7 +169,7 @@ class StagePass:
                 raise ValueError(self._explain(error)) from None
             finally:
                 context.ownership.restore()
-            self.left = context.writes.look()
+            self.left = context.writes.left()
         return output
 
     def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:

@@ -32,18 +32,18 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
     REGISTRIES,
     Elsewhere,
-    Place,
+    StepPoint,
     Variable,
     Write,
 )
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     GONE,
     Attribute,
-    Look,
+    Fingerprint,
     Snapshot,
     TensorValues,
-    is_same_look,
-    look_at,
+    fingerprint,
+    is_unchanged,
     private_copy,
 )
 from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
@@ -52,7 +52,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 _Values = dict[str, Any]
 _SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers
 _Key = tuple[int, str]  # of a variable
-Left = list[tuple[Variable, Look]]
+Left = list[tuple[Variable, Fingerprint]]
 """The attributes that steps write, as a forward has left them."""
 
 _NOTHING = nullcontext()
@@ -98,29 +98,29 @@ class StepWrites:
             self._written[write.variable.key] = write.variable
             if write.is_users:
                 self._by_users[write.variable.key] = write.variable
-                if write.place.is_in_block:
+                if write.point.is_in_block:
                     self._of_blocks.add(write.variable.key)
                 for index, missing in self._missing.items():
-                    if not stages[index].comes_to(write.place, record):
+                    if not stages[index].comes_to(write.point, record):
                         message = self._message(write, index)
                         missing[write.variable.key] = write.variable, message
 
     def _message(self, write: Write, stage: int) -> str:
         return (
-            f"{write.variable.label} is written {self._where(write.place)}"
+            f"{write.variable.label} is written {self._where(write.point)}"
             f"{in_brackets(write.line)}, which stage {stage} does not run, and stage {stage} uses "
             f"what an earlier microbatch has written there: read it behind that line too, hand it "
             f"on as a tensor, or write it in a hook, from values that every rank has"
         )
 
-    def _where(self, place: Place) -> str:
-        if place.is_in_block:
-            return f"in {self._chain.block_name(place.segment)}"
-        if place.segment == len(self._chain):
+    def _where(self, point: StepPoint) -> str:
+        if point.is_in_block:
+            return f"in {self._chain.block_name(point.segment)}"
+        if point.segment == len(self._chain):
             return "behind the blocks"
-        if place.segment == 0:
+        if point.segment == 0:
             return "before the blocks"
-        return f"before {self._chain.block_name(place.segment)}"
+        return f"before {self._chain.block_name(point.segment)}"
 
     def tensors_of(self, stage: int, ownership: Ownership) -> list[Tensor]:
         """List the tensors that a stage writes in place, and that its backwards may read."""
@@ -144,15 +144,15 @@ class StepWrites:
         missing = self._missing[stage]
         return _standing_for(missing.values()) if missing else _NOTHING
 
-    def look(self) -> Left:
+    def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""
-        return [(variable, look_at(variable.value)) for variable in self._by_users.values()]
+        return [(variable, fingerprint(variable.value)) for variable in self._by_users.values()]
 
     def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
         """Let attributes raise in a backward that other forwards have written since."""
         missing = self._missing[stage]
         changed = [
-            v for v, look in left if v.key in missing or not is_same_look(look, look_at(v.value))
+            v for v, was in left if v.key in missing or not is_unchanged(was, fingerprint(v.value))
         ]
         if not changed:
             return _NOTHING
@@ -211,7 +211,7 @@ class StepWrites:
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
         before = [(*place, _space(*place).copy()) for place in self._spaces()]
-        made = [(name, value, look_at(value)) for name, value in self._made_once.values()]
+        made = [(name, value, fingerprint(value)) for name, value in self._made_once.values()]
         for place, name, value, _ in self._own.get(stage, ()):
             _put(place, name, value)
         for child, name in self._in_place:
@@ -225,8 +225,8 @@ class StepWrites:
             for place, name, _, old in written:
                 _put(place, name, old)
             self._own[stage] = written
-        for name, value, look in made:
-            if not is_same_look(look, look_at(value)):
+        for name, value, was in made:
+            if not is_unchanged(was, fingerprint(value)):
                 raise ValueError(
                     f"the first step makes self.{name}, and later ones change it before the last "
                     f"stage of a rank: each stage of the rank would; make it in __init__"

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     GONE,
     Attribute,
-    Look,
-    is_same_look,
-    look_at,
+    Fingerprint,
+    fingerprint,
+    is_unchanged,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
@@ -78,7 +78,7 @@ def variables(module: nn.Module) -> Iterator[Variable]:
             yield Variable(path, part, name)
 
 
-class Place(NamedTuple):
+class StepPoint(NamedTuple):
     """A segment of the step: its block, or what the step runs before it."""
 
     segment: int
@@ -94,7 +94,7 @@ class Write(NamedTuple):
     """
 
     variable: Variable
-    place: Place
+    point: StepPoint
     line: str
     is_users: bool
 
@@ -105,8 +105,8 @@ class WriteWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._paths = {part: path for path, part in module.named_modules()}
-        self._place = Place(0, is_in_block=False)
-        self._seen: dict[tuple[int, str], tuple[Variable, Look]] = {}
+        self._point = StepPoint(0, is_in_block=False)
+        self._seen: dict[tuple[int, str], tuple[Variable, Fingerprint]] = {}
         self._held: dict[tuple[int, str], None] = {}  # whose values can be changed in place
         self.writes: list[Write] = []
 
@@ -123,7 +123,7 @@ class WriteWatch:
             if part in self._paths and name in vars(part) and not is_same:
                 variable = Variable(self._paths[part], part, name)
                 is_users_file = not is_librarys_file(sys._getframe(1).f_code.co_filename)
-                self.writes.append(Write(variable, self._place, calling_line(), is_users_file))
+                self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
                 self._see(variable)
 
         nn.Module.__setattr__ = note  # type: ignore[method-assign,assignment]
@@ -137,19 +137,19 @@ class WriteWatch:
         self._held.pop(key, None)
         if _can_change(value):
             self._held[key] = None
-        self._seen[key] = variable, look_at(value) if key in self._held else [(value, 0)]
+        self._seen[key] = variable, fingerprint(value) if key in self._held else [(value, 0)]
 
-    def look(self, place: Place) -> None:
-        """Record what was changed in place since the last look, at the end of ``place``."""
+    def compare(self, point: StepPoint) -> None:
+        """Record what was changed in place since the last comparison, at the end of ``point``."""
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:
-                if not is_same_look(before, look_at(variable.value)):
-                    self._note(variable, place)
-        self._place = Place(place.segment + place.is_in_block, not place.is_in_block)
+                if not is_unchanged(before, fingerprint(variable.value)):
+                    self._note(variable, point)
+        self._point = StepPoint(point.segment + point.is_in_block, not point.is_in_block)
 
     def finish(self) -> None:
         """Record attributes that were made or replaced without ``setattr``, by ``__dict__`` say."""
-        end = Place(self._place.segment, is_in_block=False)
+        end = StepPoint(self._point.segment, is_in_block=False)
         now = {variable.key: variable for variable in variables(self._module)}
         for key in now.keys() - self._seen.keys():
             self._note(now[key], end)
@@ -157,9 +157,9 @@ class WriteWatch:
             if variable.value is not before[0][0]:
                 self._note(variable, end)
 
-    def _note(self, variable: Variable, place: Place) -> None:
+    def _note(self, variable: Variable, point: StepPoint) -> None:
         is_own = is_users(type(variable.part).__module__)
-        self.writes.append(Write(variable, place, "", is_own))
+        self.writes.append(Write(variable, point, "", is_own))
         self._see(variable)
 
 
@@ -230,26 +230,26 @@ class Elsewhere(Placeholder):
 
 # State of Python modules and classes
 
-Beside = dict[str, Look]
+Globals = dict[str, Fingerprint]
 """What each variable of Python modules and classes holds, by name."""
 
 
-def look_beside(module: nn.Module) -> Beside:
+def record_globals(module: nn.Module) -> Globals:
     """Record the variables of a module tree's classes and of the Python modules around them."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    found: Beside = {}
+    found: Globals = {}
     for home in _reachable({kind.__module__ for kind in kinds}):
         kinds.update(value for value in vars(home).values() if isinstance(value, type))
-        found |= _look(home.__name__, home)
+        found |= _fingerprints(home.__name__, home)
     for kind in kinds:
         if is_users(kind.__module__):
-            found |= _look(kind.__qualname__, kind)
+            found |= _fingerprints(kind.__qualname__, kind)
     return found
 
 
-def refuse_written(before: Beside, after: Beside) -> None:
+def refuse_written_globals(before: Globals, after: Globals) -> None:
     """Raise ``ValueError`` if the step that ran in between has written any of these variables."""
-    changed = [n for n, look in after.items() if not is_same_look(before.get(n, []), look)]
+    changed = [n for n, now in after.items() if not is_unchanged(before.get(n, []), now)]
     if changed:
         raise ValueError(
             f"the step writes {', '.join(sorted(changed))}, which a Python module or a class "
@@ -258,9 +258,9 @@ def refuse_written(before: Beside, after: Beside) -> None:
         )
 
 
-def _look(owner: str, space: Any) -> Beside:
+def _fingerprints(owner: str, space: Any) -> Globals:
     return {
-        f"{owner}.{name}": look_at(value)
+        f"{owner}.{name}": fingerprint(value)
         for name, value in vars(space).items()
         if not (name.startswith("__") or _is_definition(value))
     }

@@ -38,7 +38,7 @@ _CONSTANTS = (int, float, complex, str, torch.Size)
 Attribute = tuple[nn.Module, str]
 """A module of the tree, and the name of one of its attributes."""
 
-Look = list[tuple[Any, Any]]
+Fingerprint = list[tuple[Any, Any]]
 """Objects, and for each a state that changes when it is written. It keeps the objects alive."""
 
 
@@ -54,14 +54,14 @@ class Parts(tuple[Any, ...]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def look_at(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Look:
+def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Fingerprint:
     """Record a value, the containers in it, and their tensors and arrays.
 
     Of a container with more than ``longest`` values only their number is recorded.
     """
     if is_plain(value):
         return [(value, 0)]
-    found: Look = [(value, _state_of(value))]
+    found: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), depth, longest):
         if len(parts) > longest:
             found.append((container, len(parts)))
@@ -76,7 +76,7 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def is_same_look(before: Look, after: Look) -> bool:
+def is_unchanged(before: Fingerprint, after: Fingerprint) -> bool:
     """Whether nothing was changed in between."""
     return len(before) == len(after) and all(
         _is_same(old, new) and was == now

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.users_code.snapshot import Look, look_at, private_copy
+from lightning_pipeoffload.runtime.users_code.snapshot import Fingerprint, fingerprint, private_copy
 
 _DEPTH = 20  # of a batch, which has no circles
 
@@ -43,12 +43,12 @@ UsersStep = Callable[[Any, StepCall], Any]
 """Calls the user's step on a microbatch."""
 
 
-def look_at_part(part: Any) -> Look:
-    """Record a microbatch; see :func:`.snapshot.look_at`."""
-    return look_at(part, _DEPTH)
+def fingerprint_batch(part: Any) -> Fingerprint:
+    """Record a microbatch; see :func:`.snapshot.fingerprint`."""
+    return fingerprint(part, _DEPTH)
 
 
-def copy_part(part: Any, known: dict[int, Any] | None = None) -> Any:
+def copy_batch(part: Any, known: dict[int, Any] | None = None) -> Any:
     """Copy a microbatch; see :func:`.snapshot.private_copy`."""
     return private_copy(part, known, _DEPTH)
 
@@ -72,14 +72,14 @@ class CallOnCopies:
         copies: dict[int, Any] = {}
         self._num_left -= not call.is_probe
         try:
-            return self._step(copy_part(self._part, copies), call)
+            return self._step(copy_batch(self._part, copies), call)
         finally:
             if not self._num_left and not call.is_probe:
                 self._write_back(copies)
 
     @torch.no_grad()
     def _write_back(self, copies: dict[int, Any]) -> None:
-        for value, _ in look_at_part(self._part):
+        for value, _ in fingerprint_batch(self._part):
             copied = copies.get(id(value))
             if isinstance(copied, Tensor) and (copied.is_inference() or copied._version):
                 value.copy_(copied)
@@ -89,4 +89,4 @@ def without_shared(part: Any, batch: Any) -> Any:
     """Copy the tensors of a microbatch that others of its batch share."""
     shared = {id(leaf) for leaf in leaves_of(batch)}
     tensors = [leaf for leaf in leaves_of(part) if isinstance(leaf, Tensor)]
-    return copy_part(part, {id(leaf): leaf for leaf in tensors if id(leaf) not in shared})
+    return copy_batch(part, {id(leaf): leaf for leaf in tensors if id(leaf) not in shared})

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.making.construction import draw_blueprint
+from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -297,7 +297,7 @@ def test_what_depends_on_a_clock_is_refused():
 
 def test_what_reads_values_is_made_whole(caplog):
     module = Later(lambda: Net(lambda net: net.head.weight.data.mul_(float(net.head.weight.std()))))
-    assert draw_blueprint(module, module.configure_model, [0, 1]) is None
+    assert make_blueprint(module, module.configure_model, [0, 1]) is None
     assert re.search("reads a value: .* computed from weight of Linear .*test_constr", caplog.text)
     assert module.model is None
 
@@ -306,7 +306,7 @@ def test_what_makes_no_parameters_is_left_alone():
     module = Later(Net)
     module.configure_model()
     before = {slot.name: slot.tensor for slot in find_slots(module)}
-    assert draw_blueprint(module, module.configure_model, [0, 1]) is None
+    assert make_blueprint(module, module.configure_model, [0, 1]) is None
     assert all(slot.tensor is before[slot.name] for slot in find_slots(module))
 
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import split_batch
-from lightning_pipeoffload.runtime.users_code.snapshot import is_same_look, look_at
-from lightning_pipeoffload.runtime.users_code.step_call import copy_part
+from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, is_unchanged
+from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, call_step, linear_blocks
@@ -125,10 +125,10 @@ def test_what_is_one_tensor_for_all_is_changed_for_each_microbatch_alone():
 def test_copies_have_the_form_and_the_identities_of_what_they_copy():
     tensor = torch.ones(2)
     value = {"a": tensor, "b": [tensor, (tensor, "text")], "c": Batch(tensor)}
-    copied = copy_part(value)
+    copied = copy_batch(value)
     assert copied["a"] is copied["b"][0] is copied["b"][1][0] is copied["c"].x is not tensor
-    before = look_at(copied)
-    assert is_same_look(before, look_at(copied))
+    before = fingerprint(copied)
+    assert is_unchanged(before, fingerprint(copied))
     copied["c"].x.add_(1)
-    assert not is_same_look(before, look_at(copied))
+    assert not is_unchanged(before, fingerprint(copied))
     assert value["a"].sum() == 2

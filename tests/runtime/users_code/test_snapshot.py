@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 import pytest
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.attributes import Place, WriteWatch
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import containers_in, unchanged
 
 
@@ -56,7 +56,7 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
     with unchanged(module), watch.watching():
         module.values.append(2)
         module.total = 1
-        watch.look(Place(0, is_in_block=False))
+        watch.compare(StepPoint(0, is_in_block=False))
         watch.finish()
     assert [write.variable.label for write in watch.writes] == ["self.total", "self.values"]
     assert len([*containers_in(OrderedDict(a=[1]))]) == 2
