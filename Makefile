@@ -1,8 +1,9 @@
 # make train   trains the demo GPT over two pipeline ranks on the CPU
 # make test    runs lint, types and tests
+# make docs    builds the documentation site in build/site, and fails on a warning
 # make gpu     what one GPU tells, in less than eight minutes, with the python that it is given:
 #              make gpu PYTHON=python3
-# The first two make the environment that they need, and again when pyproject.toml changes.
+# The first three make the environment that they need, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 # Installed first and pinned, so that a machine which has this version's CPU wheel takes that one: the
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # Without bytecode every rank compiles torch and lightning anew at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test gpu
+.PHONY: train test docs gpu
 # Training and tests, one thread a rank: on two cores they would wait for each other's threads.
 train: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pipeoffload-train trainer=cpu
@@ -24,6 +25,9 @@ test: .venv/installed-test
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist worksteal --durations 10
 
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 gpu:
 	$(PYTHON) -m examples.benchmarks.gpu_check
 
@@ -31,6 +35,10 @@ gpu:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(TORCH)
 	$(BIN)/pip install --editable ".[hydra]"
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/pip install --editable ".[docs]"
 	touch $@
 
 .venv/installed-test: .venv/installed
