@@ -5,9 +5,8 @@ import torch
 
 from examples.benchmarks import offload_emulated, offload_gpu
 from examples.benchmarks.offload_gpu import Size, Variant, measure
-from lightning_pipeoffload.runtime.absent_neighbours import delays_of
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
-from lightning_pipeoffload.runtime.rehearsal import Rehearsal
+from lightning_pipeoffload.runtime.rehearsal import Rehearsal, delays_of
 from lightning_pipeoffload.schedule import Action, Costs, build, lower
 from tests.support.pairs import first
 

@@ -39,12 +39,13 @@ from torch.utils.data import DataLoader
 from examples.benchmarks.auto_choice import LINKS, SHARES, SLOW_STAGE, plans_by_hand
 from examples.benchmarks.emulated import TimedSamples
 from examples.benchmarks.harness import FEATURES, EmulatedModel, quiet_trainer, sleep_on_time
+from examples.benchmarks.late_lane import LateLane
 from examples.benchmarks.offload_emulated import SavingBlock
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime import rank_memory
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from lightning_pipeoffload.schedule import Costs, Schedule, split_fused_backward, steady_period
 from lightning_pipeoffload.schedule.candidates import Option, options
 

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import (
     CopyLanes,
-    InlineLane,
+    Lane,
     StreamLane,
     make_lanes,
 )
@@ -145,7 +145,7 @@ def late_copies(device: torch.device) -> Iterator[str]:
     """Copies that come as late as they can change no gradient."""
     model = Model(64, 4, 64).double().to(device)
     batch, schedule = model.batch(4), build("zb_h1", 2, 4)
-    late = partial(DelayedLane, device) if is_accelerated(device) else InlineLane
+    late = partial(DelayedLane, device) if is_accelerated(device) else Lane
 
     def memory(device: torch.device) -> ActivationMemory:
         return offloading_memory(device, CopyLanes(late(), late()))

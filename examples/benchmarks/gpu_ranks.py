@@ -124,7 +124,7 @@ def gradients_of_rank(
             pipeline.commit()
         executor.stages = pipeline.stages
         pipeline.module.zero_grad()
-        memory.measures_rooms = measures
+        memory.measures_all = measures
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
             executor.run(lower(step), make_microbatches(slices, weights))

@@ -30,7 +30,7 @@ from examples.benchmarks.gpu_ranks import in_two_processes, steps_of_all_schedul
 from lightning_pipeoffload.odc.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime import transport
 from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.message_links import as_bytes
+from lightning_pipeoffload.runtime.transport import as_bytes
 
 _PASS_ON = """
 extern "C" __global__ void pass_on(volatile int* awaited, int least, volatile char* to,

@@ -31,12 +31,11 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.message_links import Link
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.stage import SavedMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
+from lightning_pipeoffload.runtime.transport import Link, ProcessGroupTransport
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     UNMEASURED,
@@ -284,7 +283,7 @@ class ModelStage:
         if store:
             for_w = self._kept.pop(microbatch.index)[1]
             if not fused:
-                gradient = store.pack_for_weight(torch.empty(2))
+                gradient = store.keep_for_weight(torch.empty(2))
                 self._kept[microbatch.index] = for_w, gradient
             del for_w
         self.memory.measure_backward(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
@@ -380,7 +379,7 @@ class Variant:
             SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
         ]
         for host.step, step_plan in plans.items():
-            memory.measures_rooms = host.step == COLD
+            memory.measures_all = host.step == COLD
             executor.start(step_plan, microbatches, reduces)
             executor.expect(step_plan[mesh.rank])
             host.is_in_plan = True  # from the first action on, before which memory is reserved

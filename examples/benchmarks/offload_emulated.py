@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks.harness import FEATURES, EmulatedBlock
+from examples.benchmarks.late_lane import LateLane
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, LateLane
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.rehearsal import AbsentNeighbours, delays_of
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (

@@ -28,10 +28,9 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 )
 
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
-from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.transport import as_bytes, blaming_peers
 
 _DONE = -1
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.launched_processes import signing_as_launcher
 from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
+from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError

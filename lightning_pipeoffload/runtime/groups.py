@@ -18,10 +18,9 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.host_group import HostGroup, World, start_sharing
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import Replicas
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, blaming_peers
+from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
 

@@ -1,35 +1,56 @@
-"""One rank of a longer pipeline, which runs its part of a plan without the others.
+"""One rank of a longer pipeline, which runs its own actions of a plan without the other ranks.
 
-Stages, offload and copies are the real ones; what the others would send comes when the plan says.
+Stages, offload and copies are real. The other ranks' messages arrive when the plan says, counted
+from the message of this rank that they follow from; so a rank that its copies delay is late to the
+end.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from statistics import median
 
-from lightning_pipeoffload.runtime.absent_neighbours import AbsentNeighbours, delays_of
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.accelerator import accelerator_module
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts, measure_costs
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
-from lightning_pipeoffload.schedule import Costs, Schedule, lower, one_at_a_time
+from lightning_pipeoffload.runtime.transport import Transport
+from lightning_pipeoffload.schedule import (
+    COMPUTE,
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    lower,
+    one_at_a_time,
+    simulate,
+)
+from lightning_pipeoffload.schedule.messages import RECVS, SENDS, send_of
+
+_NUM_STREAMS = 16  # of messages that are on their way at once
+_CYCLES = 20_000_000
 
 CutBatch = Callable[[int], Sequence[BatchSlice]]
 """Returns so many microbatches, as the pipeline has cut them."""
 
+Delays = dict[Action, tuple[Action | None, float]]
+"""For a RECV the message that this rank sends before it, and the seconds from there; with None from
+the start of the step."""
+
 
 class Rehearsal:
-    """Steps of one rank.
-
-    Args:
-        pipeline: The rank's part of a module; what is on other ranks may be shapes.
-        memory: Where its activations are kept.
-        cut_batch: Returns microbatches.
-    """
+    """Steps of one rank, whose pipeline may have shapes in place of the other ranks' parameters."""
 
     def __init__(self, pipeline: Pipeline, memory: ActivationMemory, cut_batch: CutBatch) -> None:
         self.pipeline = pipeline
@@ -37,13 +58,14 @@ class Rehearsal:
         self._cut_batch = cut_batch
 
     def run(self, plan: Schedule, costs: Costs | None, num_steps: int) -> float:
-        """Run steps of a plan after one to warm up; return the median of their seconds.
+        """Run ``num_steps`` steps of a lowered plan after one to warm up.
 
         Args:
-            plan: A lowered plan.
-            costs: What the stages of all ranks cost, by which the others are on time; None: they
-                are always ahead.
-            num_steps: How many steps count.
+            costs: Costs of all ranks' stages, from which the other ranks' times follow; None: their
+                messages are always there already.
+
+        Returns:
+            The median of the steps' seconds.
         """
         pipeline, device = self.pipeline, self.pipeline.device
         delays = delays_of(plan, pipeline.rank, costs) if costs else {}
@@ -64,11 +86,123 @@ class Rehearsal:
         return median(seconds[1:])
 
     def measure_stages(self, schedule: Schedule, speed: CopySpeed) -> dict[int, StageCosts]:
-        """Return what each stage of this rank costs, from microbatches one after the other.
-
-        Args:
-            schedule: A schedule of a few microbatches over the same stages.
-            speed: The speed of copies.
-        """
+        """Return the costs of this rank's stages, from a schedule of a few microbatches."""
         self.run(lower(one_at_a_time(schedule)), None, 1)
         return dict(measure_costs(self.executor, speed).stages)
+
+
+class AbsentNeighbours(Transport):
+    """A transport whose peers' messages arrive after the delays of a plan, with made-up values."""
+
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        self._device = device
+        is_host = device.type == "cpu"
+        self._arrivals = _HostArrivals(delays) if is_host else _DeviceArrivals(delays, device)
+        self._specs: dict[Action, list[TensorSpec]] = {}
+        self.start_step()
+
+    def start_step(self) -> None:
+        self._arrivals.start()
+
+    def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
+        self._specs[receive] = specs
+
+    def wait(self, receive: Action) -> list[Tensor]:
+        self._arrivals.wait(receive)
+        return [_made_up(spec, self._device) for spec in self._specs.pop(receive)]
+
+    def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
+        self._arrivals.note(send)
+
+
+class _HostArrivals:
+    """Messages for whose arrival the host sleeps: the CPU has computed all it was given."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    def start(self) -> None:
+        self._since: dict[Action | None, float] = {None: time.perf_counter()}
+
+    def note(self, send: Action) -> None:
+        self._since[send] = time.perf_counter()
+
+    def wait(self, receive: Action) -> None:
+        cause, delay = self._delays.get(receive, (None, 0.0))
+        time.sleep(max(0.0, self._since[cause] + delay - time.perf_counter()))
+
+
+class _DeviceArrivals:
+    """Messages that a kernel on a stream of their own delays.
+
+    If the host waited for the device at each message instead, the device would run dry.
+    """
+
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        self._caused: defaultdict[Action | None, list[tuple[Action, float]]] = defaultdict(list)
+        for receive, (cause, delay) in delays.items():
+            self._caused[cause].append((receive, delay))
+        self._streams = cycle([torch.Stream(device) for _ in range(_NUM_STREAMS)])
+        _sleep(_CYCLES)
+        started = finished_at()
+        _sleep(_CYCLES)
+        self._cycles_per_second = _CYCLES / (finished_at() - started)
+
+    def start(self) -> None:
+        self._arrivals: dict[Action, torch.Event] = {}
+        self.note(None)
+
+    def note(self, send: Action | None) -> None:
+        """Start the delay of the messages that follow from ``send``, or from the step's start."""
+        sent = torch.accelerator.current_stream().record_event()
+        for receive, delay in self._caused[send]:
+            stream = next(self._streams)
+            stream.wait_event(sent)
+            with stream:
+                _sleep(int(delay * self._cycles_per_second))
+            self._arrivals[receive] = stream.record_event()
+
+    def wait(self, receive: Action) -> None:
+        arrival = self._arrivals.pop(receive, None)
+        if arrival is not None:
+            torch.accelerator.current_stream().wait_event(arrival)
+
+
+def _sleep(num_cycles: int) -> None:
+    # Private: the only kernel that takes a time and nothing else of the device.
+    accelerator_module()._sleep(num_cycles)
+
+
+def _made_up(spec: TensorSpec, device: torch.device) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return 1e-3 * torch.randn(spec.shape, dtype=spec.dtype, device=device)
+
+
+def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
+    """Return when each message for a rank arrives in a lowered plan."""
+    ends = {e.action: e.end for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
+    sends = [action for action in plan[rank] if action.kind in SENDS]
+    delays: Delays = {}
+    for receive in (action for action in plan[rank] if action.kind in RECVS):
+        cause = _cause(receive, sends)
+        since = ends[_computed(cause, ends)] if cause else 0.0
+        delays[receive] = cause, ends[_computed(send_of(receive), ends)] - since
+    return delays
+
+
+def _cause(receive: Action, sends: Sequence[Action]) -> Action | None:
+    """Return the last message of this microbatch that the rank has sent before."""
+    _, stage, microbatch = receive
+    ours = [send for send in sends if send.microbatch == microbatch]
+    down = [send for send in ours if send.kind is Kind.SEND_F]
+    if receive.kind is Kind.RECV_F:
+        return max((send for send in down if send.stage < stage), default=None)
+    up = [send for send in ours if send.kind is Kind.SEND_B and send.stage > stage]
+    return min(up) if up else max(down, default=None)
+
+
+def _computed(send: Action, ends: dict[Action, float]) -> Action:
+    """Return the action whose result a message is."""
+    kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.BW)
+    return next(action for k in kinds if (action := send._replace(kind=k)) in ends)

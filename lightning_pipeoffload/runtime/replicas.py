@@ -12,10 +12,9 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.message_links import as_bytes
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.transport import as_bytes, blaming_peers
 
 _Value = TypeVar("_Value")
 

@@ -1,52 +1,56 @@
-"""How tensors travel between the ranks of a pipeline.
+"""Messages between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-probe. A send never waits for the receiver to come round; only the consumer waits::
+probe. A send never waits for the receiver; only the consumer waits::
 
     sender    F0 SEND_F0 F1 SEND_F1 F2 ...              goes on at once
     receiver  post RECV_F0 ... F0, post RECV_F1 ... F1  waits in F0, where the message is used
+
+Over NCCL tensors go as bytes, since it knows fewer dtypes than torch, and through buffers that are
+used again: its group tells the allocator that another stream uses what it sends and receives, and
+the allocator frees such memory only when all work on that stream is done, so each message of a step
+would take fresh memory. gloo reads and writes the host's memory: on an accelerator its messages go
+through pinned memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.message_links import (
-    DEFAULTS,
-    BufferRing,
-    Link,
-    Message,
-    MessageSettings,
-)
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.messages import recv_of
 
-# A gloo tag holds the kind, stage, microbatch and place in the list of one tensor.
+# A gloo tag holds the kind, stage, microbatch and index in the list of one tensor.
 MOST_MICROBATCHES = 1 << 12
 _STAGES, _TENSORS = 1 << 9, 1 << 9
 
 # With fewer examples/benchmarks/hangs.py finds plans that hang.
 _FEWEST_QUEUES = 4
+# Channels of NCCL for one edge: an open receive takes a multiprocessor for each.
+_MOST_CHANNELS = 4
 
 
 class PeerLostError(RuntimeError):
-    """Another rank went away: the cause is to be found there."""
+    """Another rank is gone; the cause is in its own messages."""
 
 
 @contextmanager
 def blaming_peers(what: str) -> Iterator[None]:
-    """Turn what gloo and NCCL raise when another rank is gone into :class:`PeerLostError`.
+    """Turn the errors of gloo and NCCL for a rank that is gone into :class:`PeerLostError`.
 
     An accelerator's own errors surface wherever something waits for it, and are this rank's.
     """
@@ -66,11 +70,17 @@ def says_peer_lost(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     if isinstance(error, (PeerLostError, dist.DistError)):
         return True
-    # What gloo raises has no type of its own.
+    # gloo's errors have no type of their own.
     return isinstance(error, RuntimeError) and "gloo/" in str(error)
 
 
-class Transport(Protocol):
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes of the same memory."""
+    # Not view(-1): a dimension of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class Transport:
     """Moves messages; ``peer`` is always a pipeline rank.
 
     An action names the message at both ends: SEND_F of stage s is received as RECV_F of s + 1,
@@ -78,188 +88,312 @@ class Transport(Protocol):
     """
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Make room for a message that ``peer`` will send."""
+        """Start to receive a message that ``peer`` will send."""
 
     def wait(self, receive: Action) -> list[Tensor]:
         """Return the tensors of a posted message."""
+        raise NotImplementedError
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        """Start sending; never waits."""
+        """Start to send; never waits."""
+        raise NotImplementedError
 
     def release(self, send: Action) -> None:
-        """Let go of what was sent, once it has arrived; it may be long gone."""
+        """Free the tensors of a message that has arrived, if that has not been done."""
 
     def take_back(self) -> None:
-        """Let go of what was sent in this step, all of which has come, and starts anew."""
+        """Free the tensors sent in this step, all of which have arrived; the step starts anew."""
 
     def finish_step(self) -> None:
-        """Let go of what was sent in the step before."""
+        """Free the tensors sent in the step before."""
 
 
-class InProcessTransport:
-    """Between ranks that live in one process: for tests, for one GPU, for rehearsing a rank."""
+class InProcessTransport(Transport):
+    """Between ranks that are in one process: for tests, for one GPU, for rehearsing a rank."""
 
     def __init__(self) -> None:
         self._arrived: defaultdict[Action, deque[list[Tensor]]] = defaultdict(deque)
 
-    def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Do nothing: the tensors themselves are handed over."""
-
     def has_arrived(self, receive: Action) -> bool:
-        """Whether the message was sent."""
         return bool(self._arrived[receive])
 
     def wait(self, receive: Action) -> list[Tensor]:
-        """Return a message that was sent before.
-
-        Raises:
-            RuntimeError: The message was not sent; ranks in one process must take turns.
-        """
         if not self._arrived[receive]:
             raise RuntimeError(f"{receive} is not there yet; run the rank that sends it first")
         return self._arrived[receive].popleft()
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        """Hand the tensors over."""
         self._arrived[recv_of(send)].append(tensors)
 
-    def release(self, send: Action) -> None:
-        """Do nothing: the tensors are the receiver's."""
 
-    def take_back(self) -> None:
-        """Do nothing: nothing is kept here of what was sent."""
+class BufferRing:
+    """Buffers that messages use one after the other.
 
-    def finish_step(self) -> None:
-        """Do nothing: nothing is kept here of what was sent."""
+    The compute lane waits for a message before its buffer is free again::
+
+        send     tensor -- copy --> buffer -- NCCL --> peer;  wait;  back into the ring
+        receive  peer -- NCCL --> buffer;  wait;  -- copy --> tensor;  back into the ring
+
+    Sizes are rounded up by an eighth at most. Since lengths may vary, the buffers that were unused
+    for longest are freed where the ring would have twice the bytes that were ever in use at once.
+    A plan's limit counts them among the bytes that the device held beside activations when it was
+    measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._in_use = self._most_in_use = 0
+        self._device = device
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        size = _size_class(num_bytes)
+        self._in_use += size
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() == size:
+                return self._free.pop(index)
+        self.num_bytes += size
+        while self._free and self.num_bytes > 2 * self._most_in_use:
+            self.num_bytes -= self._free.pop(0).numel()
+        with torch.inference_mode(False):  # a validation may come first
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Free a buffer, once the compute lane has waited for its last message."""
+        self._in_use -= buffer.numel()
+        self._free.append(buffer)
 
 
-class ProcessGroupTransport:
+def _size_class(num_bytes: int) -> int:
+    step = max(512, (1 << num_bytes.bit_length()) >> 4)
+    return max(1, -(-num_bytes // step)) * step
+
+
+@dataclass(frozen=True)
+class Link:
+    """One end of a directed edge, over a group of torch.distributed.
+
+    Tensors go as they are, through a ring's buffers, or through the host's memory. A send never
+    waits: where tensors go through the host, a thread waits for the copy.
+
+    Attributes:
+        peer: The peer's rank in the group.
+        global_rank: The global rank of the peer.
+        device: The device of the tensors.
+        has_dtypes: Whether the group knows dtypes, so that tensors go as bytes; gloo knows none.
+        ring: The buffers of this rank that messages go through.
+        sender: The thread that sends copies on the host.
+    """
+
+    group: Any
+    peer: int
+    global_rank: int
+    device: torch.device
+    has_dtypes: bool = False
+    ring: BufferRing | None = None
+    sender: ThreadPoolExecutor | None = None
+
+    # The group's own methods: dist.isend and irecv cost 90 us more a message on gloo.
+
+    def send(self, tensors: Sequence[Tensor], tag: int) -> Message:
+        """Start to send tensors, with consecutive tags from ``tag`` on."""
+        message = Message(self)
+        for number, tensor in enumerate(map(_plain, tensors), tag):
+            if self.sender is not None:
+                # The thread that reads the copy also keeps it until the message has gone.
+                memory: Any = late_values.start_reading(as_bytes(tensor))
+                work = self.sender.submit(self._send_copy, memory, number)
+            else:
+                memory, data = tensor, as_bytes(tensor) if self.has_dtypes else tensor
+                if self.ring is not None:
+                    memory = self.ring.take(tensor.nbytes)
+                    data = memory[: tensor.nbytes].copy_(as_bytes(tensor))
+                work = self.group.send([data], self.peer, number)
+            message.works.append(work)
+            message.memory.append(memory)
+        return message
+
+    def receive(self, specs: Sequence[TensorSpec], tag: int) -> Message:
+        """Start to receive tensors, with consecutive tags from ``tag`` on."""
+        message = Message(self, specs)
+        for number, spec in enumerate(specs, tag):
+            if self.ring is not None:
+                memory = self.ring.take(spec.num_bytes)
+                data = memory[: spec.num_bytes]
+            elif self.sender is not None:
+                pinned = self.device.type != "cpu"
+                data = memory = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            else:
+                memory = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                data = as_bytes(memory) if self.has_dtypes else memory
+            message.works.append(self.group.recv([data], self.peer, number))
+            message.memory.append(memory)
+        return message
+
+    def _send_copy(self, read: Callable[[], Tensor], tag: int) -> Any:
+        return self.group.send([read()], self.peer, tag)
+
+
+class Message:
+    """Tensors on their way over a link; the memory that torch reads or writes is kept meanwhile.
+
+    ``specs`` describes the tensors of a message that is received, and is None for one that is sent.
+    """
+
+    __slots__ = ("_specs", "link", "memory", "works")
+
+    def __init__(self, link: Link, specs: Sequence[TensorSpec] | None = None) -> None:
+        self.link = link
+        self.works: list[Any] = []
+        self.memory: list[Any] = []
+        self._specs = specs
+
+    def wait(self, action: Action) -> list[Tensor]:
+        """Wait until all tensors are sent, or received; return the received ones.
+
+        Over NCCL the accelerator's stream waits, not the host. ``action`` is for errors.
+        """
+        # Not blaming_peers(): a message formats no text as long as nothing is wrong.
+        try:
+            return self._wait()
+        except RuntimeError as error:
+            _blame_peer(error, f"global rank {self.link.global_rank}, lost in {action}")
+            raise
+
+    def _wait(self) -> list[Tensor]:
+        link, received = self.link, []
+        for index, (work, memory) in enumerate(zip(self.works, self.memory, strict=True)):
+            if self._specs is None:
+                (work.result() if link.sender is not None else work).wait()
+            else:
+                work.wait()
+                received.append(self._tensor_in(memory, self._specs[index]))
+            if link.ring is not None:
+                link.ring.give_back(memory)
+        return received
+
+    def _tensor_in(self, memory: Tensor, spec: TensorSpec) -> Tensor:
+        link = self.link
+        if link.ring is None and link.sender is None:
+            return memory
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=link.device)
+        as_bytes(tensor).copy_(memory[: spec.num_bytes], non_blocking=link.sender is not None)
+        return tensor
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its elements, one after the other."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous()
+
+
+class ProcessGroupTransport(Transport):
     """Between processes, over ``torch.distributed``.
 
-    gloo tells messages apart by tags. NCCL knows no tags and runs what two ranks exchange in one
+    gloo tells messages apart by tags. NCCL knows no tags and runs the messages of two ranks in one
     communicator in one order, so each directed edge has a communicator of its own, and its messages
     arrive in the order of the plan.
 
     Args:
-        mesh: The processes, and which of them are this one's pipeline.
         edges: Directed pairs of pipeline ranks that exchange messages.
-        device: The device that the tensors are on.
-        settings: The settings of messages over NCCL.
+        device: The device of the tensors.
     """
 
-    def __init__(
-        self,
-        mesh: RankMesh,
-        edges: set[tuple[int, int]],
-        device: torch.device,
-        settings: MessageSettings = DEFAULTS,
-    ) -> None:
+    def __init__(self, mesh: RankMesh, edges: set[tuple[int, int]], device: torch.device) -> None:
         self._mesh = mesh
         self._edges = edges
         self._device = device
-        self._settings = settings
         self._backend = _backend_for(device)
         if self._backend == "nccl":
             check_queues()
-        keeps_buffers = self._backend != "gloo" and settings.keeps_buffers
-        self._ring = BufferRing(device) if keeps_buffers else None
+        self._ring = None if self._backend == "gloo" else BufferRing(device)
         self.connect()
 
     def connect(self) -> None:
-        """Make the groups, on all ranks; again: forget what was on its way."""
-        global_ranks, rank, edges = self._mesh.global_ranks, self._mesh.rank, self._edges
-        groups = self._make_groups()
+        """Make the groups, on all ranks; the second time pending messages are forgotten."""
+        rank, groups = self._mesh.rank, self._make_groups()
         self._to: dict[int, Link] = {}
         self._from: dict[int, Link] = {}
-        for edge in sorted(edges):  # in the same order on every rank
+        for edge in sorted(self._edges):  # in the same order on every rank
             source, target = edge
             if source == rank:
-                self._to[target] = link = self._link(groups[edge], global_ranks[target])
-                self._meet(link, link.group.send)
+                self._to[target] = self._connected(groups[edge], target, "send")
             if target == rank:
-                self._from[source] = link = self._link(groups[edge], global_ranks[source])
-                self._meet(link, link.group.recv)
+                self._from[source] = self._connected(groups[edge], source, "recv")
         self._posted: dict[Action, Message] = {}
         self._sent: dict[Action, Message] = {}
         self._sent_before: dict[Action, Message] = {}
 
+    def _connected(self, group: Any, rank: int, exchange: str) -> Link:
+        """Make a link and exchange a first message over it.
+
+        NCCL connects where the first message is posted, and both ends wait there for each other: a
+        rank that posts a receive before it sends would wait for ever.
+        """
+        link = self._link(group, self._mesh.global_ranks[rank])
+        device = torch.device("cpu") if self._backend == "gloo" else self._device
+        with blaming_peers(f"global rank {link.global_rank}, lost while connecting"):
+            getattr(group, exchange)([torch.zeros(1, device=device)], link.peer, 0).wait()
+        return link
+
     def _link(self, group: Any, global_rank: int) -> Link:
-        place = dist.get_group_rank(group, global_rank)
+        peer = dist.get_group_rank(group, global_rank)
         is_gloo = self._backend == "gloo"
         # Each edge has a thread of its own, so that none waits for another.
         sender = ThreadPoolExecutor(1) if is_gloo and _is_staged(self._device) else None
-        return Link(group, place, global_rank, self._device, not is_gloo, self._ring, sender)
+        return Link(group, peer, global_rank, self._device, not is_gloo, self._ring, sender)
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
             return dict.fromkeys(self._edges, self._mesh.make_group(backend="gloo"))
-        is_nccl = self._backend == "nccl"
-        options = self._settings.options(self._mesh.timeout) if is_nccl else None
+        options = nccl_options(self._mesh.timeout) if self._backend == "nccl" else None
         return {
             edge: self._mesh.edge_group(edge, pg_options=options)
             for edge in sorted(self._edges)  # every rank makes them in this order
         }
 
-    def _meet(self, link: Link, exchange: Callable[..., Any]) -> None:
-        """Let the two ends of an edge connect.
-
-        NCCL connects where the first message is posted, and both ends wait there for each other: a
-        rank that posts what it is to receive before it sends would wait for ever.
-        """
-        device = torch.device("cpu") if self._backend == "gloo" else self._device
-        with blaming_peers(f"global rank {link.global_rank}, lost while connecting"):
-            exchange([torch.zeros(1, device=device)], link.place, 0).wait()
-
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
-        """Make room for the tensors and start receiving them."""
         link, tag = self._from[peer], _first_tag(receive, len(specs))
         self._posted[receive] = link.receive(specs, tag)
 
     def wait(self, receive: Action) -> list[Tensor]:
-        """Wait for the tensors; over NCCL the accelerator's stream does, not the host."""
-        return _wait(self._posted.pop(receive), receive)
+        return self._posted.pop(receive).wait(receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        """Start sending, and keep the tensors, or their copies, until they are gone."""
         link, tag = self._to[peer], _first_tag(recv_of(send), len(tensors))
         self._sent[send] = link.send(tensors, tag)
 
     def release(self, send: Action) -> None:
-        """Wait until it has arrived, where the accelerator's stream or, on CPU, the host does.
-
-        Without a wait a gloo send never counts as completed.
-        """
+        # It has arrived, but without a wait a gloo send never counts as completed.
         message = self._sent.pop(send, None)
         if message is not None:
-            _wait(message, send)
+            message.wait(send)
 
     def take_back(self) -> None:
-        """Let go of what was sent in this step, which starts anew on all ranks."""
         for send in [*self._sent]:
             self.release(send)
 
     def finish_step(self) -> None:
-        """Let go of what was sent in the step before; wait for it if a peer is that far behind."""
+        # Waits if a peer is a whole step behind.
         for send, message in self._sent_before.items():
-            _wait(message, send)
+            message.wait(send)
         self._sent, self._sent_before = {}, self._sent
 
 
-def _wait(message: Message, action: Action) -> list[Tensor]:
-    # Not blaming_peers(): a message takes no words as long as nothing is wrong.
-    try:
-        return message.wait()
-    except RuntimeError as error:
-        _blame_peer(error, f"global rank {message.link.global_rank}, lost in {action}")
-        raise
+def nccl_options(timeout: timedelta | None) -> Any:
+    """Return the options of a NCCL group for one edge: few channels, and a high priority."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # private: torch warns where it differs from the group's
+    options.config.min_ctas = 1
+    options.config.max_ctas = _MOST_CHANNELS
+    return options
 
 
 def check_queues() -> None:
-    """Check that the device has enough hardware queues.
-
-    Raises:
-        ValueError: Streams share so few that messages block what the ranks need to receive them.
-    """
+    """Refuse a device with so few hardware queues that messages block their own receivers."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if int(given) < _FEWEST_QUEUES:
         raise ValueError(
@@ -269,12 +403,12 @@ def check_queues() -> None:
 
 
 def _is_staged(device: torch.device) -> bool:
-    """Whether gloo, which reads and writes the host's memory, cannot have a device's own."""
+    """Whether gloo, which reads and writes the host's memory, cannot use a device's own."""
     return device.type != "cpu"
 
 
 def _backend_for(device: torch.device) -> str:
-    """Return what the default group uses for the device, of "cpu:gloo,cuda:nccl" say."""
+    """Return the default group's backend for the device, of "cpu:gloo,cuda:nccl" say."""
     if device.type == "cpu":
         return "gloo"
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))

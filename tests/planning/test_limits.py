@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.planning.limits import device_limit, parse_bytes
-from lightning_pipeoffload.runtime.message_links import BufferRing, Link
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from tests.runtime.test_message_links import LateGroup
+from lightning_pipeoffload.runtime.transport import BufferRing, Link
+from lightning_pipeoffload.schedule import Action
+from tests.runtime.test_links import LateGroup
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_buffers_of_messages_take_what_activations_cannot_have(monkeypatch):
             receives = [link.receive([TensorSpec.of(tensor)], 0) for _ in range(2)]
             sends = [link.send([tensor], 0) for _ in range(2)]
             for message in (*receives, *sends):
-                message.wait()
+                message.wait(Action.parse("0SEND_F0"))
     assert allocator.held == ring.num_bytes == 4 * tensor.nbytes
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10_000, 1 << 20))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 0)

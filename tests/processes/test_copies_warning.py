@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_pipeoffload.processes import launcher
-from lightning_pipeoffload.runtime.memory.machine_memory import MachineMemory
+from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 
 MIB = 1 << 20
 

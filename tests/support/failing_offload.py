@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime import rank_memory
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, InlineLane
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
 from tests.support.fits import SILENT
 from tests.support.offloaded import FailingLane
 
@@ -44,7 +44,7 @@ class Net(L.LightningModule):
 
 
 def make_failing_lanes(device: torch.device, count: int = 2) -> CopyLanes:
-    return CopyLanes(FailingLane(3), InlineLane())
+    return CopyLanes(FailingLane(3), Lane())
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, InlineLane, make_lanes
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane, make_lanes
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 
@@ -92,12 +92,12 @@ class LastMomentLane:
             self._done += 1
 
 
-class FailingLane(InlineLane):
+class FailingLane(Lane):
     """Fails at one of its copies."""
 
     def __init__(self, place: int) -> None:
         self.left = place
 
-    def copy(self, target, source, what):  # type: ignore[no-untyped-def]
+    def copy(self, target, source, description):  # type: ignore[no-untyped-def]
         self.left -= 1
-        super().copy(target[:-1] if self.left == 0 else target, source, what)
+        super().copy(target[:-1] if self.left == 0 else target, source, description)

@@ -1,13 +1,13 @@
-"""What each stage keeps of a microbatch, known from shapes alone: its F and B run without values.
+"""Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
-The step runs as in the probe. What autograd saves goes into a store for each stage, weight
-gradients wait as they would for W, blocks are checkpointed where they are to be: so the bytes are
-those that the stages' own stores count later, on the device.
+The step runs as in the probe. The tensors that autograd saves go into a store for each stage,
+weight gradients wait for W, blocks are checkpointed as configured: so the bytes are those that the
+stages' own stores count later, on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,13 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.accelerator import is_on
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.saved_tensor import Resident, Saved, cast_parameter
+from lightning_pipeoffload.runtime.memory.saved_tensor import Saved
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,
     OffloadSettings,
@@ -45,96 +44,40 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, us
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
-from lightning_pipeoffload.schedule.actions import Part
-
-
-class _SavedShape:
-    """A saved tensor without a value: its meta tensor is kept as that of a device would be."""
-
-    def __init__(self, saved: Saved, tensor: ShapeOnly) -> None:
-        self._saved = saved
-        self._place = tensor.device, tensor.origins
-
-    def unpack(self) -> Tensor:
-        return ShapeOnly(self._saved.unpack(), *self._place)
-
-
-class ShapeStore(ActivationStore):
-    """An activation store that counts shape-only tensors as the device's own."""
-
-    def __init__(self, name: str, resident: Collection[int], device: torch.device) -> None:
-        lanes = make_lanes(torch.device("cpu"), count=1)  # nothing is ever copied
-        super().__init__(name, resident, OffloadSettings(device, lanes, HostMemory(pinned=False)))
-        self._device = device
-
-    @override
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
-        return not (tensor.is_meta or is_on(tensor, self._device))
-
-    @override
-    def _pack(self, tensor: Tensor, part: Part) -> Saved:
-        if not isinstance(tensor, ShapeOnly):
-            return super()._pack(tensor, part)
-        if self._stays(tensor.meta) or cast_parameter(tensor) is not None:
-            return _SavedShape(Resident(tensor.meta), tensor)
-        return _SavedShape(self._keep(tensor.meta, part), tensor)
-
-    @override
-    def pack_for_weight(self, tensor: Tensor) -> Saved:
-        if not isinstance(tensor, ShapeOnly):
-            return super().pack_for_weight(tensor)
-        return _SavedShape(super().pack_for_weight(tensor.meta), tensor)
 
 
 class StageStores(WeightInputKeeper):
-    """The stores of all stages, of which the one in turn is given what autograd saves.
+    """The stores of all stages; the one of the stage that runs, ``turn``, gets the tensors."""
 
-    Attributes:
-        stores: These.
-        turn: The stage that runs.
-    """
-
-    def __init__(self, stores: Sequence[ShapeStore]) -> None:
+    def __init__(self, stores: Sequence[ActivationStore]) -> None:
         self.stores = stores
         self.turn = 0
 
-    @property
-    def store(self) -> ShapeStore:
-        """The store of the stage in turn."""
-        return self.stores[self.turn]
-
     def pack(self, tensor: Tensor) -> Saved:
-        """Keep a tensor that autograd saves."""
-        return self.store.pack(tensor)
+        return self.stores[self.turn].pack(tensor)
 
     @override
     def pack_weight_input(self, x: Tensor) -> Saved:
-        return self.store.pack_weight_input(x)
+        return self.stores[self.turn].pack_weight_input(x)
 
-    def pack_for_weight(self, tensor: Tensor) -> Saved:
-        """Keep a tensor that waits for W from now on."""
-        return self.store.pack_for_weight(tensor)
+    def keep_for_weight(self, tensor: Tensor) -> Fetch:
+        return self.stores[self.turn].keep_for_weight(tensor)
 
     @override
     def unpack(self, packed: Any) -> Tensor:
-        return self.store.unpack(packed)
+        return self.stores[self.turn].unpack(packed)
 
     @override
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
-        # Only its shape is read, by B as by W.
-        return self.unpack(packed), self.fetch(packed)
-
-    def fetch(self, saved: Saved) -> Fetch:
-        """Return what W calls to have a kept tensor."""
-        return self.store.fetch(saved)
+        return self.stores[self.turn].unpack_for_b(packed)
 
 
 def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
-    """Return what every stage keeps of one microbatch, from a run without values.
+    """Return the saved bytes of every stage for one microbatch, from a run without values.
 
     Args:
-        pipeline: One rank's part of a module that is cut; the module is left as it was.
-        part: The microbatch, as the pipeline has cut it.
+        pipeline: One rank's pipeline; its module is not changed.
+        part: A microbatch of that pipeline.
 
     Raises:
         ValueError: The step needs values, or there is no loss.
@@ -172,9 +115,11 @@ class _MeasuringPass(StepTrace):
     @contextmanager
     def keeping(self) -> Iterator[None]:
         resident = self._note_resident()
-        device = self._part.device
+        lanes = make_lanes(torch.device("cpu"))  # nothing is copied
+        settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
         names = (f"stage {stage}" for stage in range(len(self.found)))
-        self._stores = StageStores([ShapeStore(name, resident, device) for name in names])
+        stores = (ActivationStore(n, resident, settings, counts_shapes=True) for n in names)
+        self._stores = StageStores([*stores])
         self._queue = WeightGradQueue(keeper=self._stores)
         defers = not self._part.record.starts_backward
         with (
@@ -187,7 +132,7 @@ class _MeasuringPass(StepTrace):
                 yield
 
     def _note_resident(self) -> set[int]:
-        """Mark the stand-ins as the parameters are; return what is on the device anyway."""
+        """Mark the stand-ins of parameters as parameters; return the storages that stay."""
         found = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
         for slot in find_slots(self._module):
             tensor: Any = slot.tensor
@@ -212,7 +157,7 @@ class _MeasuringPass(StepTrace):
 
     @override
     def _drop(self, written: Tensor) -> bool:
-        """Leave out what metrics, say, count behind the blocks: here nobody reads it."""
+        """Drop writes behind the blocks too, as metrics make them: nothing reads them here."""
         return super()._drop(written) or self.segment == len(self.chain)
 
     def _begin_stage(self, stage: int) -> None:
@@ -249,13 +194,13 @@ class _MeasuringPass(StepTrace):
         self._come_back_to(-1)
 
     def let_go(self) -> None:
-        """Take the hooks away: autograd holds them where Python does not see a circle."""
+        """Remove the hooks: autograd holds them, so that Python finds no reference cycle."""
         for hook in self._hooks:
             hook.remove()
 
     def _come_back_to(self, stage: int, *gradient: Tensor) -> None:
-        """Measure the stages whose B is over; autograd has run all that came after this one."""
-        while self._is_backward and self._stores.turn > stage:  # else it is the step's own
+        """Measure the stages behind ``stage``, whose B autograd has finished."""
+        while self._is_backward and self._stores.turn > stage:  # else a backward of the step's own
             turn = self._stores.turn
             self.found[turn].measure_backward(self._queue, self._stores.stores[turn])
             if not turn:

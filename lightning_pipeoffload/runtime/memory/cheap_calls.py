@@ -1,8 +1,9 @@
-"""Calls of cheap operations, remembered so that their results can be computed again.
+"""Calls of cheap operations, recorded so that their results can be computed again.
 
 A norm, an activation or a dropout mask costs far less time than its result costs memory
-(PipeOffload, section 4; "selective recomputation" of Korthikanti et al., 2022). A call here is an
-operation with its inputs, each of which is a tensor that is kept or the result of another call.
+(PipeOffload, section 4; "selective recomputation" of Korthikanti et al., 2022). A call is recorded
+with its inputs, each of which is a saved tensor or the result of another call. Recording happens
+below autograd, where a result is seen before autograd saves it; it keeps no result alive.
 """
 
 from __future__ import annotations
@@ -10,34 +11,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime.randomness import replayed_generator
+from lightning_pipeoffload.runtime.randomness import generator_state, replayed_generator
+from lightning_pipeoffload.runtime.shapes.shape_only import storage_of
 
 aten = torch.ops.aten
 
+_NAMES = (
+    "native_layer_norm", "_fused_rms_norm",
+    "gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "sigmoid", "tanh", "glu",
+    "native_dropout", "_to_copy", "mul.Tensor", "mul.Scalar", "add.Tensor", "pow.Tensor_Scalar",
+)  # fmt: skip
+_RANDOM = {"native_dropout"}
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet, None), overload or "default", None)
+
+
+# The operations, and whether they draw random numbers.
+_CHEAP = {operation: name in _RANDOM for name in _NAMES if (operation := _overload(name))}
+# A longer chain of calls is not cheap, and its inputs would stay alive meanwhile.
+_MAX_DEPTH = 16
+_BERNOULLI = aten.bernoulli_.float
+_DROPOUT = aten.native_dropout.default
+# Dropout on CPU scales its mask in place.
+_IN_PLACE = {aten.div_.Scalar: aten.div.Tensor}
+
 
 class Store(Protocol):
-    """Where tensors stay between F and backward; two functions that autograd's hooks could be."""
+    """Keeps tensors from F to backward, as saved-tensors hooks do."""
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Keep a tensor."""
+    def pack(self, tensor: Tensor) -> Any: ...
 
-    def unpack(self, handle: Any) -> Tensor:
-        """Return what ``pack`` got."""
+    def unpack(self, packed: Any) -> Tensor: ...
 
 
 class ValueSource:
-    """Where a value comes from: a tensor, or a result of a call.
-
-    Args:
-        tensor: The value, where it can only be kept.
-        call: What computes it, where it can be computed.
-        index: The index of the result among the call's.
-    """
+    """The origin of a value: a tensor that can only be saved, or result ``index`` of a call."""
 
     def __init__(
         self, tensor: Tensor | None = None, call: CheapCall | None = None, index: int = 0
@@ -51,25 +70,25 @@ class ValueSource:
 
     @property
     def depth(self) -> int:
-        """Calls in a row that computing the value takes."""
+        """The length of the chain of calls that compute the value."""
         return 0 if self.call is None else self.call.depth
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the tensors that computing the value takes, parameters left out."""
+        """Bytes of the tensors that computing the value reads, without parameters."""
         return self._num_bytes if self.call is None else self.call.bytes_read
 
     @property
     def is_needed_in_b(self) -> bool:
-        """Whether B computes something on the way to the value."""
+        """Whether B computes one of the calls that lead to the value."""
         return self.call is not None and self.call.is_needed_in_b
 
     def kept_as(self, handle: Any, num_bytes: int) -> None:
-        """Take the value, of so many bytes, from the store from now on."""
+        """Read the value, of so many bytes, from the store from now on."""
         self.tensor, self.call, self._handle, self._num_bytes = None, None, handle, num_bytes
 
     def leaves(self) -> Iterator[Tensor]:
-        """Find the tensors that would have to be kept for this value, and are not yet."""
+        """Yield the tensors that would have to be saved for this value and are not yet."""
         if self.call is not None:
             for source in self.call.inputs():
                 yield from source.leaves()
@@ -77,20 +96,19 @@ class ValueSource:
             yield self.tensor
 
     def is_intact(self) -> bool:
-        """Whether nothing that the value comes from was written since."""
+        """Whether none of the tensors that the value comes from was written since."""
         if self.call is not None:
             return all(source.is_intact() for source in self.call.inputs())
         return self.tensor is None or self.tensor._version == self.version
 
     def claim(self, store: Store, for_w: bool) -> None:
-        """Make sure that the value can be had in B or in W, once more than so far."""
+        """Announce one more use of the value, in W or else in B."""
         if self.call is not None:
             self.call.claim(store, for_w)
         elif self.tensor is not None:
             self.kept_as(store.pack(self.tensor), self._num_bytes)
 
     def value(self, store: Store, for_w: bool) -> Tensor:
-        """Return the value."""
         if self.call is not None:
             return self.call.result(self.index, store, for_w)
         return store.unpack(self._handle)
@@ -98,7 +116,7 @@ class ValueSource:
 
 @dataclass
 class _Uses:
-    """Uses of a call's results in B, or in W: announced, done, and the results meanwhile."""
+    """Uses of a call's results in B, or in W, and the results from the first to the last."""
 
     num_claims: int = 0
     num_done: int = 0
@@ -106,16 +124,11 @@ class _Uses:
 
 
 class CheapCall:
-    """One call of an operation.
+    """One call of an operation, whose arguments have a :class:`ValueSource` for each tensor.
 
-    The results are computed at their first use and freed after the last; for B and W apart, so that
-    nothing stays in between.
-
-    Args:
-        operation: An overload of aten.
-        arguments: The arguments of the call, with a :class:`ValueSource` in each tensor's place.
-        options: The keyword arguments of the call, without tensors.
-        generator: Device and state of the generator that the call draws from.
+    The results are computed at their first use and freed after the last; separately for B and W, so
+    that none is alive between them. ``generator`` is the device and state of the generator that the
+    call draws from.
     """
 
     def __init__(
@@ -134,20 +147,16 @@ class CheapCall:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the tensors that computing it takes, parameters left out."""
         return sum(source.bytes_read for source in self.inputs())
 
     @property
     def is_needed_in_b(self) -> bool:
-        """Whether B computes this call, or one of those before it."""
         return self._in_b.num_claims > 0 or any(s.is_needed_in_b for s in self.inputs())
 
     def inputs(self) -> Iterator[ValueSource]:
-        """Return the sources among the arguments."""
         return (argument for argument in self._arguments if isinstance(argument, ValueSource))
 
     def claim(self, store: Store, for_w: bool) -> None:
-        """Announce one more use; the first one makes sure of the inputs."""
         uses = self._in_w if for_w else self._in_b
         if not uses.num_claims:
             for source in self.inputs():
@@ -155,7 +164,6 @@ class CheapCall:
         uses.num_claims += 1
 
     def result(self, index: int, store: Store, for_w: bool) -> Tensor:
-        """Return a result, for one of the uses."""
         uses = self._in_w if for_w else self._in_b
         results = self._compute(store, for_w) if uses.results is None else uses.results
         uses.num_done += 1
@@ -174,36 +182,150 @@ class CheapCall:
         return results if isinstance(results, tuple) else (results,)
 
 
-_NAMES = (
-    "native_layer_norm", "_fused_rms_norm",
-    "gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "sigmoid", "tanh", "glu",
-    "native_dropout", "_to_copy", "mul.Tensor", "mul.Scalar", "add.Tensor", "pow.Tensor_Scalar",
-)  # fmt: skip
-_RANDOM = {"native_dropout"}
+@dataclass
+class _Known:
+    """The source of a live storage's value, as long as the version of its tensor is this one.
+
+    ``storage`` expires with the result; ``geometry`` is size, stride, offset and dtype.
+    """
+
+    storage: StorageWeakRef
+    source: ValueSource
+    version: int
+    geometry: tuple[Any, ...]
 
 
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet, None), overload or "default", None)
+class CallRecorder(TorchDispatchMode):
+    """Records the cheap calls inside of it, on tensors of some types."""
+
+    def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
+        super().__init__()
+        self._kinds = kinds
+        self._known: dict[int, _Known] = {}
+        self._swept_at = 64
+
+    def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
+        """Return source and geometry of the value that a tensor is, or is a view of.
+
+        None: it is unknown, or was written since.
+        """
+        known = self._known.get(_key(tensor))
+        if known is None or known.version != tensor._version or known.storage.expired():
+            return None
+        return known.source, known.geometry
+
+    def forget(self) -> None:
+        """Forget all calls that nothing has claimed."""
+        self._known.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in _CHEAP and self._is_recordable(args, options):
+            return self._run_cheap(func, args, options)
+        if not _writes(func):
+            return func(*args, **options)
+        return self._run_writing(func, args, options)
+
+    def _is_recordable(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        kinds = (*self._kinds, nn.Parameter)
+        return (
+            bool(tensors)
+            and tensors[0] is args[0]
+            and all(type(t) in kinds and _is_plain(t) for t in tensors)
+            and not any(isinstance(value, Tensor) for value in options.values())
+        )
+
+    def _run_cheap(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        generator = _generator_of(args[0]) if _CHEAP[func] else None
+        results = func(*args, **options)
+        outputs = results if isinstance(results, tuple) else (results,)
+        if outputs[0].device == args[0].device:
+            call = CheapCall(func, [self._source_of(a) for a in args], options, generator)
+            for index, output in enumerate(outputs):
+                self._remember(output, ValueSource(call=call, index=index), output._version)
+            if func is _DROPOUT:
+                mask = CheapCall(_dropout_mask(*args), [], {}, generator)
+                self._remember(outputs[1], ValueSource(call=mask), outputs[1]._version)
+        return results
+
+    def _run_writing(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        written = args[0] if args and isinstance(args[0], Tensor) else None
+        call = None if written is None else self._rewrite(func, written, args[1:], options)
+        result = func(*args, **options)
+        for tensor in (*args, *options.values()):
+            if isinstance(tensor, Tensor):
+                self._known.pop(_key(tensor), None)
+        if call is not None and written is not None:
+            # The version counts up after this level has returned.
+            self._remember(written, ValueSource(call=call), written._version + 1)
+        return result
+
+    def _rewrite(
+        self, func: Any, written: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
+    ) -> CheapCall | None:
+        """Return a call that computes what ``func`` is about to write, if there is one."""
+        is_whole = written.numel() * written.itemsize == storage_of(written).nbytes()
+        if type(written) not in self._kinds or not is_whole or options:
+            return None
+        if func is _BERNOULLI:
+            return CheapCall(_bernoulli(written, *rest), [], {}, _generator_of(written))
+        if func in _IN_PLACE and (found := self.find(written)) is not None:
+            return CheapCall(_IN_PLACE[func], [found[0], *rest], {})
+        return None
+
+    def _source_of(self, argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        found = self.find(argument)
+        if found is None or found[1] != _geometry(argument) or found[0].depth >= _MAX_DEPTH:
+            return ValueSource(argument)
+        return found[0]
+
+    def _remember(self, tensor: Tensor, source: ValueSource, version: int) -> None:
+        storage = StorageWeakRef(storage_of(tensor))
+        self._known[_key(tensor)] = _Known(storage, source, version, _geometry(tensor))
+        if len(self._known) >= self._swept_at:
+            self._known = {k: e for k, e in self._known.items() if not e.storage.expired()}
+            self._swept_at = 2 * len(self._known) + 64
 
 
-CHEAP = {operation: name in _RANDOM for name in _NAMES if (operation := _overload(name))}
-"""The operations, and whether they draw random numbers."""
+def _key(tensor: Tensor) -> int:
+    # Private: an address of data can be another storage's later; a weak reference holds this one.
+    return storage_of(tensor)._cdata
 
 
-def bernoulli(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
-    """Return what makes ``like`` as ``like.bernoulli_(probability)`` did, from its shape alone."""
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _generator_of(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    return tensor.device, generator_state(tensor.device)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+@cache
+def _writes(func: Callable[..., Any]) -> bool:
+    return bool(func._schema.is_mutable)  # type: ignore[attr-defined]
+
+
+def _bernoulli(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
+    """Return a function that computes ``like.bernoulli_(probability)`` from the shape alone."""
     make = _empties_like(like)
     return lambda: make().bernoulli_(probability)
 
 
-def dropout_mask(like: Tensor, *options: Any) -> Callable[[], Tensor]:
-    """Return what makes the mask of ``native_dropout(like, *options)``, from the shape alone."""
+def _dropout_mask(like: Tensor, *options: Any) -> Callable[[], Tensor]:
+    """Return a function that computes the mask of ``native_dropout`` from the shape alone."""
     make = _empties_like(like)
     return lambda: aten.native_dropout.default(make(), *options)[1]
 
 
 def _empties_like(like: Tensor) -> Callable[[], Tensor]:
-    """Return what makes tensors of the layout, dtype and device of ``like``, without keeping it."""
     size, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
     return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)

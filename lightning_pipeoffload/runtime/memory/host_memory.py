@@ -1,10 +1,10 @@
 """Host memory for offloaded activations: pinned pieces that are allocated once and reused.
 
-A pinned allocation costs milliseconds and waits for all that the device was given, messages of
-ranks that wait likewise among it. So what a plan needs is reserved before its first step. torch
-rounds each up to a power of two, up to twice of what was asked for; a slab is therefore made of a
-few pieces whose sizes are powers of two already (PipeOffload, section 5, packs into three such
-bins).
+A pinned allocation costs milliseconds and waits for all work that the device was given, including
+messages of ranks that wait likewise. So everything that a plan needs is reserved before its first
+step. torch rounds each pinned allocation up to a power of two, at most doubling it; a slab is
+therefore made of a few pieces whose sizes are powers of two already (PipeOffload, section 5, packs
+into three such bins).
 """
 
 from __future__ import annotations
@@ -13,16 +13,28 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
 from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
-_LEFT_FREE = 0.05  # of the machine's memory, for whoever else needs some
+_LEFT_FREE = 0.05  # of the machine's memory, for other programs
+# For each version of Linux' control groups: folder, files of limit and usage, and the row of
+# memory.stat with the cached files, which count as used though the kernel frees them when needed.
+_CONTROL_GROUPS = {
+    1: (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}
 
 
 class HostMemoryError(RuntimeError):
@@ -31,10 +43,9 @@ class HostMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostBudget:
-    """The most that one rank may take of its host's memory.
+    """The most bytes that one rank may take of its host's memory.
 
     Attributes:
-        num_bytes: The most bytes that the rank may take.
         origin: Where that number is from, for errors.
     """
 
@@ -43,17 +54,13 @@ class HostBudget:
 
     @classmethod
     def given(cls, num_bytes: int) -> HostBudget:
-        """Make what the user asked for."""
         return cls(num_bytes, f"host_memory_limit is {bytes_text(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
-        """Divide what the machine has left, but for a reserve; None where it does not tell.
+        """Divide the machine's available memory, less a reserve; None where it is not known.
 
-        To be called when no rank has taken any yet.
-
-        Args:
-            num_local_ranks: Ranks on this machine.
+        To be called before any of the machine's ``num_local_ranks`` ranks has allocated.
         """
         total, available = machine_memory()
         if not total:
@@ -74,8 +81,7 @@ class HostMemory:
         budget: The most to allocate; None: as much as the machine has.
 
     Attributes:
-        allocated_bytes: The allocated bytes of all pieces.
-        num_allocations: Allocations so far; it does not grow in a step whose sizes were known.
+        num_allocations: Does not grow in a step whose sizes were known before.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
@@ -86,33 +92,27 @@ class HostMemory:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> Slab:
-        """Return room for ``num_bytes``.
-
-        Raises:
-            HostMemoryError: The budget, or the machine's memory, does not allow it.
-        """
+        """Return room for ``num_bytes``, or raise :class:`HostMemoryError`."""
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
 
     def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
-        """Have room for what is taken and given back in an order, before anything is.
+        """Allocate what a plan takes and gives back, before it runs.
 
         Args:
-            slabs: What each slab is for, and its bytes; 0 where it is given back.
-
-        Raises:
-            HostMemoryError: The budget, or the machine's memory, does not allow it.
+            slabs: In the plan's order, a name for each slab with its bytes, or with 0 where it is
+                given back.
         """
         held: dict[Hashable, Slab] = {}
-        for purpose, num_bytes in slabs:
-            if purpose in held:
-                held.pop(purpose).give_back()
+        for name, num_bytes in slabs:
+            if name in held:
+                held.pop(name).give_back()
             if num_bytes:
-                held[purpose] = self.take(num_bytes)
+                held[name] = self.take(num_bytes)
         for slab in held.values():
             slab.give_back()
 
     def give_back(self, pieces: list[Tensor]) -> None:
-        """Let others reuse ``pieces``, once the compute lane has waited for their last copy."""
+        """Return pieces to the pool; the compute lane has waited for their last copy."""
         for piece in pieces:
             self._free[piece.numel()].append(piece)
 
@@ -131,9 +131,8 @@ class HostMemory:
         return piece
 
     def _check_room(self, size: int) -> None:
-        budget = self.budget
-        if budget is not None and self.allocated_bytes + size > budget.num_bytes:
-            raise self._exhausted(size, budget.origin)
+        if self.budget is not None and self.allocated_bytes + size > self.budget.num_bytes:
+            raise self._exhausted(size, self.budget.origin)
         total, available = machine_memory()
         if total and available - size < _LEFT_FREE * total:
             raise self._exhausted(
@@ -156,10 +155,7 @@ class Slab:
         self._pieces = pieces
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (offset, bytes) for the range from ``start`` to ``stop``, which may cross pieces.
-
-        The offset counts from ``start``.
-        """
+        """Yield (offset from ``start``, bytes) of a range, which may cross pieces."""
         first = 0
         for piece in self._pieces:
             low, high = max(start, first), min(stop, first + piece.numel())
@@ -168,13 +164,12 @@ class Slab:
             first += piece.numel()
 
     def give_back(self) -> None:
-        """Return the room to the pool."""
         pieces, self._pieces = self._pieces, []
         self._memory.give_back(pieces)
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Split into powers of two, largest first; the last one covers what is left."""
+    """Split into powers of two, largest first; the last one covers the rest."""
     sizes: list[int] = []
     while num_bytes > 0:
         last = len(sizes) == _MOST_PIECES - 1 or num_bytes <= _SMALLEST_PIECE
@@ -185,5 +180,57 @@ def piece_sizes(num_bytes: int) -> list[int]:
 
 
 def slab_bytes(num_bytes: float) -> int:
-    """Return what a slab of ``num_bytes`` takes of the host's memory."""
+    """Return the bytes of host memory that a slab of ``num_bytes`` takes."""
     return sum(piece_sizes(ceil(num_bytes)))
+
+
+class MachineMemory(NamedTuple):
+    """Bytes of a machine or container; ``total`` is 0 where the system does not say.
+
+    Attributes:
+        available: Bytes that can be allocated without swapping.
+    """
+
+    total: int
+    available: int
+
+
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """Return the least of the machine's memory and the limits of this process's control groups.
+
+    Args:
+        root: The root of the file system.
+    """
+    meminfo = root / "proc/meminfo"
+    if not meminfo.exists():
+        return MachineMemory(0, 0)
+    rows = _table(meminfo)
+    machine = MachineMemory(1024 * rows["MemTotal:"], 1024 * rows["MemAvailable:"])
+    found = [machine, *_control_groups(root)]
+    return MachineMemory(min(m.total for m in found), min(m.available for m in found))
+
+
+def _control_groups(root: Path) -> Iterator[MachineMemory]:
+    """Yield the limits of this process's control group and of its parents, where they have one."""
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, limit_file, usage_file, cached_row = _CONTROL_GROUPS[1 if controllers else 2]
+        names = path.strip("/").split("/")
+        # In a container the path may be the host's, and the container's own group is the top.
+        for depth in range(len(names) + 1):
+            folder = root.joinpath(top, *names[:depth])
+            limit = folder / limit_file
+            if not limit.exists() or (text := limit.read_text().strip()) == "max":
+                continue
+            used = int((folder / usage_file).read_text())
+            cached = _table(folder / "memory.stat").get(cached_row, 0)
+            yield MachineMemory(int(text), max(0, int(text) - used + cached))
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Read lines of a name and a number."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows}

@@ -1,13 +1,13 @@
-"""Keeps less for the backward: what is cheap to compute again is not saved.
+"""Recomputation of cheap values: the backward computes them again instead of reading saved ones.
 
-What autograd saves passes :class:`CheapRecompute`, which gives each tensor either to the hooks
-around it (those of an offload, say), or puts a recipe in its place where that takes less memory:
-the output of a layer norm, whose input is saved anyway, but not that of a ReLU, whose input nobody
-else needs.
+:class:`CheapRecompute` sees every tensor that autograd saves. It passes the tensor on to the
+surrounding hooks (those of an offload, say), or puts a recipe in its place where that takes less
+memory: for the output of a layer norm, whose input is saved anyway, but not for that of a ReLU,
+whose input nothing else needs.
 
-What only W reads, the input of a linear layer, is computed at W and not at B, for which the
-neighbour waits; unless B computes it on the way to something else, or keeping what it comes from
-until W would take more memory than the value.
+The input of a linear layer, which only W reads, is computed in W and not in B, since the next rank
+waits for B; unless B computes it anyway, or the tensors that it is computed from would take more
+memory until W than the value itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.memory.call_recorder import CallRecorder
-from lightning_pipeoffload.runtime.memory.cheap_calls import ValueSource
+from lightning_pipeoffload.runtime.memory.cheap_calls import CallRecorder, ValueSource
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.weight_grad.node import (
@@ -36,17 +35,16 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     saving_hooks,
 )
 
-RECOMPUTE = ("none", "cheap", "full")
 _FOLLOWED = (Tensor, ShapeOnly)
 SMALLEST_NUMEL = 1024
-"""Tensors with fewer elements are kept."""
+"""Tensors with fewer elements are saved."""
 _SMALLEST_SHARE = 1 / 8
-"""Of what computing a tensor reads; a smaller one, such as a norm's mean, is kept."""
+"""Of the bytes that computing a tensor reads; a smaller one, such as a norm's mean, is saved."""
 
 
 @dataclass
 class _Kept:
-    """What the hooks around keep of a tensor, and its version then."""
+    """A tensor in the surrounding hooks, and its version then."""
 
     handle: Any
     version: int
@@ -54,16 +52,11 @@ class _Kept:
 
 @dataclass
 class _Recipe:
-    """How to compute a tensor that is left out: it is a view of what ``source`` computes.
+    """A tensor that is computed again: a view, of this layout, of the value of ``source``.
 
     Attributes:
-        source: The source of a value.
         value_offset: First element of the value in its storage, when F ran.
-        size: The size of the tensor.
-        stride: The stride of the tensor, in elements.
         offset: First element of the tensor in that storage.
-        dtype: The dtype of the tensor.
-        device: The device of the tensor.
         for_w: Whether W alone needs it.
     """
 
@@ -77,62 +70,25 @@ class _Recipe:
     for_w: bool
 
 
-class SurroundingHooks:
-    """A :class:`.cheap_calls.Store`: the saved-tensors hooks in force where it is made, if any."""
-
-    def __init__(self) -> None:
-        hooks: Hooks = saving_hooks() or (_same, _same)
-        self._pack, self._unpack = hooks
-        keeper = self._keeper = keeper_of(hooks)
-        self._pack_weight_input = self._pack if keeper is None else keeper.pack_weight_input
-
-    def pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept:
-        """Keep a tensor; beside autograd, for a node that held its own output would never go."""
-        is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
-        # The hooks tell by its node that a cast parameter need not be kept.
-        detaches = is_in_graph and cast_parameter(tensor) is None
-        kept = tensor.detach() if detaches else tensor
-        pack = self._pack_weight_input if is_weight_input else self._pack
-        return _Kept(pack(kept), tensor._version)
-
-    def unpack(self, handle: _Kept) -> Tensor:
-        """Return it.
-
-        Raises:
-            RuntimeError: The source was written in place meanwhile.
-        """
-        tensor = self._unpack(handle.handle)
-        if tensor is handle.handle and tensor._version != handle.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was written in "
-                f"place after its use (version {tensor._version}, needed {handle.version}); write "
-                f'a copy of it, or use recompute="none" if it works so'
-            )
-        return tensor
-
-    def unpack_for_b(self, handle: _Kept) -> tuple[Tensor, Fetch | None]:
-        """Return what was packed as an input of a deferred operation, or a stand-in."""
-        if self._keeper is None:
-            return self.unpack(handle), None
-        return self._keeper.unpack_for_b(handle.handle)
-
-
 class CheapRecompute(WeightInputKeeper):
-    """What one stage's F of one microbatch saves.
+    """The tensors that one stage's F of one microbatch saves.
 
     Args:
         kinds: The types of the tensors that may be computed again.
     """
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
-        self._store = SurroundingHooks()
+        hooks: Hooks = saving_hooks() or (_same, _same)
+        self._pack_around, self._unpack_around = hooks
+        keeper = self._keeper_around = keeper_of(hooks)
+        self._pack_input_around = self._pack_around if keeper is None else keeper.pack_weight_input
         self._kinds = kinds
         self._recorder = CallRecorder(kinds)
         self._kept: dict[int, StorageWeakRef] = {}
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Decide about what autograd saves inside."""
+        """Decide about the tensors that autograd saves inside."""
         try:
             with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield
@@ -140,12 +96,12 @@ class CheapRecompute(WeightInputKeeper):
             self.end_stage()
 
     def end_stage(self) -> None:
-        """Forget what this stage has computed and keeps."""
+        """Forget the calls and tensors of this stage."""
         self._recorder.forget()
         self._kept.clear()
 
     def pack(self, tensor: Tensor) -> _Kept:
-        """Keep a tensor that a recipe needs: as for B, whose tensors are there in W too."""
+        """Save a tensor that a recipe needs."""
         return self._keep(tensor, is_weight_input=False)
 
     @override
@@ -154,38 +110,43 @@ class CheapRecompute(WeightInputKeeper):
 
     @override
     def unpack(self, packed: _Kept | _Recipe) -> Tensor:
-        return self._store.unpack(packed) if isinstance(packed, _Kept) else self._value(packed)
+        if isinstance(packed, _Recipe):
+            return self._value(packed)
+        tensor = self._unpack_around(packed.handle)
+        if tensor is packed.handle and tensor._version != packed.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was written in "
+                f"place after its use (version {tensor._version}, needed {packed.version}); write "
+                f'a copy of it, or use recompute="none" if it works so'
+            )
+        return tensor
 
     @override
     def unpack_for_b(self, packed: _Kept | _Recipe) -> tuple[Tensor, Fetch | None]:
-        if isinstance(packed, _Kept):
-            return self._store.unpack_for_b(packed)
-        if not packed.for_w:
-            return self._value(packed), None
-        stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
-        return stand_in, partial(self._value, packed)
-
-    def _keep(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
-        self._note(tensor)
-        return self._store.pack(tensor, is_weight_input)
+        if isinstance(packed, _Recipe) and packed.for_w:
+            stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
+            return stand_in, partial(self._value, packed)
+        if isinstance(packed, _Recipe) or self._keeper_around is None:
+            return self.unpack(packed), None
+        return self._keeper_around.unpack_for_b(packed.handle)
 
     def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _Recipe:
         if type(tensor) not in self._kinds:
-            return self._store.pack(tensor, is_weight_input)
+            return self._pass_on(tensor, is_weight_input)
         found = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
         if found is None:
             return self._keep(tensor, is_weight_input)
         source, (size, stride, offset, dtype) = found
         if tensor.dtype == dtype and self._is_worth_it(source, tensor):
-            return self._leave_out(source, offset, tensor, is_weight_input)
+            return self._make_recipe(source, offset, tensor, is_weight_input)
         kept = self._keep(tensor, is_weight_input)
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
-        # What is kept for W alone may be elsewhere when B has to compute something from it.
+        # A tensor that is kept for W alone may be on the host when B has to compute from it.
         if same and not is_weight_input:
             source.kept_as(kept, tensor.nbytes)
         return kept
 
-    def _leave_out(
+    def _make_recipe(
         self, source: ValueSource, value_offset: int, tensor: Tensor, is_weight_input: bool
     ) -> _Recipe:
         for_w = is_weight_input and not source.is_needed_in_b and source.bytes_read <= tensor.nbytes
@@ -212,18 +173,23 @@ class CheapRecompute(WeightInputKeeper):
         kept = self._kept.get(storage_of(tensor)._cdata)
         return kept is not None and not kept.expired()
 
-    def _note(self, tensor: Tensor) -> None:
+    def _keep(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
         storage = storage_of(tensor)
         self._kept[storage._cdata] = StorageWeakRef(storage)
+        return self._pass_on(tensor, is_weight_input)
+
+    def _pass_on(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
+        """Save a tensor in the surrounding hooks, without the graph that it is a part of."""
+        # A node that held its own output would never be freed.
+        is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
+        # The hooks tell by its node that a cast parameter need not be saved.
+        detaches = is_in_graph and cast_parameter(tensor) is None
+        pack = self._pack_input_around if is_weight_input else self._pack_around
+        return _Kept(pack(tensor.detach() if detaches else tensor), tensor._version)
 
 
 def check_recompute(recompute: str) -> None:
-    """Check the argument.
-
-    Raises:
-        ValueError: The value is none of :data:`RECOMPUTE`.
-    """
-    if recompute not in RECOMPUTE:
+    if recompute not in ("none", "cheap", "full"):
         raise ValueError(
             f'recompute must be "none", "cheap" (norms, activations, dropout) or "full" (whole '
             f"blocks), not {recompute!r}"

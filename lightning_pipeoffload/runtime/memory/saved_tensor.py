@@ -1,8 +1,8 @@
-"""What stands for a saved tensor while autograd keeps it: on the device, or on the host.
+"""What autograd keeps in place of a saved tensor, whose bytes are on the device or on the host.
 
-Storages are kept, not tensors: several saved tensors may be views of one, and bytes survive
-whatever the dtype and the strides are. Autograd holds the saved tensors, they hold their storages,
-and nobody else does; so a storage is free as soon as the graph has used it.
+Storages are kept, not tensors: several saved tensors may be views of one, and bytes do not depend
+on dtype and strides. Autograd holds the saved tensors, they hold their storages, and nothing else
+does; so a storage is freed as soon as the graph has used it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule.actions import Part
 
 _VIEWS = {
@@ -26,7 +27,12 @@ class Saved(Protocol):
     """Stands for a saved tensor."""
 
     def unpack(self) -> Tensor:
-        """Return the tensor on the device."""
+        """Return the tensor on the device.
+
+        Raises:
+            WrittenInPlaceError: It was written to since it was saved.
+            RuntimeError: It is on the host.
+        """
 
 
 class WrittenInPlaceError(RuntimeError):
@@ -34,7 +40,7 @@ class WrittenInPlaceError(RuntimeError):
 
 
 class Resident:
-    """A tensor that stays where it is: a parameter, an input of the step, something small."""
+    """A tensor that is never copied: a parameter, an input of the step, a small one."""
 
     def __init__(self, tensor: Tensor) -> None:
         # Detached: an output would hold the node that holds it.
@@ -42,11 +48,6 @@ class Resident:
         self._version = tensor._version
 
     def unpack(self) -> Tensor:
-        """Return it.
-
-        Raises:
-            WrittenInPlaceError: The tensor was written to since it was saved.
-        """
         _check_unchanged(self._tensor, self._version)
         return self._tensor
 
@@ -60,23 +61,27 @@ class Cast:
         self._layout = cast.size(), cast.stride(), cast.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Cast the parameter.
-
-        Raises:
-            WrittenInPlaceError: The parameter was written to.
-        """
         return self._parameter.unpack().to(self._dtype).as_strided(*self._layout)
+
+
+class SavedShape:
+    """A shape-only tensor, whose meta tensor is kept as that of a device would be."""
+
+    def __init__(self, saved: Saved, tensor: ShapeOnly) -> None:
+        self._saved = saved
+        self._device, self._origins = tensor.device, tensor.origins
+
+    def unpack(self) -> Tensor:
+        return ShapeOnly(self._saved.unpack(), self._device, self._origins)
 
 
 class SavedStorage:
     """A storage with the tensors that autograd saved of it.
 
     Attributes:
-        num_bytes: The bytes of the tensor.
         part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
         device_bytes: The storage as bytes; None while it is on the host.
-        start: The tensor's first byte in the slab that it is copied to.
-        description: What errors call the storage.
+        start: The first byte in the slab that it is copied to.
     """
 
     def __init__(self, tensor: Tensor, part: Part) -> None:
@@ -84,83 +89,59 @@ class SavedStorage:
         self.num_bytes = storage.nbytes()
         self.part = part
         self.device = tensor.device
-        self.description = f"the tensor {describe(tensor)}"
+        self.description = f"the tensor {_describe(tensor)}"
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.device_bytes: Tensor | None = empty.set_(storage, 0, (self.num_bytes,), (1,))
         self.start = 0
         self._originals: list[tuple[Tensor, int]] = []
 
     def watch(self, tensor: Tensor) -> int:
-        """Keep a tensor of this storage, and its version; return its place."""
+        """Note a tensor of this storage, and its version; return its index."""
         self._originals.append((tensor.detach(), tensor._version))
         return len(self._originals) - 1
 
-    def original(self, place: int) -> Tensor | None:
-        """Return a watched tensor, if the storage never left the device.
-
-        Raises:
-            WrittenInPlaceError: The tensor was written to since it was saved.
-        """
+    def original(self, index: int) -> Tensor | None:
+        """Return a watched tensor, unchanged; None if the storage has been on the host."""
         if not self._originals:
             return None
-        tensor, version = self._originals[place]
+        tensor, version = self._originals[index]
         _check_unchanged(tensor, version)
         return tensor
 
     def bytes_to_copy(self) -> Tensor:
-        """Return the storage as bytes, as it was saved.
-
-        Raises:
-            WrittenInPlaceError: The tensor was written to since it was saved.
-            RuntimeError: The tensor is on the host.
-        """
+        """Return the storage as bytes, unchanged since it was saved."""
         self._check_unchanged()
         if self.device_bytes is None:
             raise RuntimeError(f"{self.description} is on the host already")
+        return self.device_bytes
+
+    def free(self) -> None:
+        """Free the device's memory, which is unchanged since it was saved."""
+        self._check_unchanged()
+        self._originals.clear()
+        self.device_bytes = None
+
+    def allocate(self) -> Tensor:
+        """Allocate memory on the device again, for a copy to fill."""
+        self.device_bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         return self.device_bytes
 
     def _check_unchanged(self) -> None:
         for tensor, version in self._originals:
             _check_unchanged(tensor, version)
 
-    def free(self) -> None:
-        """Let go of the device's memory.
-
-        Raises:
-            WrittenInPlaceError: The tensor was written to since it was saved.
-        """
-        self._check_unchanged()
-        self._originals.clear()
-        self.device_bytes = None
-
-    def allocate(self) -> Tensor:
-        """Make room on the device again, for a copy to fill."""
-        self.device_bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        return self.device_bytes
-
 
 class SavedTensor:
-    """A view of a :class:`SavedStorage`.
-
-    Args:
-        storage: The storage of the tensor.
-        tensor: What autograd saved.
-    """
+    """A view of a :class:`SavedStorage`."""
 
     def __init__(self, storage: SavedStorage, tensor: Tensor) -> None:
         self._storage = storage
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._place = storage.watch(tensor)
+        self._index = storage.watch(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor, a view of what came back if it had left.
-
-        Raises:
-            WrittenInPlaceError: The tensor was written to since it was saved.
-            RuntimeError: The tensor is on the host.
-        """
-        original = self._storage.original(self._place)
+        original = self._storage.original(self._index)
         if original is not None:
             return original
         if self._storage.device_bytes is None:
@@ -171,7 +152,6 @@ class SavedTensor:
         return empty.set_(self._storage.device_bytes.untyped_storage(), *self._layout)
 
     def stand_in(self) -> Tensor:
-        """Return a tensor of the same shape that takes no memory and has no value."""
         return make_stand_in(self._layout[1], self._dtype, self._storage.device)
 
 
@@ -180,8 +160,7 @@ def make_stand_in(size: torch.Size, dtype: torch.dtype, device: torch.device) ->
     return torch.empty(1, dtype=dtype, device=device).expand(size)
 
 
-def describe(tensor: Tensor) -> str:
-    """Name a tensor by shape and dtype."""
+def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -213,6 +192,6 @@ def _covers(tensor: Tensor, parameter: Tensor | None) -> bool:
 def _check_unchanged(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise WrittenInPlaceError(
-            f"the tensor {describe(tensor)} was written in place after autograd had saved it; "
+            f"the tensor {_describe(tensor)} was written in place after autograd had saved it; "
             f"write to a copy"
         )

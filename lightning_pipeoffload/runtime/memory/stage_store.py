@@ -1,19 +1,30 @@
-"""What F keeps of one stage and microbatch, and what B leaves for W: counted, and sent to the host.
+"""The saved tensors of one stage and microbatch: counted, and copied to the host and back.
 
-``pack`` and ``unpack`` are the hooks of autograd's saved tensors. Parameters, inputs of the step
-and small tensors stay where they are; of everything else each storage is kept once. A plan's
-OFFLOAD, FREE and RELOAD move the storages.
+``pack`` and ``unpack`` are autograd's saved-tensors hooks. Parameters, inputs of the step and small
+tensors are never copied; of all others each storage is kept once. A plan's OFFLOAD, FREE and RELOAD
+move the storages.
 
 The input of a deferred linear layer is read by W alone: B gets a stand-in for it, and it may stay
 on the host until W.
+
+Copies run on lanes of their own. The compute lane allocates and frees every device buffer, after
+waiting for the copy that used it; so the allocator needs no ``record_stream``. A copy back waits
+for the copy to the host by itself, whether or not the compute lane did::
+
+    compute  F  offload  . . .  free  . . .  reload  . . .  arrive  B
+    d2h           [ to the host ]
+    h2d                                        [ back ]
+    device   =========================         ======================
+    host          ==========================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,32 +33,36 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import is_on
-from lightning_pipeoffload.runtime.memory.host_copies import HostCopies, Rooms
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
+from lightning_pipeoffload.runtime.memory.ledger import Held
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Cast,
     Resident,
     Saved,
+    SavedShape,
     SavedStorage,
     SavedTensor,
     cast_parameter,
 )
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.schedule.actions import Part
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
 _ALL = Part.FOR_B | Part.FOR_W | Part.GRADIENT
+_ALIGNMENT = 64
+
+HostBytes = dict[Part, int]
+"""The most bytes of the host that each part of a stage's saved tensors has needed so far."""
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Where activations go.
+    """Lanes and memory for the copies of one rank.
 
     Attributes:
-        device: The device of the rank; what is elsewhere stays there.
-        lanes: The lanes that copies run on.
-        host: Memory for what is copied.
+        device: The device of the rank; tensors elsewhere are never copied.
         largest_to_stay: The most elements of a tensor that is not worth a copy; 1024, as in the
             implementation that came with PipeOffload.
     """
@@ -59,19 +74,33 @@ class OffloadSettings:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return what all tensors of one storage have in common."""
+    """Return the identity of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata  # private: a shape's storage has no other address
 
 
+@dataclass(eq=False)
+class _Copied:
+    """Storages of one part that were copied to the host together, and come back together.
+
+    ``copied`` and ``loaded`` are events of the lanes.
+    """
+
+    part: Part
+    storages: Sequence[SavedStorage]
+    slab: Slab
+    copied: Any
+    loaded: Any = None
+
+
 class ActivationStore(WeightInputKeeper):
-    """One stage's saved tensors of one microbatch.
+    """The saved tensors of one stage and microbatch.
 
     Args:
-        name: The name of stage and microbatch, for errors.
+        name: Stage and microbatch, for errors.
         resident: Addresses of storages that stay on the device anyway.
-        settings: Where activations go.
-        rooms: The most bytes that each part of the stage has taken of the host so far.
+        host_bytes: Shared by the stage's stores, so that slabs of all microbatches have one size.
+        counts_shapes: Whether tensors without values count as if they were on the device.
     """
 
     def __init__(
@@ -79,129 +108,90 @@ class ActivationStore(WeightInputKeeper):
         name: str,
         resident: Collection[int],
         settings: OffloadSettings,
-        rooms: Rooms | None = None,
+        host_bytes: HostBytes | None = None,
+        counts_shapes: bool = False,
     ) -> None:
         self._name = name
         self._resident = resident
         self._settings = settings
+        self._host_bytes = {} if host_bytes is None else host_bytes
+        self._counts_shapes = counts_shapes
         self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._num_storages = 0
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        rooms = {} if rooms is None else rooms
-        self._copies = HostCopies(settings.lanes, settings.host, rooms)
+        self._leaving: list[_Copied] = []
+        self._away: list[_Copied] = []
+        self._returning: list[_Copied] = []
+
+    # What autograd saves
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what autograd saves inside."""
+        """Keep the tensors that autograd saves inside."""
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Keep a tensor that autograd saves."""
         return self._pack(tensor, Part.FOR_B)
 
     @override
     def pack_weight_input(self, x: Tensor) -> Saved:
         return self._pack(x, Part.FOR_W)
 
-    def pack_for_weight(self, tensor: Tensor) -> Saved:
-        """Keep a tensor that waits for W from now on."""
-        if self._stays(tensor):
-            return Resident(tensor)
-        return self._keep(tensor, Part.GRADIENT)
+    def keep_for_weight(self, tensor: Tensor) -> Fetch:
+        """Keep an output gradient until W; return the function by which W gets it."""
+        return partial(self.unpack, self._pack(tensor, Part.GRADIENT))
 
     @override
     def unpack(self, packed: Saved) -> Tensor:
-        """Return a kept tensor.
-
-        Raises:
-            RuntimeError: The tensor is not on the device, or has been written to.
-        """
         with self._named():
             return packed.unpack()
 
     @override
     def unpack_for_b(self, packed: Saved) -> tuple[Tensor, Fetch | None]:
         if isinstance(packed, SavedTensor):
-            return packed.stand_in(), self.fetch(packed)
+            return packed.stand_in(), partial(self.unpack, packed)
+        if isinstance(packed, SavedShape):  # B reads no value of it, nor does W
+            return self.unpack(packed), partial(self.unpack, packed)
         return self.unpack(packed), None
 
-    def fetch(self, saved: Saved) -> Fetch:
-        """Return what W calls to have a kept tensor."""
-        return partial(self.unpack, saved)
-
-    def offload(self) -> None:
-        """Start the copy of everything here to the host.
-
-        Raises:
-            RuntimeError: Something was written to since it was saved, or the host is full.
-        """
-        with self._named():
-            for part, storages in self._parts_on_device():
-                self._copies.offload(part, storages)
-
-    def measure_rooms(self) -> None:
-        """Note how much of the host each part takes that may be copied there from now on."""
-        for part, storages in self._parts_on_device():
-            self._copies.measure(part, storages)
-
-    def free(self) -> None:
-        """Let the compute lane wait for the copies, and drop what they copied."""
-        with self._named():
-            self._copies.free()
-        self._by_address.clear()  # what is free may be another storage's address
-
-    def reload(self, parts: Part) -> None:
-        """Allocate what is on the host of some parts, and start the copy back."""
-        with self._named():
-            self._copies.reload(parts)
-
-    def arrive(self, parts: Part) -> None:
-        """Let the compute lane wait for what comes back, and give the host's room back."""
-        with self._named():
-            self._copies.arrive(parts)
-
-    def drop(self) -> None:
-        """Keep nothing for a backward that will not come."""
-        with self._named():
-            self._copies.drop()
-
     def leave_for_weight(self) -> None:
-        """Say that B has run: what B needed and is still here waits for W, as the gradients do."""
+        """After B: its tensors that are still in use wait for W, as output gradients do."""
         for storage in self._storages.values():
             if storage.part == Part.FOR_B:
                 storage.part = Part.GRADIENT
 
     def saved_bytes(self, parts: Part = _ALL) -> int:
-        """Bytes of some parts, wherever they are."""
+        """Bytes of some parts, on the device or the host."""
         return sum(s.num_bytes for s in list(self._storages.values()) if s.part in parts)
 
-    def device_bytes(self) -> int:
-        """Bytes on the device, copies under way included."""
-        return sum(storage.num_bytes for storage in self._on_device())
-
-    def host_bytes(self) -> int:
-        """Bytes on the host, copies under way included."""
-        return self._copies.num_bytes
-
-    def moving_bytes(self) -> int:
-        """Bytes of copies that nobody has waited for yet."""
-        return self._copies.moving_bytes
+    @property
+    def held(self) -> Held:
+        moving = _num_bytes([*self._leaving, *self._returning])
+        on_device = sum(storage.num_bytes for storage in self._on_device())
+        return Held(on_device, moving + _num_bytes(self._away), moving)
 
     def _pack(self, tensor: Tensor, part: Part) -> Saved:
-        if self._stays(tensor):
-            return Resident(tensor)
-        parameter = cast_parameter(tensor)
-        return self._keep(tensor, part) if parameter is None else Cast(parameter, tensor)
-
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
-        # A tensor of the host would be copied by it, and not behind the lane's other copies.
-        return not is_on(tensor, self._settings.device)
+        is_shape = self._counts_shapes and isinstance(tensor, ShapeOnly)
+        plain: Tensor = tensor.meta if is_shape else tensor  # type: ignore[attr-defined]
+        saved: Saved
+        if self._stays(plain):
+            saved = Resident(plain)
+        else:
+            parameter = None if part == Part.GRADIENT else cast_parameter(tensor)
+            if parameter is None:
+                saved = self._keep(plain, part)
+            else:
+                saved = Resident(plain) if is_shape else Cast(parameter, tensor)
+        return SavedShape(saved, tensor) if is_shape else saved  # type: ignore[arg-type]
 
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
-        if self._is_elsewhere(tensor):
+        # The host itself would copy a tensor of the host, and not behind the lane's other copies.
+        if not is_on(tensor, self._settings.device) and not (
+            self._counts_shapes and tensor.is_meta
+        ):
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return True
@@ -224,17 +214,110 @@ class ActivationStore(WeightInputKeeper):
     def _on_device(self) -> list[SavedStorage]:
         return [s for s in self._storages.values() if s.device_bytes is not None]
 
-    def _parts_on_device(self) -> Iterator[tuple[Part, list[SavedStorage]]]:
-        for part in Part:
-            storages = [s for s in self._on_device() if s.part == part]
-            if storages:
-                yield part, storages
+    # Copies
+
+    def offload(self) -> None:
+        """Start to copy all storages to the host.
+
+        Raises:
+            WrittenInPlaceError: One was written to since it was saved.
+            HostMemoryError: The host has no room.
+        """
+        with self._named():
+            self.measure_host_bytes()
+            lane = self._settings.lanes.d2h
+            for part, storages in self._by_part():
+                slab = self._settings.host.take(self._host_bytes[part])
+                lane.wait_for_compute()
+                for storage in storages:
+                    source, what = storage.bytes_to_copy(), f"{storage.description} to the host"
+                    _copy(lane, storage, source, slab, what, to_host=True)
+                self._leaving.append(_Copied(part, storages, slab, lane.mark()))
+
+    def measure_host_bytes(self) -> None:
+        """Note how many bytes of the host each part on the device would take."""
+        for part, storages in self._by_part():
+            size = 0
+            for storage in storages:
+                storage.start = size
+                size += -(-storage.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._host_bytes[part] = max(self._host_bytes.get(part, 0), size)
+
+    def free(self) -> None:
+        """Make the compute lane wait for the copies to the host, and free the device's memory.
+
+        Raises:
+            WrittenInPlaceError: A storage was written to while it was copied.
+            CopyError: A copy has failed.
+        """
+        with self._named():
+            for group in self._leaving:
+                self._settings.lanes.d2h.hold_compute(group.copied)
+                for storage in group.storages:
+                    storage.free()
+        self._away += self._leaving
+        self._leaving = []
+        self._by_address.clear()  # another storage may get a freed address
+
+    def reload(self, parts: Part) -> None:
+        """Allocate the storages of some parts that are on the host, and start to copy them back."""
+        lane = self._settings.lanes.h2d
+        with self._named():
+            for group in [group for group in self._away if group.part in parts]:
+                self._away.remove(group)
+                targets = [storage.allocate() for storage in group.storages]
+                lane.wait_for_compute()
+                lane.wait_for(group.copied)
+                for storage, target in zip(group.storages, targets, strict=True):
+                    what = f"{storage.description} from the host"
+                    _copy(lane, storage, target, group.slab, what, to_host=False)
+                group.loaded = lane.mark()
+                self._returning.append(group)
+
+    def arrive(self, parts: Part) -> None:
+        """Make the compute lane wait for copies back, and return the host's memory to the pool."""
+        with self._named():
+            for group in [group for group in self._returning if group.part in parts]:
+                self._returning.remove(group)
+                self._settings.lanes.h2d.hold_compute(group.loaded)
+                group.slab.give_back()
+
+    def drop(self) -> None:
+        """Return the host's memory once the compute lane has waited; no backward will come."""
+        lanes = self._settings.lanes
+        with self._named():
+            for group in self._returning:
+                lanes.h2d.hold_compute(group.loaded)
+            for group in [*self._leaving, *self._away]:
+                lanes.d2h.hold_compute(group.copied)
+        for group in [*self._leaving, *self._away, *self._returning]:
+            group.slab.give_back()
+        self._leaving, self._away, self._returning = [], [], []
+
+    def _by_part(self) -> list[tuple[Part, list[SavedStorage]]]:
+        found = [(part, [s for s in self._on_device() if s.part == part]) for part in Part]
+        return [(part, storages) for part, storages in found if storages]
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say whose tensors an error is about."""
+        """Put stage and microbatch before an error's message."""
         try:
             yield
         except RuntimeError as error:
             error.args = (f"{self._name}: {error}",)
             raise
+
+
+def _copy(
+    lane: Lane, storage: SavedStorage, on_device: Tensor, slab: Slab, what: str, to_host: bool
+) -> None:
+    for offset, piece in slab.parts(storage.start, storage.start + storage.num_bytes):
+        part = on_device[offset : offset + piece.numel()]
+        if to_host:
+            lane.copy(piece, part, what)
+        else:
+            lane.copy(part, piece, what)
+
+
+def _num_bytes(groups: Iterable[_Copied]) -> int:
+    return sum(storage.num_bytes for group in groups for storage in group.storages)

@@ -42,13 +42,8 @@ class WeightGrad(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Keeps what waits for W, on the device or elsewhere."""
-
-    def pack_for_weight(self, tensor: Tensor) -> Any:
-        """Keep a tensor."""
-
-    def fetch(self, saved: Any) -> Callable[[], Tensor]:
-        """Return what gives the tensor back."""
+    def keep_for_weight(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a tensor until W; return the function by which W gets it."""
 
 
 class WeightGradQueue:
@@ -86,7 +81,7 @@ class WeightGradQueue:
         """Keep a tensor for W; return what gives it back."""
         if self.keeper is None or self.immediate:
             return lambda: tensor
-        return self.keeper.fetch(self.keeper.pack_for_weight(tensor))
+        return self.keeper.keep_for_weight(tensor)
 
     @property
     def is_waiting(self) -> bool:

@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, InlineLane
+from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, Lane
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.actions import Part
@@ -303,7 +303,7 @@ def test_host_memory_exhausted():
 @pytest.mark.parametrize("lane", ["d2h", "h2d"])
 def test_a_copy_that_fails(lane):
     def memory(device):
-        lanes = {"d2h": InlineLane(), "h2d": InlineLane(), lane: FailingLane(2)}
+        lanes = {"d2h": Lane(), "h2d": Lane(), lane: FailingLane(2)}
         return ActivationMemory(
             OffloadSettings(device, CopyLanes(**lanes), HostMemory(False), largest_to_stay=0)
         )

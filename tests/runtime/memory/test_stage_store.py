@@ -22,7 +22,7 @@ def make_store(resident=(), largest_to_stay=0):
 def there_and_back(store):
     store.offload()
     store.free()
-    assert store.device_bytes() == 0
+    assert store.held.device == 0
     store.reload(EVERYTHING)
     store.arrive(EVERYTHING)
 
@@ -60,7 +60,8 @@ def test_what_is_not_on_the_ranks_device_stays_where_it_is():
     store = ActivationStore("stage 1, microbatch 2", (), settings)
     on_host = torch.ones(9)
     assert isinstance(store.pack(on_host), Resident)
-    assert isinstance(store.pack_for_weight(on_host), Resident)
+    kept = store.keep_for_weight(on_host)
+    assert (store.held.device, kept().sum()) == (0, 9)
     assert isinstance(make_store().pack(elsewhere), Resident)
 
 
@@ -74,7 +75,7 @@ def test_a_device_without_an_index_is_any_of_its_kind():
 def test_aliases_are_kept_once():
     store, base = make_store(), BASE.clone()
     saved = [store.pack(view) for view in (base, base[1:], base.t(), base.view(-1))]
-    assert store.device_bytes() == base.nbytes
+    assert store.held.device == base.nbytes
     there_and_back(store)
     first, *views = [store.unpack(handle) for handle in saved]
     addresses = {view.untyped_storage().data_ptr() for view in views}
@@ -86,7 +87,7 @@ def test_parameters_and_small_tensors_stay():
     store = make_store({weight.untyped_storage().data_ptr()}, largest_to_stay=1024)
     saved = [store.pack(tensor) for tensor in (weight, weight.t(), weight[3:], small)]
     assert all(isinstance(handle, Resident) for handle in saved)
-    assert store.device_bytes() == 0
+    assert store.held.device == 0
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t()], ids=["cast", "view of a cast"])
@@ -140,9 +141,9 @@ def test_what_the_graph_has_used_is_no_longer_counted():
     store, x = make_store(), torch.randn(8, requires_grad=True)
     with store.recording():
         y = x.exp().sin().sum()
-    assert store.device_bytes() == x.nbytes  # exp's output is sin's input
+    assert store.held.device == x.nbytes  # exp's output is sin's input
     y.backward()
-    assert store.device_bytes() == 0
+    assert store.held.device == 0
 
 
 def test_a_users_own_hooks_win_inside_them():
@@ -168,7 +169,7 @@ def test_host_and_moving_bytes():
     held = []
     for step in (store.offload, store.free, lambda: store.reload(EVERYTHING)):
         step()
-        held.append((store.device_bytes(), store.host_bytes(), store.moving_bytes()))
+        held.append(store.held)
     assert held == [(400, 400, 400), (0, 400, 0), (400, 400, 400)]
     store.arrive(EVERYTHING)
-    assert (store.host_bytes(), store.unpack(saved).nbytes) == (0, 400)
+    assert (store.held.host, store.unpack(saved).nbytes) == (0, 400)

@@ -11,16 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.runtime.message_links import (
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.transport import (
     BufferRing,
     Link,
-    MessageSettings,
     as_bytes,
+    nccl_options,
 )
-from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.schedule import Action
 from tests.runtime.test_transport import make_message
 
 CPU = torch.device("cpu")
+SEND, RECEIVE = Action.parse("0SEND_F0"), Action.parse("1RECV_F0")
 
 
 class LateGroup:
@@ -76,8 +78,8 @@ def test_any_tensor_goes_over(kind, tensor):
     sent = link.send([tensor], 0)
     if kind == "staged":
         link.sender.submit(int).result()  # by now it is on its way
-    (found,) = receive.wait()
-    sent.wait()
+    (found,) = receive.wait(RECEIVE)
+    sent.wait(SEND)
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(as_bytes(found), as_bytes(tensor.resolve_conj().resolve_neg().contiguous()))
 
@@ -88,8 +90,8 @@ def test_what_was_sent_may_be_written_right_away(kind):
     sent = link.send([tensor], 0)
     receive = link.receive([TensorSpec.of(tensor)], 0)
     tensor.zero_()
-    sent.wait()
-    assert torch.equal(receive.wait()[0], torch.arange(4.0))
+    sent.wait(SEND)
+    assert torch.equal(receive.wait(RECEIVE)[0], torch.arange(4.0))
 
 
 def test_buffers_are_used_one_message_after_the_other():
@@ -99,9 +101,9 @@ def test_buffers_are_used_one_message_after_the_other():
     for step in range(3):
         receives = [link.receive([TensorSpec.of(tensor)], 0) for _ in range(2)]
         sends = [link.send([tensor * (2 * step + place)], 0) for place in range(2)]
-        kept += [receive.wait()[0] for receive in receives]
+        kept += [receive.wait(RECEIVE)[0] for receive in receives]
         for sent in sends:
-            sent.wait()
+            sent.wait(SEND)
         assert ring.num_bytes == 4 * 512
     assert [float(tensor[0]) for tensor in kept] == [0, 1, 2, 3, 4, 5]
 
@@ -123,8 +125,8 @@ def test_a_buffer_whose_message_is_on_its_way_is_not_used():
     sends = [link.send([torch.full((4,), value)], 0) for value in (1.0, 2.0)]
     receives = [link.receive([TensorSpec(torch.Size([4]), torch.float32, False)], 0) for _ in sends]
     for sent in sends:
-        sent.wait()
-    assert [float(receive.wait()[0][0]) for receive in receives] == [1.0, 2.0]
+        sent.wait(SEND)
+    assert [float(receive.wait(RECEIVE)[0][0]) for receive in receives] == [1.0, 2.0]
 
 
 class Options:
@@ -137,10 +139,8 @@ class Options:
 
 def test_nccl_gets_few_channels_and_a_high_priority(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    found = MessageSettings().options(timedelta(minutes=1))
+    found = nccl_options(timedelta(minutes=1))
     assert found.is_high_priority_stream
     assert (found.config.min_ctas, found.config.max_ctas) == (1, 4)
     assert found._timeout == timedelta(minutes=1)
-    plain = MessageSettings(max_channels=None, is_urgent=False).options(None)
-    assert not plain.is_high_priority_stream
-    assert plain.config.max_ctas is None
+    assert not hasattr(nccl_options(None), "_timeout")
