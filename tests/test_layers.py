@@ -35,7 +35,6 @@ LAYERS = (
     "runtime/mesh",
     "runtime/transport",
     "runtime/host_group",
-    "runtime/buckets",
     "runtime/pending_parameters",
     "runtime/replicas",
     "runtime/gradient_reduction",

@@ -117,7 +117,7 @@ class PostValidation:
     def start(self, snapshot: OptimizerSnapshot) -> None:
         """Begin with the next step of the snapshot's optimizer; all processes call it."""
         self._snapshot, self.is_on = snapshot, True
-        self._group.connect_borders()
+        self._group.connect_boundary()
 
     def assumes_norm(self) -> bool:
         """Whether the step at hand is taken as if nothing had to be clipped."""

@@ -24,9 +24,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets, share_out
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.replicas import Replicas
+from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets, share_out
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 

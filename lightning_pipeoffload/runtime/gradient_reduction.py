@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.buckets import Bundle, in_buckets
-from lightning_pipeoffload.runtime.replicas import Replicas
+from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets
 from lightning_pipeoffload.runtime.step.stage_gradients import StageGradient
 
 _Holder = Tensor | StageGradient  # of a gradient, in ``grad``
@@ -30,9 +29,8 @@ class GradientReduction:
     """Gives each parameter of a rank the mean of its gradients over the replicas.
 
     Args:
-        replicas: The rank's counterparts.
         parameters: The rank's parameters by name, each with the rank's stages that use it.
-        apart: Gradients that are kept apart from those parameters, by a name for each.
+        apart: Gradients of single stages that are kept apart from those parameters, by name.
     """
 
     def __init__(
@@ -52,56 +50,47 @@ class GradientReduction:
         self._final: dict[str, None] = {}
         self._done: set[int] = set()
         self._num_started = 0
-        self._told: Callable[[], None] = _nothing
+        self._wait_for_union: Callable[[], None] = _nothing
 
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
-        """Take all gradients of a stage for final, but for those of the W's to come.
+        """Note that a stage's last B has run: its gradients are final but for ``coming``.
 
-        Args:
-            stage: A stage whose last B has run.
-            coming: The parameters that its W's to come are for.
+        Those parameters' gradients become final in W's that are yet to run.
         """
         if not self._done:
-            self._notice_trained()
+            self._note_trained()
         self._done.add(stage)
         later = {self._names[id(parameter)] for parameter in coming}
-        self._take(name for name in self._trained if name not in later)
+        self._add_final(name for name in self._trained if name not in later)
 
     def finish(self, parameter: Tensor) -> None:
-        """Take the gradient of a parameter for final, whose last W has run."""
+        """Note that the last W of a parameter has run."""
         name = self._names[id(parameter)]
         if name in self._trained:
-            self._take([name])
+            self._add_final([name])
 
     def wait(self) -> None:
-        """Let all gradients be the means; all replicas call it, after the last W of the plan."""
-        self._notice_trained()
+        """Wait until all gradients are means; all replicas call it after the plan's last W."""
+        self._note_trained()
         self._final.update(dict.fromkeys(self._trained))
         buckets = self._buckets = self._buckets or self._make_buckets()
         for bucket in buckets[self._num_started :]:
             bucket.start(self._replicas)
-        self._told()  # one step back
+        self._wait_for_union()  # of the step before
         absent = [name for bucket in buckets for name in bucket.absent]
         here = torch.tensor([name not in absent for name in self._trained], dtype=torch.uint8)
-        self._told = self._replicas.start_union(here)
+        self._wait_for_union = self._replicas.start_union(here)
         for bucket in buckets:
             bucket.end()
         if absent:
-            self._told()
-            self._leave_out(name for name in absent if not here[self._trained.index(name)])
+            self._wait_for_union()
+            for name in absent:
+                if not here[self._trained.index(name)]:  # on any replica
+                    self._holders[name].grad = None
         self._begin()
 
-    def _leave_out(self, names: Iterable[str]) -> None:
-        """Give no gradient to what has none on any replica."""
-        for name in names:
-            self._holders[name].grad = None
-
     def _make_buckets(self) -> list[_Bucket]:
-        """Make buckets, in the order in which gradients became final on replica 0.
-
-        Raises:
-            RuntimeError: Replica 0 trains other parameters here.
-        """
+        """Make buckets, in the order in which gradients became final on replica 0."""
         order: list[str] = self._replicas.first(list(self._final))
         if different := sorted({*order} ^ {*self._trained}):
             raise RuntimeError(
@@ -109,12 +98,12 @@ class GradientReduction:
                 f"freeze and unfreeze alike on all ranks"
             )
         tensors = {name: self._tensors[name] for name in order}
-        return [_Bucket(part, tensors, self._holders) for part in in_buckets(tensors)]
+        return [_Bucket(names, tensors, self._holders) for names in in_buckets(tensors)]
 
     def abandon(self) -> None:
-        """Forget what was under way, after an error."""
+        """Forget pending sums, after an error."""
         self._buckets = None
-        self._told = _nothing
+        self._wait_for_union = _nothing
         self._begin()
 
     def _begin(self) -> None:
@@ -122,12 +111,12 @@ class GradientReduction:
         self._done.clear()
         self._num_started = 0
 
-    def _notice_trained(self) -> None:
+    def _note_trained(self) -> None:
         trained = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
         if trained != self._trained:
             self._trained, self._buckets = trained, None
 
-    def _take(self, names: Iterable[str]) -> None:
+    def _add_final(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self._stages and self._stages[name] <= self._done:
                 self._final.setdefault(name)
@@ -139,22 +128,10 @@ class GradientReduction:
 
 
 class _Bucket:
-    """Gradients that are summed together.
-
-    Args:
-        names: The names of their parameters.
-        tensors: Parameters by name.
-        holders: What has the gradient of each.
-
-    Attributes:
-        absent: The names of those that have no gradient here in this step.
-    """
+    """Gradients that are summed together; ``absent`` names those that this rank has not."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        tensors: Mapping[str, Tensor],
-        holders: Mapping[str, _Holder],
+        self, names: Sequence[str], tensors: Mapping[str, Tensor], holders: Mapping[str, _Holder]
     ) -> None:
         self.names = frozenset(names)
         self._tensors = {name: tensors[name] for name in names}
@@ -163,16 +140,15 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self, replicas: Replicas) -> None:
-        """Start the sum, of what makes up the mean."""
         self.absent = [name for name, holder in self._holders.items() if holder.grad is None]
         for name in self.absent:
             self._holders[name].grad = torch.zeros_like(self._tensors[name])
-        self._bundle = Bundle([*self._of_each()])
+        self._bundle = Bundle([*self._gradients()])
         flat = self._bundle.flat
-        flat.div_(replicas.num)  # before they are added: so half precision has room
+        flat.div_(replicas.num)  # before they are added, so that half precision does not overflow
         self._wait = replicas.start_sum(torch.view_as_real(flat) if flat.is_complex() else flat)
 
-    def _of_each(self) -> Iterator[Tensor]:
+    def _gradients(self) -> Iterator[Tensor]:
         for name, holder in self._holders.items():
             gradient = holder.grad
             assert gradient is not None
@@ -184,7 +160,7 @@ class _Bucket:
             yield gradient
 
     def end(self) -> None:
-        """Wait for the sum; let the gradients have it."""
+        """Wait for the sum, and give the gradients their values."""
         self._wait()
         self._bundle.unpack()
         del self._bundle, self._wait

@@ -1,7 +1,7 @@
-"""The ranks of one pipeline as processes: what they do together.
+"""The ranks of one pipeline as processes, and their collectives.
 
-Nothing here is in the steady path but the sum of shared gradients, the norm if gradients are
-clipped, and the batch's comparison, for which nobody waits.
+In the steady path are the sum of shared gradients, the norm if gradients are clipped, and the
+batch's comparison, for which no rank waits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.host_group import HostGroup, World, start_sharing
-from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.host_group import HostGroup, World
+from lightning_pipeoffload.runtime.mesh import RankMesh, abort_abandoned_groups
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
@@ -25,13 +25,9 @@ from lightning_pipeoffload.schedule import Schedule
 
 
 class _Shared(NamedTuple):
-    """A parameter of this rank that others have too.
+    """A parameter of this rank that ``ranks`` have too; ``is_first``: this is the first of them.
 
-    Attributes:
-        parameter: This rank's parameter.
-        ranks: The ranks that have it.
-        is_first: Whether this rank is the first of them.
-        always_trains: A function that says whether each step gives one of them a gradient.
+    ``always_trains`` says whether each step gives one of them a gradient.
     """
 
     parameter: Tensor
@@ -39,24 +35,16 @@ class _Shared(NamedTuple):
     is_first: bool
     always_trains: Callable[[], bool]
 
-    def sum(self, group: Any) -> None:
-        """Sum the gradients of all of them, in their group."""
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
-        dist.all_reduce(self.parameter.grad, group=group)
-
 
 class PipelineGroup(RankMesh, HostGroup):
-    """What the processes of a pipeline do together, as one of them sees it.
+    """The processes of this process's pipeline.
 
     Args:
-        schedule: The schedule, which says which rank holds which stage.
-        global_rank: The global rank of this process.
+        schedule: Says which rank holds which stage.
         device: The device on which this rank computes.
         timeout: How long a rank waits for another; None: as torch does, whatever the default
             group's is.
-        num_replicas: The number of replicas of the pipeline.
-        rank_order: Which global ranks are neighbours; see :class:`RankMesh`.
+        rank_order: Whose global ranks are neighbours; see :class:`RankMesh`.
 
     Attributes:
         world: All processes, those of other replicas too.
@@ -79,30 +67,28 @@ class PipelineGroup(RankMesh, HostGroup):
         self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._shared: list[_Shared] = []
         self._sharing: dict[tuple[int, ...], Any] = {}
+        abort_abandoned_groups()
 
     def _connect(self) -> None:
         self.world = World(self)
         self.replicas.connect()
-        self.host_group, self._side_group = self.world.host_group, self.world.side_group
+        self.host_group, self.side_group = self.world.host_group, self.world.side_group
         if self.num_replicas > 1:
             self.host_group = self.make_group(backend="gloo")
-            self._side_group = self.make_group(backend="gloo")
+            self.side_group = self.make_group(backend="gloo")
         self._device_group = self.device_group()
 
     def renew(self) -> None:
-        """Connect anew, on all ranks: what was under way between them was broken off."""
+        """Connect anew, on all ranks, after their pending exchanges were broken off."""
         self.abort_device_groups()
         self._connect()
         self._sharing = {ranks: self.device_group(ranks) for ranks in self._sharing}
         self.transport.connect()
 
     def place(self, schedule: Schedule) -> None:
-        """Be the ranks of another schedule from now on; all processes call it, between steps.
+        """Hold the stages of another schedule, for as many ranks; all processes call it.
 
-        The processes of a pipeline stay those, and so do the counterparts of each.
-
-        Args:
-            schedule: The schedule, for as many ranks.
+        Between steps only. The processes of a pipeline and their counterparts stay the same.
         """
         if schedule.placement == self.stage_ranks:
             return
@@ -110,9 +96,11 @@ class PipelineGroup(RankMesh, HostGroup):
         self.transport = ProcessGroupTransport(self, self._edges(), self.device)
 
     def _edges(self) -> set[tuple[int, int]]:
-        hops = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
-        downstream = {(a, b) for a, b in hops if a != b}
+        pairs = zip(self.stage_ranks, self.stage_ranks[1:], strict=False)
+        downstream = {(a, b) for a, b in pairs if a != b}
         return downstream | {(b, a) for a, b in downstream}
+
+    # Values of one rank for others
 
     @override
     def gather(self, obj: Any) -> list[Any]:
@@ -120,17 +108,10 @@ class PipelineGroup(RankMesh, HostGroup):
         by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
 
-    def start_sharing(self, number: int, src: int) -> Callable[[], int]:
-        """Return a function that waits for the number of global rank ``src``."""
-        root = dist.get_group_rank(self._side_group, src)
-        return start_sharing(self._side_group, number, root)
-
     def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
-        """Return, on each rank's host, a copy of a tensor that one of them has.
+        """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
-        Args:
-            tensor: That rank's tensor, or what has its shape.
-            source: The global rank that has it.
+        The other ranks pass a tensor of the same shape and dtype.
         """
         found = torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.global_rank == source:
@@ -140,11 +121,9 @@ class PipelineGroup(RankMesh, HostGroup):
         return found
 
     def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
-        """Return, on this rank's device, a tensor that a rank of the pipeline has.
+        """Return, on this rank's device, the tensor of a pipeline rank; None: of the root.
 
-        Args:
-            tensor: That rank's tensor, or what has its shape.
-            rank: A pipeline rank; None: the root.
+        The other ranks pass a tensor of the same shape and dtype.
         """
         if self.num_ranks == 1:
             return tensor.to(self.device)
@@ -157,8 +136,10 @@ class PipelineGroup(RankMesh, HostGroup):
             dist.broadcast(as_bytes(found), source, group=self._device_group)
         return tensor if is_source and tensor.device == self.device else found
 
+    # Parameters that several ranks have
+
     def share(self, pipeline: Pipeline) -> None:
-        """Agree on what several ranks own: their first one's value counts."""
+        """Copy the first owner's value of shared parameters, and the root's of common buffers."""
         sharing = pipeline.tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
         self._shared = []
@@ -172,41 +153,47 @@ class PipelineGroup(RankMesh, HostGroup):
             _broadcast(buffer, self.root, self._device_group)
 
     def sum_shared_gradients(self) -> None:
-        """Give all owners of a parameter the sum of their gradients; none where nobody has one."""
+        """Give all owners of a parameter the sum of their gradients; None where none has one."""
         with blaming_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
-                if shared.parameter.requires_grad and self._has_gradient(shared):
-                    shared.sum(self._sharing[shared.ranks])
+                parameter, group = shared.parameter, self._sharing[shared.ranks]
+                if not parameter.requires_grad or not self._has_gradient(shared, group):
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
 
-    def _has_gradient(self, shared: _Shared) -> bool:
+    def _has_gradient(self, shared: _Shared, group: Any) -> bool:
         """Whether any rank has a gradient of the parameter; asks only where that is not known."""
         if shared.always_trains():
             return True
         found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self._sharing[shared.ranks])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return bool(found)
 
     def part_shared_gradients(self) -> None:
-        """Leave each sum to one of its owners, so that what follows is counted once."""
+        """Keep each sum on the first of its owners, so that later sums over ranks count it once."""
         for shared in self._shared:
             if not shared.is_first:
                 shared.parameter.grad = None
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank is the one that counts a parameter in what is summed over ranks."""
+        """Whether this rank counts a parameter in sums over ranks."""
         return all(shared.is_first for shared in self._shared if shared.parameter is parameter)
 
-    def connect_borders(self) -> None:
+    # Norms
+
+    def connect_boundary(self) -> None:
         """Make the group for :meth:`start_adding`; all processes call it."""
-        self._border_group = self.make_group(backend="gloo")
+        self._boundary_group = self.make_group(backend="gloo")
 
     def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Start to add numbers of all ranks, beside what else they do; return what waits for them.
+        """Start to add float64 numbers on the hosts of all ranks, in place.
 
-        Args:
-            numbers: This rank's, on the host, in float64.
+        Returns:
+            A function that waits for the sums.
         """
-        work = self._border_group.allreduce([numbers])
+        work = self._boundary_group.allreduce([numbers])
 
         def wait() -> Tensor:
             with blaming_peers("lost a rank while computing the gradient's norm"):
@@ -223,7 +210,7 @@ class PipelineGroup(RankMesh, HostGroup):
         return found
 
     def sum(self, own: Tensor) -> Tensor:
-        """Return the sum over all ranks of what each has for its gradients."""
+        """Return the sum of a tensor over all ranks, on the device."""
         total = own.to(self.device, copy=True)
         with blaming_peers("lost a rank while computing the gradient's norm"):
             dist.all_reduce(total, group=self._device_group)
@@ -232,7 +219,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
-    """Let a tensor have the value of another rank's, whatever its dtype and layout are."""
+    """Copy another rank's value into a tensor of any dtype and layout."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(as_bytes(data), source, group=group)
     tensor.detach().copy_(data)

@@ -1,4 +1,4 @@
-"""Processes that tell each other what their hosts know: those of a pipeline, or all of a run."""
+"""Processes that exchange values of their hosts over gloo: those of a pipeline or of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.transport import blaming_peers
@@ -20,18 +19,16 @@ _NO_LIMIT = timedelta(days=7)
 class HostGroup:
     """Processes with a group over gloo.
 
-    Args:
-        group: That process group.
-
     Attributes:
-        host_group: That process group; another one when the processes connect anew.
+        host_group: That group; another one when the processes connect anew.
+        side_group: Another group, whose collectives run beside those of a step.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, side_group: Any = None) -> None:
         self.host_group = group
+        self.side_group = side_group
 
     def barrier(self) -> None:
-        """Wait for all of them."""
         with blaming_peers("lost a rank in a barrier"):
             dist.barrier(group=self.host_group)
 
@@ -50,31 +47,36 @@ class HostGroup:
         return found
 
     def agree(self, decision: bool, unanimous: bool) -> bool:
-        """Return whether all, or else any, of them say yes."""
+        """Return whether all, or else any, of them decide so."""
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
+    def start_sharing(self, number: int, src: int) -> Callable[[], int]:
+        """Return a function that waits for the number of global rank ``src``."""
+        box = torch.tensor([int(number)])
+        # The group's own method: that of torch.distributed takes twice as long.
+        work = self.side_group.broadcast(box, dist.get_group_rank(self.side_group, src))
+
+        def wait() -> int:
+            with blaming_peers("lost a rank while agreeing with it"):
+                work.wait()
+            return int(box)
+
+        return wait
+
 
 class World(HostGroup):
-    """All processes of a run, those of every replica.
-
-    Args:
-        mesh: The processes.
-
-    Attributes:
-        size: How many there are.
-        side_group: Another process group, whose collectives run beside those of a step.
-    """
+    """All processes of a run, those of every replica."""
 
     def __init__(self, mesh: RankMesh) -> None:
-        super().__init__(mesh.make_world_group(backend="gloo"))
+        groups = [mesh.make_world_group(backend="gloo") for _ in range(2)]
+        super().__init__(*groups)
         self.size = mesh.world_size
-        self.side_group = mesh.make_world_group(backend="gloo")
         self._mesh = mesh
 
     @contextmanager
     def waiting_as_long_as_it_takes(self) -> Iterator[None]:
-        """Do inside what takes some longer than others, and wait for all of them, without limit."""
+        """Wait at the end for all processes, some of which may take longer than the timeout."""
         if self.size == 1:
             yield
             return
@@ -83,26 +85,3 @@ class World(HostGroup):
         with blaming_peers("lost a rank while it compiled"):
             dist.barrier(group=group)
         dist.destroy_process_group(group)
-
-    # The group's own method: that of torch.distributed takes twice as long.
-
-    def start_telling(self, number: int) -> Callable[[], int]:
-        """Return a function that waits for the number of global rank 0."""
-        return start_sharing(self.side_group, number, 0)
-
-
-def start_sharing(group: Any, number: int, root: int) -> Callable[[], int]:
-    """Return a function that waits for the number that the rank ``root`` of a group has."""
-    box = torch.tensor([int(number)])
-    return waiting(group.broadcast(box, root), box)
-
-
-def waiting(work: Any, box: Tensor) -> Callable[[], int]:
-    """Return a function that waits for a number that is on its way."""
-
-    def wait() -> int:
-        with blaming_peers("lost a rank while agreeing with it"):
-            work.wait()
-        return int(box)
-
-    return wait

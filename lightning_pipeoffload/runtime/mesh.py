@@ -1,18 +1,19 @@
-"""Who is who among the processes: replicas of a pipeline, its ranks, and the groups of them.
+"""The processes of a run: replicas of a pipeline, its ranks, and the process groups of them.
 
-Three questions have an answer of their own, and are asked here only: which *global rank* a process
-is (Lightning's), which *rank* of its pipeline it is, and whether it is the *root*, which has the
-last stage, computes the loss and so has the step's outcome.
+Three numbers are defined here only: a process's *global rank* (Lightning's), its *rank* in its
+pipeline, and the *root*, the process of a pipeline that holds the last stage and computes the loss.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.schedule import Schedule
@@ -29,19 +30,15 @@ class RankMesh:
         replica 1        7  6  5  4                    7  5  3  1        root is its lowest
 
     Args:
-        schedule: The schedule, which says which rank holds which stage.
-        global_rank: The global rank of this process.
+        schedule: Says which rank holds which stage.
         timeout: How long members of a group wait for each other; None: as torch does.
-        num_replicas: The number of replicas.
-        rank_order: Which global ranks are neighbours, "pipeline_inner" or "data_inner".
+        rank_order: Whose global ranks are neighbours: those of a pipeline ("pipeline_inner"), or of
+            a stage's replicas ("data_inner").
 
     Attributes:
-        device: The device of this process.
-        timeout: How long members of a group wait for each other; None: as torch does.
         mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
         replica: The replica of this process.
         rank: The rank of this process in its pipeline.
-        global_rank: The global rank of this process.
         global_ranks: The global rank of each rank of its pipeline.
         stage_ranks: The rank of every stage.
     """
@@ -59,6 +56,8 @@ class RankMesh:
         self.timeout = timeout
         self.global_rank = global_rank
         self._device_groups: dict[Hashable, Any] = {}
+        self._all_groups: list[Any] = []
+        weakref.finalize(self, _abandon, self._all_groups).atexit = False
         self._lay_out(schedule, num_replicas, rank_order)
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
@@ -81,25 +80,21 @@ class RankMesh:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the pipeline has."""
         return len(self.global_ranks)
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas of the pipeline there are."""
         return len(self._table)
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
         return self.num_replicas * self.num_ranks
 
     def replica_of(self, global_rank: int) -> int:
-        """Return the replica of a process."""
         return next(n for n, row in enumerate(self._table) if global_rank in row)
 
     def place_of(self, global_rank: int) -> str:
-        """Say where a process is, "replica 1, stage 3"; nothing where there is one replica."""
+        """Describe a process, "replica 1, stage 3"; empty where there is one replica."""
         if self.num_replicas == 1:
             return ""
         replica = self.replica_of(global_rank)
@@ -109,18 +104,13 @@ class RankMesh:
 
     @property
     def counterparts(self) -> list[int]:
-        """The global ranks that are this rank of each replica."""
+        """The global ranks of this rank in each replica."""
         return [row[self.rank] for row in self._table]
 
     @property
     def root(self) -> int:
-        """The global rank that has the last stage."""
+        """The global rank that has this pipeline's last stage."""
         return self.global_ranks[self.stage_ranks[-1]]
-
-    @property
-    def first_replica(self) -> list[int]:
-        """The global rank of each rank of replica 0."""
-        return self._table[0]
 
     @property
     def roots(self) -> list[int]:
@@ -128,21 +118,26 @@ class RankMesh:
         return [row[self.stage_ranks[-1]] for row in self._table]
 
     @property
+    def first_replica(self) -> list[int]:
+        """The global rank of each rank of replica 0."""
+        return self._table[0]
+
+    @property
     def is_root(self) -> bool:
-        """Whether this process has the last stage."""
         return self.global_rank == self.root
 
     @property
     def reports(self) -> bool:
-        """Whether this process tells of the whole run: replica 0's root."""
+        """Whether this process reports on the whole run: replica 0's root."""
         return self.global_rank == 0
 
+    # Groups: all processes make them, in the same order, also those that they are not in
+
     def make_group(self, ranks: Iterable[int] | None = None, **options: Any) -> Any:
-        """Make a process group in each replica, which all processes have to do.
+        """Make a process group in each replica, of some ranks of the pipeline or of all.
 
         Args:
-            ranks: Ranks of the pipeline; None: all of them.
-            **options: The options of ``torch.distributed.new_group``.
+            **options: Arguments of ``torch.distributed.new_group``.
 
         Returns:
             The group of this process; None if it is in none.
@@ -150,27 +145,22 @@ class RankMesh:
         return self._make_groups(self._rows(ranks), options)
 
     def make_data_group(self, **options: Any) -> Any:
-        """Make a process group of each rank's counterparts in all replicas; return this one's."""
+        """Make a process group of each rank's counterparts in all replicas; return this rank's."""
         return self._make_groups(self._columns, options)
 
-    def _rows(self, ranks: Iterable[int] | None) -> list[list[int]]:
-        """Return the global ranks of some ranks of each replica; of all of them if None."""
-        chosen = range(self.num_ranks) if ranks is None else [*ranks]
-        return [[row[rank] for rank in chosen] for row in self._table]
-
-    @property
-    def _columns(self) -> list[tuple[int, ...]]:
-        return [*zip(*self._table, strict=True)]
+    def make_world_group(self, **options: Any) -> Any:
+        """Make a process group of all processes."""
+        return self._make_groups([[rank for row in self._table for rank in row]], options)
 
     def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
         """Return the group of a directed edge of each replica over the device's backend."""
         return self._made_once("edge", self._rows(edge), options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
-        """Return the group of some ranks of each replica, all of them if None, on the device.
+        """Return the group of some ranks of each replica, or of all, over the device's backend.
 
-        It is made once, by all processes, and its members meet in it: NCCL connects where a group
-        is first used, in a step perhaps, and connecting waits for all that the device was given.
+        It is made once, and its members meet in it: NCCL connects where a group is first used, in a
+        step perhaps, and connecting waits for all work that the device was given.
         """
         return self._meeting("", self._rows(ranks))
 
@@ -179,12 +169,21 @@ class RankMesh:
         return self._meeting(use, self._columns)
 
     def abort_device_groups(self) -> None:
-        """End what is under way in groups on the device, which wait for each other, for good."""
+        """Abort groups on the device, whose pending collectives wait for each other for ever."""
         for group in self._device_groups.values():
             if group is not None:
-                # Private: the public way to end a group waits for what is under way.
-                dist.distributed_c10d._abort_process_group(group)
+                # Private: the public way to end a group waits for pending collectives.
+                distributed_c10d._abort_process_group(group)
+                self._all_groups.remove(group)  # pending work ends with the last reference
         self._device_groups.clear()
+
+    def _rows(self, ranks: Iterable[int] | None) -> list[list[int]]:
+        chosen = range(self.num_ranks) if ranks is None else [*ranks]
+        return [[row[rank] for rank in chosen] for row in self._table]
+
+    @property
+    def _columns(self) -> list[tuple[int, ...]]:
+        return [*zip(*self._table, strict=True)]
 
     def _meeting(self, use: str, groups: Iterable[Sequence[int]]) -> Any:
         num_before = len(self._device_groups)
@@ -199,28 +198,51 @@ class RankMesh:
             self._device_groups[key] = self._make_groups(key[1], options)
         return self._device_groups[key]
 
-    def make_world_group(self, **options: Any) -> Any:
-        """Make a process group of all processes."""
-        return self._make_groups([[rank for row in self._table for rank in row]], options)
-
     def _make_groups(self, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
         found = None
         for members in groups:
             group = dist.new_group(sorted(members), **{"timeout": self.timeout, **options})
             if self.global_rank in members:
                 found = group
+                self._all_groups.append(group)
         return found
 
 
-def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:
-    """Say which global rank each pipeline rank of each replica is.
+# gloo groups, of three threads each, of runs whose mesh was collected.
+_abandoned: list[Any] = []
 
-    The one with the last stage is a pipeline's lowest: Lightning's loggers, progress bar and
+
+def _abandon(groups: list[Any]) -> None:
+    _abandoned.extend(group for group in groups if _is_gloo(group))
+
+
+def _is_gloo(group: Any) -> bool:
+    # Private: nothing public says whether a group still exists.
+    found = distributed_c10d._world.pg_map.get(group)
+    return found is not None and found[0] == "gloo"
+
+
+def abort_abandoned_groups() -> None:
+    """Free the gloo groups of ended runs, which nothing in this process can use any more.
+
+    Aborting waits for no other process. To be called when all processes have begun another run, so
+    that none of them still waits for a message of an ended one.
+    """
+    while _abandoned:
+        group = _abandoned.pop()
+        if _is_gloo(group):
+            distributed_c10d._abort_process_group(group)
+
+
+def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:
+    """Return the global rank of each pipeline rank of each replica.
+
+    A pipeline's lowest global rank has the last stage, as Lightning's loggers, progress bar and
     rank-zero code are there. In a V the last stage is on pipeline rank 0 already.
     """
     num_ranks = schedule.num_ranks
     last = schedule.rank_of(schedule.num_stages - 1)
-    places = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
+    positions = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
     if rank_order == "data_inner":
-        return [[place * num_replicas + n for place in places] for n in range(num_replicas)]
-    return [[n * num_ranks + place for place in places] for n in range(num_replicas)]
+        return [[place * num_replicas + n for place in positions] for n in range(num_replicas)]
+    return [[n * num_ranks + place for place in positions] for n in range(num_replicas)]

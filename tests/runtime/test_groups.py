@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -71,3 +72,21 @@ def break_off_and_renew():
 
 def test_what_was_broken_off_ends_before_groups_are_made_anew(pool):
     assert pool.run(break_off_and_renew) == [(True, 1.0), (False, 1.0)]
+
+
+def count_threads_of_runs():
+    """Return the threads of this process with the groups of one run, and of two after another."""
+    counts = []
+    for _ in range(3):
+        world = connect().world
+        counts.append(len(os.listdir("/proc/self/task")))
+        if dist.get_rank() == 0:
+            world.start_sharing(1, 1)  # rank 1 never sends it: who waited would time out
+        del world
+        gc.collect()
+    return counts
+
+
+def test_groups_of_a_run_that_has_ended_go_with_the_next_one(pool):
+    for first, second, third in pool.run(count_threads_of_runs):
+        assert first >= second == third  # the first has those of other tests, too
