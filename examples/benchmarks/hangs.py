@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
@@ -196,7 +196,7 @@ class ModelTransport(ProcessGroupTransport):
         return Link(group, 0, global_rank, CPU)
 
 
-class ModelLane:
+class ModelLane(Lane):
     """A stream for copies."""
 
     def __init__(self, host: Host, name: str) -> None:
@@ -210,7 +210,7 @@ class ModelLane:
         """Wait for an item of any stream."""
         self._host.hold(self._name, moment, self._name)
 
-    def copy(self, target: Tensor, source: Tensor, what: str) -> None:
+    def copy(self, target: Tensor, source: Tensor, description: str) -> None:
         """Enqueue a copy."""
         self._host.run(self._name, f"a copy on {self._name}")
 
