@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, say
+from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, warn_once
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.checks import check_shared_weights, check_step
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
@@ -310,7 +310,7 @@ class Pipeline:
         self._writes.expect(record, self.partition)
         self._mark_mixed(record)
         if record.hook_line and self._writes.is_by_users and not self.rank:
-            say(_HOOKS.format(record.hook_line))
+            warn_once(_HOOKS.format(record.hook_line))
         if len(self.partition) > 1:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 

@@ -1,7 +1,7 @@
-"""Compiles blocks, and comes between torch.compile and its backend, so that regions are split.
+"""Compilation of blocks, and a hook between torch.compile and its backend that splits regions.
 
-However a region came to be compiled, ``block.compile()``, ``torch.compile(block)``, a decorator on
-a function, by the user or by us: its graph passes here on the way to the backend.
+The graph of every region passes here on the way to the backend, whether it is compiled by
+``block.compile()``, ``torch.compile(block)`` or a decorator on a function, by the user or by us.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import trace_rules  # private: which code is run as it is written
-from torch._dynamo.eval_frame import OptimizedModule  # private: what torch.compile(module) returns
+from torch._dynamo import trace_rules  # private: the code that is not compiled
+from torch._dynamo.eval_frame import OptimizedModule  # private: the type of torch.compile(module)
 
-# Private: by these a compiler begins anew, or leaves a frame as it is; neither is a failure.
-from torch._dynamo.exc import (
-    RestartAnalysis,
-    SkipFrame,
-    TorchDynamoException,  # private: of what does not compile
-)
+# Private: with the first two a compiler begins anew, or leaves a frame alone; only the last one is
+# a failure.
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
 from lightning_pipeoffload.runtime.compiled.split_region import (
@@ -44,13 +41,13 @@ _CHECKPOINTED = (
     'checkpointing off, and let recompute="full" do it'
 )
 UNCOMPILED = "a block runs as it is written, for it does not compile: "
-# Private, both: what torch.compile makes of its backend.
+# Private, both: torch.compile's wrappers of a backend.
 _KINDS: tuple[type[Any], ...] = (torch._TorchCompileWrapper, torch._TorchCompileInductorWrapper)
 _replaced: dict[type[Any], Backend] = {}
 
 
 def install_split() -> None:
-    """Let regions of steps be split from now on; again is harmless."""
+    """Split regions of steps from now on; a second call has no effect."""
     _leave_uncompiled("lightning_pipeoffload.runtime")
     for kind in _KINDS:
         if kind not in _replaced:
@@ -59,7 +56,7 @@ def install_split() -> None:
 
 
 def remove_split() -> None:
-    """Give torch its own calls back."""
+    """Restore torch's own functions."""
     while _replaced:
         kind, call = _replaced.popitem()
         kind.__call__ = call
@@ -84,7 +81,7 @@ def _splitting(call: Backend) -> Backend:
 
 def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: Any) -> Region:
     if _has_checkpoint(module):
-        say(_CHECKPOINTED)
+        warn_once(_CHECKPOINTED)
     graph, error = _try(split_graph, module, inputs)
     if graph is not None:
         compiled, error = _try(compile_plainly, graph.module, graph.examples)
@@ -92,10 +89,10 @@ def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: A
             return SplitRegion(graph, compiled, torch.compile(module, backend=compile_plainly))
     whole, second = _try(compile_plainly, module, inputs)
     if second is not None:
-        say(UNCOMPILED + _first_line(second))
+        warn_once(UNCOMPILED + _first_line(second))
         return leaving_if_ahead(_uncompiled(module))
     if error is not None:
-        say(_FUSED + _first_line(error))
+        warn_once(_FUSED + _first_line(error))
     assert whole is not None
     return leaving_if_ahead(whole)
 
@@ -112,8 +109,7 @@ def _uncompiled(module: fx.GraphModule) -> Region:
 
 
 @cache
-def say(line: str) -> None:
-    """Log a line, once."""
+def warn_once(line: str) -> None:
     log.warning(line)
 
 
@@ -138,10 +134,10 @@ CUDA_GRAPHS = (
 
 
 class BlockCompiler:
-    """Compiles the blocks that their owner has not compiled, and splits what is compiled.
+    """Compiles the blocks that the user has not compiled, and splits all compiled regions.
 
     Raises:
-        ValueError: The owner has compiled a part as a pipeline cannot run it.
+        ValueError: The user has compiled a part with CUDA graphs.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], compile: Compile) -> None:
@@ -151,7 +147,7 @@ class BlockCompiler:
         self._blocks = [] if compile is False else [b for b in blocks if compiled_call(b) is None]
 
     def compile(self) -> None:
-        """Compile them at their first calls, and split regions; again is harmless."""
+        """Compile the blocks at their first calls, and split regions."""
         install_split()
         for block in self._blocks:
             if compiled_call(block) is None:
@@ -159,11 +155,11 @@ class BlockCompiler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any block is compiled, by its owner or here."""
+        """Whether any block is compiled, by the user or here."""
         return any(map(is_compiled, self._all))
 
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
-        """Compile a block now, or let it run as it is written if it cannot be."""
+        """Compile a block now; it runs uncompiled if that fails."""
         try:
             with forked_randomness(), unchanged(block), compiling_ahead():
                 run()
@@ -171,18 +167,18 @@ class BlockCompiler:
             if block not in self._blocks:
                 raise
             block._compiled_call_impl = None
-            say(f"{UNCOMPILED}{error}".partition("\n")[0])
+            warn_once(f"{UNCOMPILED}{error}".partition("\n")[0])
 
     def leave(self) -> None:
-        """Let them be as they were, and torch too."""
+        """Undo the compilation, and restore torch's own functions."""
         remove_split()
         for block in self._blocks:
             block._compiled_call_impl = None  # private: nothing public takes compile() back
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what a module's call is compiled to; None: it is not compiled as a whole."""
-    # Private: what module.compile() leaves behind.
+    """Return the compiled form of a module's call; None: it is not compiled as a whole."""
+    # Private: set by module.compile().
     return module if isinstance(module, OptimizedModule) else module._compiled_call_impl
 
 
@@ -192,11 +188,7 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def check_compile(compile: Any) -> None:
-    """Check the argument.
-
-    Raises:
-        ValueError: Torch would not compile so, or with CUDA graphs.
-    """
+    """Refuse arguments with which torch does not compile, or compiles with CUDA graphs."""
     if isinstance(compile, bool):
         return
     if not isinstance(compile, Mapping):
@@ -215,11 +207,7 @@ def check_compile(compile: Any) -> None:
 
 
 def check_compiled_parts(module: nn.Module) -> None:
-    """Refuse parts that their owner has compiled as a pipeline cannot run them.
-
-    Raises:
-        ValueError: There is such a part.
-    """
+    """Refuse modules that the user has compiled with CUDA graphs."""
     for path, part in module.named_modules():
         compiled = compiled_call(part)
         if compiled is not None and _has_cuda_graphs(compiled):
@@ -227,12 +215,12 @@ def check_compiled_parts(module: nn.Module) -> None:
 
 
 def _has_cuda_graphs(compiled: Any) -> bool:
-    # Torch makes it for what it compiles, but not for copies of a compiled module.
+    # Torch sets it where it compiles, but not on copies of a compiled module.
     config: dict[str, Any] = getattr(compiled, "get_compiler_config", dict)() or {}
     return bool(config.get("triton.cudagraphs"))
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as they are written: a compiler would follow each of our operations."""
+    """Run compiled modules eagerly: a compiler would trace each of our operations."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

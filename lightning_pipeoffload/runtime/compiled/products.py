@@ -1,7 +1,8 @@
-"""Products with a weight in the graph of a compiled region, and where their weights come from.
+"""Products with a weight in the graph of a compiled region, and the parameters of their weights.
 
 The graph is dynamo's: calls of torch's functions and methods as the model has them, parameters
-among its inputs. What is not found here gets its gradient in B, as the region computes it.
+among its inputs. Weights of products that are not found here get their gradient in B, as the region
+computes it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
 )
 from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 
+_VIEW_METHODS = {"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "to"}
+_VIEW_FUNCTIONS = {torch.t, torch.transpose, torch.permute, operator.getitem, getattr}
+_VIEW_ATTRIBUTES = {"T", "mT"}
+_LONGEST_VIEW = 8
+
 
 class SharedCasts:
-    """The casts of one step."""
+    """The casts of one step's weights."""
 
     def __init__(self) -> None:
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight in another dtype."""
         key = id(weight), dtype
         found = self._casts.get(key)
         if found is None or found[1] != weight._version:  # private: a step may write its weights
@@ -44,31 +49,16 @@ class SharedCasts:
 
 @contextmanager
 def sharing_compiled_casts() -> Iterator[None]:
-    """Let microbatches inside share the casts of weights."""
+    """Share the casts of weights between the microbatches inside."""
     with IN_FORCE.during(SharedCasts()):
         yield
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in another dtype, the one that this step's microbatches share if any do."""
-    casts = IN_FORCE.latest(SharedCasts)
-    return weight.to(dtype) if casts is None else casts.of(weight, dtype)
-
-
-_VIEW_METHODS = {"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "to"}
-_VIEW_FUNCTIONS = {torch.t, torch.transpose, torch.permute, operator.getitem, getattr}
-_VIEW_ATTRIBUTES = {"T", "mT"}
-_LONGEST_VIEW = 8
-
-
 @dataclass(frozen=True)
 class WeightSource:
-    """A tensor that the region makes of one parameter, and that is made outside of it instead.
+    """A weight that the region makes of its input ``index``, a parameter, by a cast and views.
 
-    Attributes:
-        index: Which of the region's inputs the parameter is.
-        views: What is made of it, one after another.
-        dtype: What autocast casts it to; None: nothing.
+    It is made outside of the region instead. ``dtype`` is autocast's; None: there is no cast.
     """
 
     index: int
@@ -76,24 +66,25 @@ class WeightSource:
     dtype: torch.dtype | None = None
 
     def of(self, inputs: Sequence[Any]) -> Tensor:
-        """Make it, in autograd's eyes too."""
+        """Make it of the region's inputs, as a part of autograd's graph."""
         found: Tensor = inputs[self.index]
         if self.dtype is not None:
-            found = cast_weight(found, self.dtype)
+            casts = IN_FORCE.latest(SharedCasts)
+            found = found.to(self.dtype) if casts is None else casts.of(found, self.dtype)
         for view in self.views:
             found = view(found)
         return found
 
 
 class WeightFinder:
-    """Finds the sources of weights in one graph."""
+    """Finds the sources of weights in one graph, of which ``placeholders`` are the inputs."""
 
     def __init__(self, placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
         self._inputs = inputs
         self._indices = {node: index for index, node in enumerate(placeholders)}
 
     def find(self, node: Any, dtype: torch.dtype) -> WeightSource | None:
-        """Return what ``node`` is made of; None: of nothing whose gradient may wait."""
+        """Return the source of ``node``; None if it is made of no weight that may wait for W."""
         views: list[Callable[[Any], Any]] = []
         while isinstance(node, fx.Node) and len(views) <= _LONGEST_VIEW:
             if node in self._indices:
@@ -105,53 +96,40 @@ class WeightFinder:
             node = node.args[0]
         return None
 
-    def is_trained(self, node: Any) -> bool:
-        """Whether a value gets a gradient."""
-        return isinstance(node, fx.Node) and bool(
-            getattr(node.meta.get("example_value"), "requires_grad", False)
-        )
-
     def _of_input(
         self, index: int, views: tuple[Callable[[Any], Any], ...], dtype: torch.dtype
     ) -> WeightSource | None:
         parameter = self._inputs[index]
-        if not isinstance(parameter, nn.Parameter) or not may_wait(parameter):
+        if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             return None
-        if not parameter.requires_grad:
+        if not may_wait(parameter):
             return None
         casts = parameter.dtype != dtype and not any(map(_is_cast, views))
         return WeightSource(index, views, dtype if casts else None)
 
 
-def _view_of(node: fx.Node) -> Callable[[Any], Any] | None:
+def _view_of(node: fx.Node) -> partial[Any] | None:
+    """Return the function by which a node makes a view or cast of its first argument."""
     rest = node.args[1:]
-    if _has_nodes((rest, node.kwargs)):
+    others: list[fx.Node] = []
+    fx.map_arg((rest, node.kwargs), others.append)
+    is_method = node.op == "call_method" and node.target in _VIEW_METHODS
+    is_function = node.op == "call_function" and node.target in _VIEW_FUNCTIONS
+    if others or not is_method and not is_function:
         return None
-    if node.op == "call_method" and node.target in _VIEW_METHODS:
-        return partial(_call_method, str(node.target), rest, node.kwargs)
-    if node.op == "call_function" and node.target in _VIEW_FUNCTIONS:
-        if node.target is getattr and rest[0] not in _VIEW_ATTRIBUTES:
-            return None
-        return partial(_call_function, node.target, rest, node.kwargs)
-    return None
+    if node.target is getattr and rest[0] not in _VIEW_ATTRIBUTES:
+        return None
+    return partial(_apply, node.target, rest, node.kwargs)
+
+
+def _apply(target: Any, rest: Any, kwargs: Any, tensor: Any) -> Any:
+    if isinstance(target, str):
+        return getattr(tensor, target)(*rest, **kwargs)
+    return target(tensor, *rest, **kwargs)
 
 
 def _is_cast(view: Callable[[Any], Any]) -> bool:
     return isinstance(view, partial) and view.args[0] == "to"
-
-
-def _has_nodes(arguments: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, found.append)
-    return bool(found)
-
-
-def _call_method(name: str, rest: Any, kwargs: Any, tensor: Any) -> Any:
-    return getattr(tensor, name)(*rest, **kwargs)
-
-
-def _call_function(function: Any, rest: Any, kwargs: Any, tensor: Any) -> Any:
-    return function(tensor, *rest, **kwargs)
 
 
 Options = tuple[Any, ...]
@@ -164,10 +142,10 @@ class Signature:
     """The arguments of an operation.
 
     Attributes:
-        order: Their names in order: "x", "weight" and "bias", others as torch has them.
-        names: What torch calls x, weight and bias.
-        kind: Says what makes the gradients of a call with these arguments, their values being the
-            graph's examples; None: nothing here does.
+        order: Their names in order: "x", "weight" and "bias", others as in torch.
+        names: Torch's names of x, weight and bias.
+        kind: Returns the class, and options, that compute the gradients of a call, from the graph's
+            example values of its arguments; None if there is none.
     """
 
     order: tuple[str, ...]
@@ -175,13 +153,11 @@ class Signature:
     kind: Callable[[Arguments], Kind | None]
 
     def arguments(self, node: fx.Node) -> Arguments:
-        """Return a call's arguments by name."""
         ours = {name: own for own, name in self.names.items()}
         named = {ours.get(name, name): value for name, value in node.kwargs.items()}
         return {**dict(zip(self.order, node.args, strict=False)), **named}
 
     def put(self, node: fx.Node, name: str, value: fx.Node) -> None:
-        """Replace an argument of a call."""
         if self.names.get(name, name) in node.kwargs:
             node.update_kwarg(self.names.get(name, name), value)
         else:
@@ -190,15 +166,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class FoundProduct:
-    """A call whose weight gradient may wait.
-
-    Attributes:
-        node: The call in the graph.
-        signature: The names of its arguments.
-        weight: Where its weight comes from.
-        bias: Where its bias comes from; None: it has none that trains.
-        kind: What makes the gradients.
-    """
+    """A call whose weight gradient may wait for W; ``bias`` is None if it has none that trains."""
 
     node: fx.Node
     signature: Signature
@@ -208,14 +176,18 @@ class FoundProduct:
 
     @property
     def example(self) -> Tensor:
-        """The result that dynamo has made up."""
+        """The made-up result by which dynamo knows shape, dtype and device."""
         found: Tensor = self.node.meta["example_value"]
         return found
 
 
 def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
-    """Return a call whose weight gradient may wait; None: it is no such call."""
-    signature = _signature_of(node)
+    """Return a node as a call whose weight gradient may wait for W; None if it is none."""
+    signature = None
+    if node.op == "call_function":
+        signature = _FUNCTIONS.get(node.target)
+    elif node.op == "call_method":
+        signature = _METHODS.get(str(node.target))
     if signature is None or not _trains(node):
         return None
     found = signature.arguments(node)
@@ -224,20 +196,14 @@ def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
         return None
     bias, dtype = found.get("bias"), node.meta["example_value"].dtype
     weight = finder.find(found["weight"], dtype)
-    bias_source = finder.find(bias, dtype) if finder.is_trained(bias) else None
-    if weight is None or finder.is_trained(bias) and bias_source is None:
+    bias_source = finder.find(bias, dtype) if _trains(bias) else None
+    if weight is None or _trains(bias) and bias_source is None:
         return None
     return FoundProduct(node, signature, weight, bias_source, kind)
 
 
-def _signature_of(node: fx.Node) -> Signature | None:
-    if node.op == "call_function":
-        return _FUNCTIONS.get(node.target)
-    return _METHODS.get(str(node.target)) if node.op == "call_method" else None
-
-
-def _trains(node: fx.Node) -> bool:
-    example = node.meta.get("example_value")
+def _trains(value: Any) -> bool:
+    example = _example(value) if isinstance(value, fx.Node) else None
     return isinstance(example, Tensor) and example.requires_grad
 
 
@@ -287,10 +253,6 @@ def _convolution(arguments: Arguments, transposed: bool = False) -> Kind | None:
     return Convolution, (*before, transposed, pixels("output_padding"), given["groups"])
 
 
-def _transposed_convolution(arguments: Arguments) -> Kind | None:
-    return _convolution(arguments, transposed=True)
-
-
 _INPUT = {"x": "input"}
 _LINEAR = Signature(("x", "weight", "bias"), _INPUT, _linear)
 _MATMUL = Signature(("x", "weight"), _INPUT | {"weight": "other"}, _product)
@@ -304,7 +266,7 @@ _CONVOLUTION = Signature(
 _TRANSPOSED = Signature(
     ("x", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
     _INPUT,
-    _transposed_convolution,
+    partial(_convolution, transposed=True),
 )
 _METHODS: Mapping[str, Signature] = {
     **dict.fromkeys(("matmul", "__matmul__"), _MATMUL),

@@ -1,14 +1,14 @@
-"""The graph of a compiled region, rewritten so that weight gradients are not in its backward.
+"""The graph of a compiled region, rewritten so that its backward computes no weight gradients.
 
 The gradient of a product's result is that of a zero added to it. So each product whose weight
-gradient may wait gets its weight detached and a zero, one of the graph's inputs, added to it; its
-own input becomes one of the graph's outputs. The backward of the region then returns the input's
-gradient and, as the gradients of the zeros, those of the products' results::
+gradient may wait for W gets its weight detached and a zero, one of the graph's inputs, added to it;
+its own input becomes one of the graph's outputs. The backward of the region then returns the
+input's gradient and, as the gradients of the zeros, those of the products' results::
 
     before   y = linear(x, weight, bias)                        return y
     after    y = linear(x, detached weight, detached bias) + 0  return y, x
 
-Both are ordinary inputs and outputs, which no compiler reuses while somebody holds them.
+Both are ordinary inputs and outputs, whose memory no compiler reuses while they are referenced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode  # private: who imagines values for this compilation
+from torch._guards import detect_fake_mode  # private: the fake tensors of this compilation
 
 from lightning_pipeoffload.runtime.compiled.products import (
     FoundProduct,
@@ -45,32 +45,30 @@ def writes_in_place(graph: fx.Graph) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return _is_in_place(str(node.target))
-    return node.op == "call_function" and _function_writes(node)
-
-
-def _function_writes(node: fx.Node) -> bool:
     target: Any = node.target
+    if node.op == "call_method":
+        return _is_in_place(str(target))
+    if node.op != "call_function":
+        return False
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     named = target in _IN_PLACE or _is_in_place(getattr(target, "__name__", ""))
-    return named or node.kwargs.get("out") is not None or _is_inplace_call(node)
+    return named or node.kwargs.get("out") is not None or _has_inplace_argument(node)
 
 
 def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
 
 
-def _is_inplace_call(node: fx.Node) -> bool:
+def _has_inplace_argument(node: fx.Node) -> bool:
     target: Any = node.target
     if not inspect.isfunction(target):
         return bool(node.kwargs.get("inplace"))
     parameters = inspect.signature(target).parameters
     if "inplace" not in parameters:
         return False
-    place = [*parameters].index("inplace")
-    return bool(node.kwargs.get("inplace") or node.args[place : place + 1] == (True,))
+    index = [*parameters].index("inplace")
+    return bool(node.kwargs.get("inplace") or node.args[index : index + 1] == (True,))
 
 
 Shape = Callable[[Sequence[Any]], tuple[int, ...]]
@@ -78,24 +76,21 @@ Shape = Callable[[Sequence[Any]], tuple[int, ...]]
 
 
 def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequence[Any]], int]]:
+    """Return, for each symbol of a size, how to read it from a region's inputs."""
     found: dict[Any, Callable[[Sequence[Any]], int]] = {}
     for index, node in enumerate(placeholders):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
-            found.setdefault(_expression(example), partial(_read_number, index))
+            found.setdefault(_expression(example), partial(_read, index, None))
         elif isinstance(example, Tensor):
             for dim, size in enumerate(example.shape):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(_expression(size), partial(_read_size, index, dim))
+                    found.setdefault(_expression(size), partial(_read, index, dim))
     return found
 
 
-def _read_number(index: int, inputs: Sequence[Any]) -> int:
-    return int(inputs[index])
-
-
-def _read_size(index: int, dim: int, inputs: Sequence[Any]) -> int:
-    return int(inputs[index].shape[dim])
+def _read(index: int, dim: int | None, inputs: Sequence[Any]) -> int:
+    return int(inputs[index] if dim is None else inputs[index].shape[dim])
 
 
 def _expression(size: int | torch.SymInt) -> Any:
@@ -105,7 +100,10 @@ def _expression(size: int | torch.SymInt) -> Any:
 def _shape_of(
     example: Tensor, readers: Mapping[Any, Callable[[Sequence[Any]], int]]
 ) -> Shape | None:
-    """Return what computes the shape of a result; None: the inputs' shapes do not tell."""
+    """Return the function that computes the shape of a result.
+
+    None: it does not follow from the inputs' shapes.
+    """
     sizes = [_expression(size) for size in example.shape]
     symbols = [*{s for size in sizes if not isinstance(size, int) for s in size.free_symbols}]
     if not readers.keys() >= {*symbols}:
@@ -122,12 +120,7 @@ def _shape_of(
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a product's input is found.
-
-    Attributes:
-        place: "input" or "output" of the region.
-        index: Which of them it is.
-    """
+    """A product's input is the "input" or "output" ``index`` of the region."""
 
     place: str
     index: int
@@ -135,13 +128,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class SplitProduct:
-    """A product as the rewritten graph has it.
-
-    Attributes:
-        found: What it was before.
-        tap: Where its input is found.
-        shape: The shape of its result.
-    """
+    """A product in the rewritten graph; ``found`` is the original, ``shape`` the result's."""
 
     found: FoundProduct
     tap: Tap
@@ -153,13 +140,11 @@ class SplitGraph:
     """A rewritten graph.
 
     Attributes:
-        module: The graph.
-        examples: Its inputs, as a compiler wants them.
-        kept: Which of the region's inputs are among its own, in order; the weights follow, then the
+        examples: Example inputs, for a compiler.
+        kept: The indices of the region's inputs that are its own; the weights follow, and the
             zeros.
-        num_outputs: The number of the region's outputs; what products have had as input follows.
-        sources: Where the weights come from.
-        products: Its products.
+        num_outputs: The number of the region's outputs; the products' inputs follow them.
+        sources: Of the weights.
     """
 
     module: fx.GraphModule
@@ -171,15 +156,7 @@ class SplitGraph:
 
 
 def split_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> SplitGraph | None:
-    """Rewrite a graph.
-
-    Args:
-        module: The graph as dynamo has found it; it is left as it is.
-        inputs: The region's inputs.
-
-    Returns:
-        The new graph; None: no weight gradient in it may wait.
-    """
+    """Return a rewritten copy of dynamo's graph; None if no weight gradient in it may wait."""
     splitting = _Splitting(module, inputs)
     splitting.replace_products()
     return splitting.finish() if splitting.products else None
@@ -189,10 +166,11 @@ class _Splitting:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._module = module
         self._inputs = inputs
-        # A compiler takes sizes of a tensor that dynamo does not know for new symbols.
+        # A compiler makes new symbols for the sizes of a tensor that dynamo does not know.
         self._mode = detect_fake_mode(inputs)
         self._graph = fx.Graph()
-        self._outputs: list[Any] = list(_as_tuple(self._graph.graph_copy(module.graph, {})))
+        outputs: Any = self._graph.graph_copy(module.graph, {})
+        self._outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         self._num_outputs = len(self._outputs)
         self._placeholders = self._graph.find_nodes(op="placeholder")
         self._copies = writes_in_place(self._graph)
@@ -263,15 +241,14 @@ class _Splitting:
         if self._copies:
             return self._tap_output(self._graph.call_method("clone", (self._detach(x),)))
         if (before, dtype) not in self._taps:
-            self._taps[before, dtype] = self._find_tap(x) or self._tap_output(self._detach(x))
+            if x in self._placeholders:
+                tap = Tap("input", self._placeholders.index(x))
+            elif x in self._outputs[: self._num_outputs]:
+                tap = Tap("output", self._outputs.index(x))
+            else:
+                tap = self._tap_output(self._detach(x))
+            self._taps[before, dtype] = tap
         return self._taps[before, dtype]
-
-    def _find_tap(self, x: fx.Node) -> Tap | None:
-        if x in self._placeholders:
-            return Tap("input", self._placeholders.index(x))
-        if x in self._outputs[: self._num_outputs]:
-            return Tap("output", self._outputs.index(x))
-        return None
 
     def _detach(self, x: fx.Node) -> fx.Node:
         return self._graph.call_method("detach", (x,))
@@ -301,10 +278,6 @@ class _Splitting:
             return False
         self._graph.erase_node(node)
         return True
-
-
-def _as_tuple(outputs: Any) -> tuple[Any, ...]:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:

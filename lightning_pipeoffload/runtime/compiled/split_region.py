@@ -1,4 +1,4 @@
-"""A compiled region whose weight gradients wait for W, and compilation before the first step."""
+"""Compiled regions whose weight gradients wait for W, and compilation before the first step."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ Region = Callable[..., Any]
 
 
 class _Ahead:
-    """Says that regions are compiled, and not to be run."""
+    """In force while regions are compiled and not run."""
 
 
 class _RegionReached(BaseException):
-    """Leaves a block whose first region has been compiled."""
+    """Ends the run of a block whose first region has been compiled."""
 
 
 def leave_if_ahead() -> None:
-    """Leave the block where regions are compiled only."""
     if IN_FORCE.latest(_Ahead) is not None:
         raise _RegionReached
 
 
 def leaving_if_ahead(region: Region) -> Region:
-    """Return a region that is left where regions are compiled only."""
+    """Return a region that does not run where regions are compiled only."""
     if IN_FORCE.latest(_Ahead) is None:
         return region
 
@@ -57,7 +56,7 @@ def leaving_if_ahead(region: Region) -> Region:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Compile the first region that is called inside, as a forward of training would, and leave."""
+    """Compile the first region that is called inside, as training would, and skip the rest."""
     try:
         with IN_FORCE.during(_Ahead()), deferring(WeightGradQueue()), torch.enable_grad():
             yield
@@ -66,11 +65,7 @@ def compiling_ahead() -> Iterator[None]:
 
 
 class _Run:
-    """One run of a region, from its F to its B.
-
-    Attributes:
-        kept: What products have had as inputs; there once the region has run.
-    """
+    """One run of a region, from its F to its B; ``kept`` are the products' inputs."""
 
     def __init__(
         self, calls: Sequence[tuple[DeferredCall, Tap]], shapes: Sequence[tuple[int, ...]]
@@ -81,26 +76,18 @@ class _Run:
         self._beside: list[tuple[Tensor, int]] = []
 
     def keep(self, taps: Mapping[Tap, Tensor], beside: Sequence[Tensor]) -> None:
-        """Keep the inputs of the products."""
         for tap, tensor in taps.items():
             self.kept[tap] = keep_input(tensor)
         self._beside = [(tensor.detach(), tensor._version) for tensor in beside]
 
-    def _check_unwritten(self) -> None:
+    def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
+        """Queue the weight gradients for W, the last product's first."""
         for tensor, version in self._beside:
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
-
-    def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
-        """Leave the weight gradients for W, those of the last product first.
-
-        Raises:
-            RuntimeError: What W needs was written meanwhile.
-        """
-        self._check_unwritten()
         found = {tap: kept.read() for tap, kept in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
@@ -109,7 +96,7 @@ class _Run:
 
 
 class SplitRegion:
-    """Runs a split graph, and leaves its weight gradients for W."""
+    """A region that runs a compiled split graph; ``whole`` is the region as it was, compiled."""
 
     def __init__(self, graph: SplitGraph, compiled: Region, whole: Region) -> None:
         self._graph = graph
@@ -122,7 +109,6 @@ class SplitRegion:
         self._beside: list[Tap] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the region."""
         leave_if_ahead()
         if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
             return self._whole(*inputs)
@@ -172,7 +158,7 @@ class _Zeros(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         if is_for_weights():
             ctx.run.leave_for_w(gradients)
-        # Private: nothing public tells. Inputs that W has let go of are not to wait for B's end.
+        # Private: nothing public tells. Inputs that W has used are not to stay until B's end.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.run.kept.clear()
         return None, None, None

@@ -1,8 +1,8 @@
-"""What every block costs, before the first step: on microbatches that leave no trace.
+"""Costs of every block, measured before the first step on microbatches that leave no trace.
 
-Every rank runs the blocks that it would have in a first cut, each as a stage of its own, one
-microbatch after the other: the user's step itself, with real values and messages. Any cut's stages
-cost the sum of their blocks.
+Every rank runs the blocks that it has in a first cut, each as a stage of its own, one microbatch
+after the other: the user's step itself, with real values and messages. A stage of any other cut
+costs the sum of its blocks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.placement import stages_on
 
-NUM_MEASURED = 3
-"""Microbatches of which the median counts; before them as many warm up."""
+_NUM_MEASURED = 3  # microbatches, of which the median counts; before them as many warm up
 
 
 class StageCosts(NamedTuple):
@@ -54,12 +53,13 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What one rank measured.
+    """One rank's measurements.
 
     Attributes:
-        stages: The stages of this rank, by index.
+        stages: Of this rank, by index.
         copy_lanes: Copies that its device makes at a time.
-        hops: Seconds from a stage to the next one on another rank, by index; others are not known.
+        hops: Seconds of a message from a stage to the next one on another rank, by index; the other
+            stages have no entry.
     """
 
     stages: Mapping[int, StageCosts]
@@ -70,13 +70,7 @@ class RankCosts:
 def measure_costs(
     executor: Executor, speed: CopySpeed, hops: Mapping[int, float] = MappingProxyType({})
 ) -> RankCosts:
-    """Take the medians of the steps so far.
-
-    Args:
-        executor: The executor of this rank, after a step or more.
-        speed: The speed of its copies.
-        hops: Seconds from its stages to those on other ranks.
-    """
+    """Return the medians of an executor's steps so far."""
     seconds = executor.timer.action_seconds()
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
     return RankCosts(stages, speed.num_lanes, hops)
@@ -87,7 +81,7 @@ def _costs_of(
 ) -> StageCosts:
     memory = executor.stages[index].memory
     activation = memory.activation_bytes or 0
-    # A fused backward is one measurement; where in it B ends and W begins changes no plan.
+    # A fused backward is one measurement; no plan depends on where B ends and W begins in it.
     half = seconds.get((Kind.BW, index), 0.0) / 2
     return StageCosts(
         forward=seconds.get((Kind.F, index), 0.0),
@@ -102,7 +96,7 @@ def _costs_of(
 
 
 def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
-    """Return the most that one rank's counterparts in all replicas have measured of each cost."""
+    """Return the largest of each cost that one rank's counterparts have measured."""
     first, stages = of_replicas[0], {}
     for index in first.stages:
         found = zip(*(replica.stages[index] for replica in of_replicas), strict=True)
@@ -112,7 +106,7 @@ def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
 
 
 def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
-    """Put the ranks' stages together, in the order of the model."""
+    """Return the costs of all ranks' stages, in the order of the model."""
     ranks = list(of_ranks)
     by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
     stages = [by_index[index] for index in sorted(by_index)]
@@ -125,9 +119,9 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
 
 
 class BlockMeasurement:
-    """Measures the blocks of this rank; all ranks do, with the first cut in place.
+    """Measures the blocks of this rank, as all ranks do at once, with the first cut in place.
 
-    The pipeline is cut as before afterwards, and has to look at the next batch anew.
+    Afterwards the pipeline has that cut again, and no probes.
     """
 
     def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
@@ -141,7 +135,7 @@ class BlockMeasurement:
     def measure(
         self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
     ) -> RankCosts:
-        """Return what the blocks cost, each as a stage.
+        """Return the costs of the blocks, each as a stage.
 
         Raises:
             ScheduleError: The step cannot be cut between all of its blocks.
@@ -150,8 +144,11 @@ class BlockMeasurement:
         try:
             with leaving_no_trace(pipeline.module, self._written):
                 pipeline.cut_anew(pipeline.rank, replace(self._cut, recompute=recompute))
-                slices = [_unheard(part) for part in _cut(cut_batch)]
-                return self._run((slices * NUM_MEASURED)[:NUM_MEASURED], speed)
+                try:
+                    slices = [_silent(part) for part in cut_batch()]
+                except ValueError as error:
+                    raise ScheduleError(str(error)) from error
+                return self._run((slices * _NUM_MEASURED)[:_NUM_MEASURED], speed)
         finally:
             pipeline.cut_anew(pipeline.rank, self._first_cut)
 
@@ -167,16 +164,9 @@ class BlockMeasurement:
         return measure_costs(executor, speed, measure_hops(executor, plan, device))
 
 
-def _unheard(part: BatchSlice) -> BatchSlice:
+def _silent(part: BatchSlice) -> BatchSlice:
     run = part.run  # as for a probe, so that prints and logs go nowhere
     return replace(part, run=lambda call: run(PROBE))
-
-
-def _cut(cut_batch: Callable[[], Sequence[BatchSlice]]) -> Sequence[BatchSlice]:
-    try:
-        return cut_batch()
-    except ValueError as error:
-        raise ScheduleError(str(error)) from error
 
 
 def _block_by_block(pipeline: Pipeline) -> CutSettings:
@@ -194,11 +184,9 @@ def _block_by_block(pipeline: Pipeline) -> CutSettings:
 
 def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int) -> Schedule:
     kinds = (Kind.F, Kind.B, Kind.W)
+    microbatches = range(_NUM_MEASURED)
     ranks = [
-        [
-            Action(*each)
-            for each in product(kinds, stages_on(stage_ranks, rank), range(NUM_MEASURED))
-        ]
+        [Action(*each) for each in product(kinds, stages_on(stage_ranks, rank), microbatches)]
         for rank in range(num_ranks)
     ]
     return one_at_a_time(Schedule.of(ranks, "a measurement"))
@@ -224,11 +212,10 @@ def cut_by_costs(
 
 
 def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
-    """Return what stages cost by what their blocks do.
+    """Return the costs of the stages of a cut.
 
     Args:
-        blocks: What each block costs; its hops are known where ranks of the first cut met.
-        stages: A cut of these blocks.
+        blocks: The costs of each block; of messages, those between ranks of the first cut.
     """
     num_blocks = sum(len(stage.blocks) for stage in stages)
     summed: dict[str, Any] = {}

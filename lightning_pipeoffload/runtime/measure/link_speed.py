@@ -1,16 +1,16 @@
-"""How fast copies and messages are, measured rather than looked up, and what clocks are apart.
+"""Measured speeds of copies, latencies of messages and offsets of clocks.
 
 Copies: each direction alone, and both at once. Where both together take about as long as one after
 the other, the plan is better off with one lane that they share (PipeOffload, section 3).
 
-Messages: the rank that holds a stage sends what the stage sends on, and the next rank sends it
-back; half of that time is the latency. Edge after edge, so that no message shares its way.
+Messages: a stage's rank sends the stage's output, and the next rank sends it back; half of that
+time is the P2P latency. Edge after edge, so that messages do not share a link.
 
 Clocks: the root sends a message to each rank, which answers with its time. That was read between
-the moments at which the root sent and heard::
+the times at which the root sent and received::
 
-    root    sends at s                     hears at h        offset = t - (s + h) / 2
-    rank                 answers with t                      error  = (h - s) / 2
+    root    sends at s                  receives at r        offset = t - (s + r) / 2
+    rank                 answers with t                      error  = (r - s) / 2
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COPIES = 5
 _MESSAGES = 3
 _QUESTIONS = 16
 _TAG = 1  # checksums of batches have 0
-# Below this share of the time of one copy after the other, lanes of their own are worth it.
+# Two lanes are worth it where two copies at once take less than this share of one after the other.
 _WORTH_TWO_LANES = 0.8
 
 
@@ -58,23 +58,21 @@ class CopySpeed:
 
     @property
     def num_lanes(self) -> int:
-        """Lanes to plan with: 1 where both directions take turns, 2 where they run at once."""
+        """Lanes of a plan: 1 if copies both ways slow each other down, else 2."""
         return 2 if self.overlap < _WORTH_TWO_LANES else 1
 
     @property
     def slowed_by(self) -> float:
-        """How much longer a copy takes in the plan than alone: with two lanes both are in use."""
+        """Factor by which a copy takes longer in the plan than alone, as both lanes are in use."""
         return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
 
 
 def measure_copy_speed(
     device: torch.device, num_bytes: int = _BYTES, meet: Callable[[], None] = lambda: None
 ) -> CopySpeed:
-    """Measure the copies between ``device`` and this host, in some milliseconds.
+    """Measure copies of ``num_bytes`` between a device and this host.
 
     Args:
-        device: The device of the activations; on CPU the host copies within its own memory.
-        num_bytes: The number of bytes of each copy.
         meet: Waits for the other devices that are to copy at the same time.
     """
     pinned = device.type != "cpu"
@@ -111,7 +109,7 @@ def _seconds(copy: Callable[[], None]) -> float:
 
 
 def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -> dict[int, float]:
-    """Return the seconds from each stage of this rank to a next one on another rank.
+    """Return the P2P latency, in seconds, from each stage of this rank to the next on another.
 
     All ranks call it, between two steps.
     """
@@ -129,23 +127,23 @@ def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -
 
 
 def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor]) -> float:
-    """Return the seconds of a hop from ``stage`` to the next one, whose rank must answer."""
+    """Return the P2P latency from ``stage`` to the next one, whose rank must answer."""
     specs = [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
     seconds = []
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_B, stage, repetition)
-        # Before the post: NCCL receives in a kernel, for whose end this would wait, too.
+        # Before the post: NCCL receives in a kernel, which finished_at() would wait for, too.
         started = finished_at()
         transport.post(receive, peer, specs)
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
         transport.wait(receive)
         seconds.append(finished_at() - started)
     transport.finish_step()
-    return median(seconds[1:]) / 2  # the first one waits until the peer has come here
+    return median(seconds[1:]) / 2  # the first one waits until the peer answers at all
 
 
 def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
-    """Send back what comes from the stage before ``stage``, whose rank measures its hop."""
+    """Send back the messages of the stage before ``stage``, whose rank measures the latency."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)
         transport.post(receive, peer, specs)
@@ -155,23 +153,14 @@ def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSp
 
 
 class ClockOffset(NamedTuple):
-    """What a rank's ``time.perf_counter()`` is ahead of the root's.
-
-    Attributes:
-        seconds: The estimate.
-        error: The most that it is wrong by.
-    """
+    """Seconds by which a rank's ``time.perf_counter()`` is ahead of the root's; largest error."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
-    """Compare the clocks of all ranks, which call it together.
-
-    Returns:
-        On the root, the offset of each rank; None elsewhere.
-    """
+    """Return the offset of each rank's clock on the root, None elsewhere; all ranks call it."""
     with blaming_peers("lost a rank while comparing clocks"):
         if group.global_rank != group.root:
             _answer(group, group.root)
@@ -183,7 +172,7 @@ def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
 
 
 def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
-    """Return the offset by the quickest answer; the first one waits until the rank is here."""
+    """Return the offset by the quickest answer."""
     found = []
     box = torch.zeros(1, dtype=torch.float64)
     peer = dist.get_group_rank(group.host_group, rank)
@@ -191,8 +180,8 @@ def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
         sent = time.perf_counter()
         group.host_group.send([box], peer, _TAG).wait()
         group.host_group.recv([box], peer, _TAG).wait()
-        heard = time.perf_counter()
-        found.append(ClockOffset(float(box) - (sent + heard) / 2, (heard - sent) / 2))
+        received = time.perf_counter()
+        found.append(ClockOffset(float(box) - (sent + received) / 2, (received - sent) / 2))
     return min(found, key=lambda offset: offset.error)
 
 
@@ -201,8 +190,5 @@ def _answer(group: PipelineGroup, root: int) -> None:
     asked = torch.zeros(1, dtype=torch.float64)
     for _ in range(_QUESTIONS):
         group.host_group.recv([asked], peer, _TAG).wait()
-        group.host_group.send([_time_now()], peer, _TAG).wait()
-
-
-def _time_now() -> Tensor:
-    return torch.tensor([time.perf_counter()], dtype=torch.float64)
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        group.host_group.send([now], peer, _TAG).wait()

@@ -1,4 +1,4 @@
-"""The operations whose weight gradient can wait for W, and the mathematics of each."""
+"""The operations whose weight gradient can wait for W, each with its gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ aten = torch.ops.aten
 
 
 class DeferredCall:
-    """One call of an operation with a deferred weight; subclasses know the mathematics.
-
-    Each method runs under no_grad. Subclasses give all of them but the last two.
+    """One call of an operation with a deferred weight; its methods run under no_grad.
 
     Args:
-        weight: The weight, marked or made of a marked one by views and a cast.
-        bias: The bias; None: there is none.
+        weight: A marked parameter, or views and a cast of one.
         *options: Further arguments of the operation.
     """
 
@@ -35,18 +32,15 @@ class DeferredCall:
     @property
     def trained_weights(self) -> tuple[Tensor, ...]:
         """The weights whose gradients :meth:`accumulate` adds to."""
-        return (
-            (self.weight, self.bias)
-            if self.bias is not None and self.trains_bias
-            else (self.weight,)
-        )
+        if self.bias is not None and self.trains_bias:
+            return self.weight, self.bias
+        return (self.weight,)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the operation's result."""
         raise NotImplementedError
 
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of x, from that of the result."""
+        """Return the gradient of x; ``grad`` is that of the result."""
         raise NotImplementedError
 
     def accumulate(self, x: Tensor, grad: Tensor) -> None:
@@ -54,15 +48,11 @@ class DeferredCall:
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
-        """Return the floating-point operations of :meth:`accumulate`; here those of a product."""
+        """Return the floating-point operations of :meth:`accumulate`, which computes a product."""
         return 2 * grad.numel() * x.shape[-1]
 
     def check_unchanged(self) -> None:
-        """Refuse a weight that is no longer what the forward has used.
-
-        Raises:
-            RuntimeError: The weight was written in place.
-        """
+        """Refuse a weight that was written in place since the forward."""
         if self.weight._version != self.version:
             raise RuntimeError(
                 f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
@@ -76,8 +66,8 @@ class Linear(DeferredCall):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
         super().__init__(weight, bias, *options)
-        # Torch saves a view here, which stays what it is where a step gives weight.data another
-        # value for a while, as binary networks do; of other operations it saves the weight itself.
+        # torch saves a view here, which keeps its value where a step assigns to weight.data for a
+        # while, as binary networks do; of other operations it saves the weight itself.
         self._value = weight.detach()
 
     @override
@@ -99,7 +89,7 @@ class Linear(DeferredCall):
 class MatrixProduct(DeferredCall):
     """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``.
 
-    :meth:`accumulate` also knows x ``[..., in]``, as compiled regions have it.
+    :meth:`accumulate` takes x ``[..., in]`` too, for compiled regions.
     """
 
     @override

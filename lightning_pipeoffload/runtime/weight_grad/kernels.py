@@ -1,4 +1,4 @@
-"""Kernels at the dispatcher's autograd keys that leave the gradients of marked weights for W."""
+"""Kernels at the dispatcher's autograd keys that defer the gradients of marked weights to W."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins oth
 
 
 def mark(parameter: Tensor, may_wait: bool = True) -> None:
-    """Say whether the gradient of ``parameter`` may be left for W."""
+    """Set whether the gradient of ``parameter`` may wait for W."""
     setattr(parameter, _MARK, may_wait)
 
 
@@ -49,13 +49,13 @@ def _is_deferred(weight: Tensor | None) -> bool:
 
 
 def may_wait(parameter: Tensor) -> bool:
-    """Whether the gradient of a parameter may be left for W."""
-    # Autograd calls a hook with the sum of all uses, of which W would add one after another.
+    """Whether the gradient of a parameter may wait for W."""
+    # Autograd calls a hook once, with the sum over all uses; W adds one use after another.
     return getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
 def _viewed(node: Any) -> Tensor | None:
-    """Return the leaf of which a node makes a view or cast; None of any other node."""
+    """Return the leaf of which a node makes a view or cast; None if it is another operation."""
     for _ in range(_LONGEST_VIEW):
         variable: Tensor | None = getattr(node, "variable", None)
         if variable is not None or node is None or node.name() not in _TRANSPARENT:
@@ -65,7 +65,7 @@ def _viewed(node: Any) -> Tensor | None:
 
 
 def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the leaves that a node of a graph uses, each with whether its gradient could wait."""
+    """Yield the leaves that a node of a graph uses, and whether the gradient of each could wait."""
     if node.name() in _TRANSPARENT:
         return
     for following, _ in node.next_functions:
@@ -77,7 +77,7 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
     if not torch.is_grad_enabled() or active_queue() is None or not _is_deferred(weight):
         return False
-    if torch.is_anomaly_enabled():  # which looks at what autograd itself computes
+    if torch.is_anomaly_enabled():  # which checks autograd's own gradients
         return False
     return bias is None or not bias.requires_grad or _is_deferred(bias)
 
@@ -143,12 +143,12 @@ _KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
 }
 # The nodes of these operations where none is deferred.
 _PRODUCTS = {f"{name.title().replace('_', '')}Backward0" for name in _KERNELS}
-# By type of device. Of the process, as torch's dispatcher is: a kernel is there for all, or not.
+# By type of device; global, as torch's dispatcher is.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def install_kernels(device_type: str) -> None:
-    """Put the kernels in place for one type of device; again is harmless.
+    """Install the kernels for one type of device, once.
 
     They cost 2 to 4 us a call while nothing is deferred, so :func:`remove_kernels` after training.
     """
@@ -156,7 +156,7 @@ def install_kernels(device_type: str) -> None:
         return
     key = f"Autograd{device_type.upper()}"
     library = torch.library.Library("aten", "IMPL")
-    # To override is what it does by default from torch 2.12 on.
+    # Overriding is allowed by default from torch 2.12 on.
     options = {"with_keyset": True, "allow_override": True}
     for name, make_kernel in _KERNELS.items():
         library.impl(name, make_kernel(_original(name, key)), key, **options)
@@ -164,11 +164,11 @@ def install_kernels(device_type: str) -> None:
 
 
 def _original(name: str, key: str) -> _Original:
-    """Return what runs an operation as it was, and lets other threads run Python meanwhile.
+    """Return the original operation, called so that other threads can run Python meanwhile.
 
-    A kernel that is called by itself keeps the interpreter for as long as it runs; where the queue
-    of an accelerator is full and another rank is dead, for ever. Where the key has torch's common
-    kernel, the dispatcher is sent to the same one at a key that nobody replaces.
+    A kernel that is called directly holds the interpreter's lock for as long as it runs: for ever
+    where an accelerator's queue is full and another rank is dead. Where the key has torch's common
+    kernel, the dispatcher runs the same one at a key that is never replaced.
     """
     kernel = torch.library.get_kernel(f"aten::{name}", key)
     if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
@@ -177,7 +177,7 @@ def _original(name: str, key: str) -> _Original:
     # Private: nothing public names dispatch keys to go on at.
     keys = torch._C.DispatchKey.__members__
     replaced, common = map(torch._C.DispatchKeySet, (keys[key], keys["AutogradOther"]))
-    compiling = keys["PythonDispatcher"]  # which looks for the key by itself, and would come here
+    compiling = keys["PythonDispatcher"]  # which finds the key by itself, and would call this again
 
     def run(found: Any, *args: Any, **kwargs: Any) -> Tensor:
         if found.has(compiling):
@@ -188,7 +188,7 @@ def _original(name: str, key: str) -> _Original:
 
 
 def remove_kernels() -> None:
-    """Give the dispatcher its own kernels back."""
+    """Restore the dispatcher's own kernels."""
     while _libraries:
         # Private: a Library unregisters when it is collected, which is too late to rely on.
         _libraries.popitem()[1]._destroy()

@@ -1,7 +1,7 @@
 """The autograd node of an operation whose weight gradient waits for W, and the input that it saves.
 
-That input is read by W; B needs its shape only. Hooks that put saved tensors elsewhere and want to
-know which are such inputs are those of a :class:`WeightInputKeeper`.
+W reads that input; B needs its shape only. Saved-tensors hooks that treat such inputs differently
+are the methods of a :class:`WeightInputKeeper`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
 # Private: the one way to run an operation without our own kernel, which would only pass it on. Not
-# _AutoDispatchBelowAutograd: what an operation views inside, as linear does its product of rows,
-# would count as a view that a Function made, into which nobody may write.
+# _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does of its product
+# of rows, would count as a view made by a Function, which must not be written in place.
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 # Stands for the weights among the inputs to autograd. The first layer's own input may need no
@@ -35,41 +35,36 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class WeightInputKeeper:
-    """Owner of saved-tensors hooks, its bound methods, that keeps what only W reads in its way."""
+    """Owner of saved-tensors hooks, its methods, that keeps inputs for W in a way of their own."""
 
     def pack_weight_input(self, x: Tensor) -> Any:
         """Keep the input of a deferred operation."""
         raise NotImplementedError
 
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
-        """Return such an input, or what stands for it in B and what W gets it by."""
+        """Return such an input, or a stand-in for B and the function by which W gets the input."""
         raise NotImplementedError
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return such an input."""
         raise NotImplementedError
 
 
 def saving_hooks() -> Hooks | None:
-    """Return the hooks through which goes what autograd saves, as inside a checkpoint."""
-    # Private: nothing public tells; hooks do not call those around them, and without any the second
-    # node of a deferred operation would be paid for nothing.
+    """Return the saved-tensors hooks in force, such as a checkpoint's; None without any."""
+    # Private: nothing public tells. Without hooks the second node of a deferred operation would
+    # cost time for nothing.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
-    """Return whose hooks these are, if it wants to know what only W reads."""
+    """Return the owner of hooks, if it is a :class:`WeightInputKeeper`."""
     owner = getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, WeightInputKeeper) else None
 
 
 class _WeightInput:
-    """One operation's input while autograd keeps it; its node has this, and so knows it is for W.
-
-    Args:
-        keeper: The keeper whose hooks are in force.
-    """
+    """One operation's input while ``keeper`` keeps it; the operation's node has this object."""
 
     def __init__(self, keeper: WeightInputKeeper) -> None:
         self._keeper = keeper
@@ -77,11 +72,11 @@ class _WeightInput:
         self._fetch: Fetch | None = None
 
     def saving(self) -> saved_tensors_hooks:
-        """Let autograd save it inside, and nothing else."""
+        """Save the input inside, and no other tensor."""
         return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
 
     def read(self, node: Any) -> tuple[Tensor, Fetch | None]:
-        """Return what ``node`` saved, and how W gets it if this is a stand-in."""
+        """Return the input, or a stand-in and the function by which W gets the input."""
         self._is_read_by_b = True
         try:
             (x,) = node.saved_tensors
@@ -90,15 +85,15 @@ class _WeightInput:
             self._is_read_by_b, self._fetch = False, None
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not self._is_read_by_b:  # by somebody who looks at the graph
+        if not self._is_read_by_b:  # by code that inspects the graph
             return self._keeper.unpack(packed)
-        # Autograd returns another object than this tensor, on which nothing can travel.
+        # Autograd returns another object than this tensor: an attribute of it would be lost.
         x, self._fetch = self._keeper.unpack_for_b(packed)
         return x
 
 
 def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
-    """Run an operation on x whose backward leaves the weight's gradient for W."""
+    """Run an operation on x; its backward puts the weight's gradient into the queue for W."""
     hooks = saving_hooks()
     if hooks is None:
         return _Deferred.apply(x, _ANCHOR, None, None, call)
@@ -108,7 +103,7 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return _Deferred.apply(x, _ANCHOR, None, saved, call)
         # A Function saves after its forward has run; a checkpoint's recomputation, which stops at
-        # the last tensor saved, would so run the block's last operation in vain.
+        # the last tensor saved, would run the block's last operation in vain.
         kept = _Keep.apply(x)
     return _Deferred.apply(kept, _ANCHOR, kept.grad_fn, saved, call)
 
@@ -128,11 +123,9 @@ class _Keep(torch.autograd.Function):
 
 
 class KeptInput:
-    """An input of a deferred operation, kept beside the graph that the operation is part of.
+    """An input of a deferred operation, saved by a node outside of the operation's graph.
 
-    Args:
-        result: A result of the node that has saved it.
-        saved: See :class:`_WeightInput`; None: it is kept as everything is.
+    ``result`` is that node's.
     """
 
     def __init__(self, result: Tensor, saved: _WeightInput | None) -> None:
@@ -140,22 +133,22 @@ class KeptInput:
         self._saved = saved
 
     def read(self) -> tuple[Tensor, Fetch | None]:
-        """Return it, and how W gets it if this is a stand-in."""
+        """Return the input, or a stand-in and the function by which W gets the input."""
         return _read_input(self._result.grad_fn, self._saved)
 
 
 def keep_input(x: Tensor) -> KeptInput:
-    """Keep an operation's input as autograd would, through the hooks that are in force."""
+    """Save an operation's input as autograd would, through the hooks in force."""
     hooks = saving_hooks()
     keeper = None if hooks is None else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
-        # Detached: what x was made of would lead back to who holds this.
+        # Detached: the graph of x would lead back to the owner of this.
         return KeptInput(_KeepBeside.apply(_ANCHOR, x.detach()), saved)
 
 
 class _KeepBeside(torch.autograd.Function):
-    """Saves x, and is part of nobody's graph."""
+    """Saves x, and is in no graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -168,15 +161,15 @@ class _KeepBeside(torch.autograd.Function):
 
 
 def asking_for_gradients() -> Tensor:
-    """Return what stands for weights among the inputs of an autograd node."""
+    """Return the tensor that stands for weights among the inputs of an autograd node."""
     return _ANCHOR
 
 
 class _Deferred(DirectFunction):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
-    ``saver`` is the node that has saved x; None: this one does. ``saved`` is None where what only W
-    reads is kept as everything is.
+    ``saver`` is the node that has saved x; None: this one does. ``saved`` is None where no keeper's
+    hooks are in force.
     """
 
     @staticmethod
@@ -198,13 +191,13 @@ class _Deferred(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Where nobody differentiates the backward there is nothing to refuse.
+        # Without create_graph there is nothing to refuse.
         run = _run_once_differentiable if torch.is_grad_enabled() else _run_backward
         return run(ctx, grad)
 
 
 def _run_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # as where a function of the user's returns no gradient
+    if grad is None:  # of a custom function that returns None
         return _NO_GRADIENTS
     call: DeferredCall = ctx.call
     call.check_unchanged()
@@ -221,16 +214,15 @@ _run_once_differentiable = once_differentiable(_run_backward)
 
 
 def is_for_weights() -> bool:
-    """Whether the backward that runs is for the gradients of all that trains.
+    """Whether the running backward computes the gradients of all parameters.
 
-    One for certain tensors, as ``torch.autograd.grad(y, x)`` in a step is, comes by no anchor.
+    One for given tensors, as ``torch.autograd.grad(y, x)`` in a step, does not reach the anchor.
     """
-    # Private: nothing public tells what a backward is for.
+    # Private: nothing public tells the inputs of a backward.
     return torch._C._will_engine_execute_node(_ANCHORS_NODE)
 
 
 def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | None]:
-    """Return what ``node`` saved, and how W gets it if this is a stand-in."""
     if saved is not None:
         return saved.read(node)
     (x,) = node.saved_tensors
@@ -238,12 +230,11 @@ def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | 
 
 
 def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
-    """Leave an operation's weight gradient for W; compute it where there is none to come.
+    """Queue an operation's weight gradient for W; compute it at once without a queue.
 
     Args:
-        call: The operation.
-        x: The operation's input, or what stands for it in B.
-        fetch: How W gets the input, if that is a stand-in.
+        x: The operation's input, or a stand-in.
+        fetch: Returns the input, if x is a stand-in.
         grad: The gradient of the operation's result.
     """
     queue = active_queue()

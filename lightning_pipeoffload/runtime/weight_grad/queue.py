@@ -1,13 +1,13 @@
 """Weight gradients apart from input gradients: the W of a zero-bubble schedule.
 
-Kernels at the dispatcher's autograd keys (``kernels.py``) see each linear layer, matrix
-product and convolution, however the model calls it. Where the weight is marked, the backward
-returns the input gradient only and puts (input, output gradient) into the queue of that stage and
-microbatch, which W empties; nothing else of the graph stays alive.
-``torch.distributed.pipelining`` walks the autograd graph instead and keeps all of it until W.
+Kernels at the dispatcher's autograd keys (``kernels.py``) see each linear layer, matrix product and
+convolution, however the model calls it. Where the weight is marked, the backward returns the input
+gradient only and puts (input, output gradient) into the queue of that stage and microbatch, which W
+empties; nothing else of the graph stays alive. ``torch.distributed.pipelining`` walks the autograd
+graph instead and keeps all of it until W.
 
-Parameters that a stage uses in other operations (norms, embeddings, scales) too get their gradient
-in B. Of one layer, ``y = x @ weight.T``::
+Parameters that a stage also uses in other operations (norms, embeddings, scales) get their gradient
+in B. For one layer, ``y = x @ weight.T``::
 
     F   x --------> [ layer ] ------> y      keeps x
     B   grad x <--- [ layer ] <-- grad y     grad x is sent to the stage before, at once
@@ -30,12 +30,7 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 
 
 class WeightGrad(NamedTuple):
-    """One gradient that waits.
-
-    Attributes:
-        compute: Computes it, and adds it to what there is.
-        weights: The weights that it is of: parameters, or what was made of them by views and casts.
-    """
+    """One gradient that waits for W; ``weights`` are parameters, or views and casts of some."""
 
     compute: Callable[[], None]
     weights: tuple[Tensor, ...]
@@ -49,12 +44,15 @@ class Keeper(Protocol):
 class WeightGradQueue:
     """Weight gradients of one stage and microbatch, from its B to its W.
 
+    Used as a context manager it gets the gradients of marked weights. It is in force around F too,
+    whose graph depends on it.
+
     Args:
         immediate: Whether to compute each gradient at once, for a fused backward.
-        keeper: What keeps the tensors that wait; None: they stay as they are.
+        keeper: Keeps the tensors that wait; None: they stay as they are.
 
     Attributes:
-        flops: Floating-point operations of the gradients that came through here.
+        flops: Floating-point operations of all gradients that were put here.
     """
 
     def __init__(self, immediate: bool = False, keeper: Keeper | None = None) -> None:
@@ -70,7 +68,7 @@ class WeightGradQueue:
         IN_FORCE.end(self)
 
     def put(self, compute: Callable[[], None], weights: tuple[Tensor, ...], flops: int = 0) -> None:
-        """Keep ``compute``, of the gradients of ``weights``, for W."""
+        """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``."""
         self.flops += flops
         if self.immediate:
             compute()
@@ -78,14 +76,14 @@ class WeightGradQueue:
             self._entries.append(WeightGrad(compute, weights))
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Keep a tensor for W; return what gives it back."""
+        """Keep a tensor until W; return the function by which W gets it."""
         if self.keeper is None or self.immediate:
             return lambda: tensor
         return self.keeper.keep_for_weight(tensor)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is anything for W."""
+        """Whether any gradient waits for W."""
         return bool(self._entries)
 
     @torch.no_grad()
@@ -97,22 +95,22 @@ class WeightGradQueue:
 
     @property
     def waiting(self) -> list[WeightGrad]:
-        """All that waits, in the order of the backward."""
+        """The gradients that wait, in the order of the backward."""
         return self._entries
 
     def take(self) -> list[WeightGrad]:
-        """Return all that waits, in the order of the backward; whoever takes it computes it."""
+        """Remove and return the gradients that wait, for the caller to compute."""
         entries, self._entries = self._entries, []
         return entries
 
 
 def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
-    """Let marked weights' gradients go to ``queue``; around F too, whose graph decides it."""
+    """Put marked weights' gradients into ``queue`` inside."""
     return queue
 
 
 def active_queue() -> WeightGradQueue | None:
-    """Return where weight gradients go now; None while no split is under way."""
+    """Return the queue that is in force; None outside of F and B."""
     return IN_FORCE.latest(WeightGradQueue)
 
 
@@ -140,7 +138,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
 
 
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
-    """Add to ``.grad`` as autograd does, hooks included."""
+    """Add a gradient to ``.grad`` as autograd does, hooks included."""
     assert parameter is not None
     leaf = parameter if parameter.is_leaf else _widened(parameter)
     if leaf is None or has_hooks(leaf):
@@ -161,10 +159,10 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _widened(cast: Tensor) -> Tensor | None:
-    """Return the parameter whose gradient is that of ``cast``, exactly, in its own wider dtype.
+    """Return the parameter of which ``cast`` is a cast to a narrower dtype, with no hooks on it.
 
-    Under bf16-mixed each weight is such a cast, and a run of autograd's engine costs more than what
-    it would do.
+    Its gradient is that of ``cast``, exactly. Under bf16-mixed each weight is such a cast, and a
+    run of autograd's engine costs more than the addition.
     """
     node: Any = cast.grad_fn
     if node.name() != "ToCopyBackward0" or cast._backward_hooks or cast.retains_grad:
@@ -176,7 +174,7 @@ def _widened(cast: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether something is called with a parameter's gradient when that is added."""
+    """Whether hooks are called with a parameter's gradient when it is added."""
     # Private, both: nothing public tells.
     return bool(
         parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)

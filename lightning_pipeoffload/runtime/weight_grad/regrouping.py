@@ -20,20 +20,18 @@ from lightning_pipeoffload.runtime.weight_grad.queue import WeightGrad
 
 
 class FinalGradients(Protocol):
-    """Is told when the gradients of a step are final."""
+    """Called when gradients of a step become final; see :class:`.GradientReduction`."""
 
-    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
-        """Take all gradients of a stage for final, but for those of the W's to come."""
+    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None: ...
 
-    def finish(self, parameter: Tensor) -> None:
-        """Take the gradient of a parameter for final."""
+    def finish(self, parameter: Tensor) -> None: ...
 
 
 class RegroupedWeightGrads:
-    """Weight gradients of several microbatches; in those of a parameter the order stays.
+    """Weight gradients of several microbatches, grouped by parameter; in a group the order stays.
 
     Args:
-        waiting: What waits for W of each microbatch, in the order of the backward.
+        waiting: The gradients of each microbatch that wait for W, in the order of the backward.
     """
 
     def __init__(self, waiting: Iterable[Iterable[WeightGrad]]) -> None:
@@ -53,11 +51,7 @@ class RegroupedWeightGrads:
 
     @torch.no_grad()
     def run(self, finish: Callable[[Tensor], None]) -> None:
-        """Compute and accumulate all; each frees its tensors.
-
-        Args:
-            finish: A function that is given each parameter when its gradient is final.
-        """
+        """Compute and accumulate all; ``finish`` gets each parameter whose gradient is final."""
         left = Counter(key for group in self._groups for key in group)
         for group, computations in self._groups.items():
             computations.reverse()
@@ -70,7 +64,7 @@ class RegroupedWeightGrads:
 
 
 def _parameters_of(weight: Tensor) -> Iterable[Tensor]:
-    """Return what a weight was made of; itself, if it was made of nothing."""
+    """Return the parameters that a weight was computed from; itself, if it is one."""
     if weight.grad_fn is None:
         return [weight]
     found, nodes = [], [weight.grad_fn]

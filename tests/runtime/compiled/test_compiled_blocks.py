@@ -222,7 +222,7 @@ def test_a_block_that_checkpoints_by_itself_says_what_that_costs(caplog):
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    block_compiler.say.cache_clear()
+    block_compiler.warn_once.cache_clear()
     assert_trains_exactly(task(Checkpointed), tokens(), num_ranks=2, compile=COMPILE)
     (line,) = lines(caplog)
     assert line.startswith("what a compiled block checkpoints by itself gets its weight gradients")
@@ -242,7 +242,7 @@ def test_what_a_backend_cannot_do(fails, line, count, left_for_w, caplog):
         return aot_eager(module, inputs)
 
     aot_eager = lookup_backend("aot_eager")
-    block_compiler.say.cache_clear()
+    block_compiler.warn_once.cache_clear()
     assert_trains_exactly(task(), tokens(), num_ranks=2, compile={"backend": backend})
     assert len(left_for_w) == 4 * count
     (found,) = lines(caplog)

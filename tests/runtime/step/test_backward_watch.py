@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import say
+from lightning_pipeoffload.runtime.compiled.block_compiler import warn_once
 from tests.support.comparison import assert_trains_exactly
 
 HERE = "# <- named in the message"
@@ -173,7 +173,7 @@ def test_what_a_class_holds_for_a_backward_is_refused():
 
 
 def test_a_step_that_writes_attributes_and_hooks_tensors_is_told_so_once(caplog):
-    say.cache_clear()
+    warn_once.cache_clear()
     with pytest.raises(RuntimeError, match="is read in a backward"):
         assert_trains_exactly(make(WithTensorHook), BATCH, "zb_h1", 2)
     (notice,) = [r.message for r in caplog.records if "hook on a tensor" in r.message]
