@@ -10,16 +10,16 @@ import torch
 
 @cache
 def accelerator_module() -> Any:
-    """Return torch's module of the kind of accelerator that torch was built for; None without."""
+    """Return torch's module of the kind of accelerator that torch was built for, or None."""
     kind = torch.accelerator.current_accelerator()
     return None if kind is None else torch.get_device_module(kind)
 
 
 def accelerator_in_use() -> Any:
-    """Return torch's module of the accelerator; None where this process uses none.
+    """Return torch's module of the accelerator that this process has initialized, or None.
 
-    A run on the CPU of a machine that has one must not start it, which takes memory of it and time,
-    and fails in a forked process.
+    A run on the CPU of a machine that has an accelerator must not initialize it, which takes its
+    memory and time, and fails in a forked process.
     """
     module = accelerator_module()
     if module is None:
@@ -28,5 +28,5 @@ def accelerator_in_use() -> Any:
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device, which without an index is any of its kind."""
+    """Whether a tensor is on a device; one without an index stands for any of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -8,14 +8,13 @@ import torch
 
 
 class DirectFunction(torch.autograd.Function):
-    """Goes where ``Function.apply`` goes in the end, if no transform is under way.
+    """Calls the base of ``Function.apply`` directly where no transform is active.
 
-    What comes before that is a fifth of a small layer's forward.
+    The checks before that take a fifth of a small layer's forward.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Run the forward, and be a node of autograd's graph."""
         if torch._C._are_functorch_transforms_active():  # private: what torch itself asks
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc] # of C's class

@@ -76,7 +76,7 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_replicas > 1:
             self.host_group = self.make_group(backend="gloo")
             self.side_group = self.make_group(backend="gloo")
-        self._device_group = self.device_group()
+        self._ranks_group = self.device_group()
 
     def renew(self) -> None:
         """Connect anew, on all ranks, after their pending exchanges were broken off."""
@@ -133,7 +133,7 @@ class PipelineGroup(RankMesh, HostGroup):
         if is_source:
             found.copy_(tensor.detach())
         with blaming_peers("lost a rank while weights were lent"):
-            dist.broadcast(as_bytes(found), source, group=self._device_group)
+            dist.broadcast(as_bytes(found), source, group=self._ranks_group)
         return tensor if is_source and tensor.device == self.device else found
 
     # Parameters that several ranks have
@@ -150,7 +150,7 @@ class PipelineGroup(RankMesh, HostGroup):
             trains = partial(pipeline.records.always_train, names)
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
         for buffer in pipeline.tensors.common_buffers():
-            _broadcast(buffer, self.root, self._device_group)
+            _broadcast(buffer, self.root, self._ranks_group)
 
     def sum_shared_gradients(self) -> None:
         """Give all owners of a parameter the sum of their gradients; None where none has one."""
@@ -206,14 +206,14 @@ class PipelineGroup(RankMesh, HostGroup):
         """Return the largest of a number over all ranks."""
         found = number.clone()
         with blaming_peers("lost a rank while looking for infinite gradients"):
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._device_group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._ranks_group)
         return found
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, on the device."""
         total = own.to(self.device, copy=True)
         with blaming_peers("lost a rank while computing the gradient's norm"):
-            dist.all_reduce(total, group=self._device_group)
+            dist.all_reduce(total, group=self._ranks_group)
         return total
 
 

@@ -154,7 +154,7 @@ class RankMesh:
 
     def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
         """Return the group of a directed edge of each replica over the device's backend."""
-        return self._made_once("edge", self._rows(edge), options)
+        return self._device_group("edge", self._rows(edge), options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
         """Return the group of some ranks of each replica, or of all, over the device's backend.
@@ -162,11 +162,11 @@ class RankMesh:
         It is made once, and its members meet in it: NCCL connects where a group is first used, in a
         step perhaps, and connecting waits for all work that the device was given.
         """
-        return self._meeting("", self._rows(ranks))
+        return self._device_group("", self._rows(ranks))
 
     def device_data_group(self, use: str) -> Any:
         """Return the group of each rank's counterparts on the device, one for each use."""
-        return self._meeting(use, self._columns)
+        return self._device_group(use, self._columns)
 
     def abort_device_groups(self) -> None:
         """Abort groups on the device, whose pending collectives wait for each other for ever."""
@@ -185,17 +185,14 @@ class RankMesh:
     def _columns(self) -> list[tuple[int, ...]]:
         return [*zip(*self._table, strict=True)]
 
-    def _meeting(self, use: str, groups: Iterable[Sequence[int]]) -> Any:
-        num_before = len(self._device_groups)
-        group = self._made_once(use, groups, {})
-        if group is not None and len(self._device_groups) > num_before:
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        return group
-
-    def _made_once(self, use: str, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
+    def _device_group(
+        self, use: str, groups: Iterable[Sequence[int]], options: dict[str, Any] | None = None
+    ) -> Any:
         key = use, tuple(map(tuple, groups))
         if key not in self._device_groups:
-            self._device_groups[key] = self._make_groups(key[1], options)
+            group = self._device_groups[key] = self._make_groups(key[1], options or {})
+            if group is not None and options is None:  # the transport connects its edges itself
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return self._device_groups[key]
 
     def _make_groups(self, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:

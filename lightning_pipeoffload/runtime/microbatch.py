@@ -1,7 +1,7 @@
-"""Cuts a batch into microbatches and puts their results together again.
+"""Splitting of a batch into microbatches, and merging of their results.
 
-``torch.distributed.pipelining.microbatch`` does alike for positional arguments and tensors; a
-LightningModule's batch is one object of any shape, with strings beside.
+``torch.distributed.pipelining.microbatch`` does so for positional arguments and tensors; a
+LightningModule's batch is one object of any structure, with strings in it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _WHOLE = (Integral, np.bool_)
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples: the length of dimension 0, which all tensors share.
-
-    Raises:
-        ValueError: No tensor can be cut, they differ in length, or one is sparse or nested.
-    """
+    """Return the number of samples: the length of dimension 0, which all tensors share."""
     for leaf in batch_leaves(batch):
         if isinstance(leaf, Tensor):
             _refuse_layout(leaf)
@@ -51,13 +47,10 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
-    """Cut ``batch`` into microbatches of ``size`` samples, the last one possibly smaller.
+    """Split a batch into microbatches of ``size`` samples, the last one possibly smaller.
 
     Tensors, arrays, lists of plain values and tuples of strings with an entry for each sample are
-    cut; what has one row for all samples goes to each microbatch.
-
-    Raises:
-        ValueError: It cannot be known whether a list of numbers has one for each sample.
+    split; each microbatch gets all others whole.
     """
     total = batch_size(batch)
     if size < total:
@@ -79,15 +72,10 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 def weigh_parts(
     weigh: Callable[[Any], Any], parts: Sequence[Any]
 ) -> tuple[Sequence[Any], Callable[[], None]]:
-    """Return each microbatch's share of what a batch counts.
+    """Return each microbatch's share of the sum of the user's weights.
 
-    Args:
-        weigh: The user's function, which returns what one microbatch counts.
-        parts: The microbatches.
-
-    Returns:
-        The shares, which are tensors where the weights are on an accelerator; and a function that
-        checks the weights as soon as the host may know them.
+    The shares are tensors where the weights are on an accelerator. Also returned is a function that
+    checks the weights, once reading them does not make the host wait.
     """
     returned = [weigh(part) for part in parts]
     if not any(map(late_values.is_on_accelerator, returned)):
@@ -109,11 +97,6 @@ def _as_numbers(returned: Sequence[Any]) -> list[float]:
 
 
 def _check_weights(weights: Sequence[float], returned: Sequence[Any]) -> None:
-    """Check what a user's function has returned.
-
-    Raises:
-        ValueError: The function returned no numbers, or none that a mean can be weighed by.
-    """
     if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise ValueError(
             f"microbatch_weight returned {returned} for the microbatches of a batch; it must "
@@ -122,14 +105,14 @@ def _check_weights(weights: Sequence[float], returned: Sequence[Any]) -> None:
 
 
 def weighted(value: Any, share: Any) -> Any:
-    """Return a number times its share; also where that is a tensor, in the number's precision."""
+    """Return a number times its share, which may be a tensor, in the number's own precision."""
     product = value * share
     is_precise = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return product.to(value.dtype) if is_precise else product
 
 
 def in_mean(value: Any, share: Any) -> Any:
-    """Return a number times its share; 0 where that is 0, as the mean over no tokens is NaN."""
+    """Return a number times its share; 0 where the share is 0, as a mean over no tokens is NaN."""
     product = weighted(value, share)
     if isinstance(share, Tensor):
         return torch.where(share > 0, product, 0)
@@ -139,7 +122,7 @@ def in_mean(value: Any, share: Any) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Put the steps' results of one batch together.
+    """Merge the results of the steps of one batch's microbatches.
 
     Numbers and tensors without dimensions become their weighted mean, whole numbers only where they
     differ; other tensors, arrays and lists are joined along dimension 0; None stays None.
@@ -176,10 +159,10 @@ def has_row_for_each(outputs: Any, num_samples: int) -> bool:
 
 
 def start_checksum(batch: Any) -> Callable[[], int]:
-    """Start to compute what tells batches apart, from at most 4096 elements of each tensor.
+    """Start to compute a checksum of a batch, from at most 4096 elements of each tensor.
 
     Returns:
-        A function that waits for what is on an accelerator, and returns the number.
+        A function that waits for values of an accelerator, and returns the checksum.
     """
     values = [_start_checksum_of(leaf) for leaf in batch_leaves(batch)]
 
@@ -190,7 +173,7 @@ def start_checksum(batch: Any) -> Callable[[], int]:
 
 
 def shape_signature(batch: Any) -> tuple[Any, ...]:
-    """Return what the shapes inside a step may depend on: those of tensors, and whole numbers."""
+    """Return the parts of a batch on which shapes inside a step may depend."""
     found: list[Any] = []
 
     def leaf(value: Any) -> Any:
@@ -251,7 +234,7 @@ def _sizes(batch: Any) -> list[int]:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether ``value`` lists plain values; a tuple of strings is what torch's collate makes."""
+    """Whether ``value`` is a list of plain values, or a tuple of strings as of torch's collate."""
     if type(value) is tuple:
         return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
     return isinstance(value, list) and not any(
@@ -260,7 +243,7 @@ def _is_column(value: Any) -> bool:
 
 
 def batch_leaves(tree: Any) -> list[Any]:
-    """List the tensors and values of a batch; lists of values entry by entry."""
+    """Return the tensors and values of a batch, and the entries of its lists of plain values."""
     found: list[Any] = []
 
     def leaf(value: Any) -> Any:
@@ -282,7 +265,7 @@ def _map(leaf: _Leaf, tree: Any) -> Any:
 
 
 def _parts(tree: Any) -> list[Any] | None:
-    """Return what a container holds; None for what is no container."""
+    """Return the entries of a container; None if it is none."""
     if isinstance(tree, Mapping):
         return list(tree.values())
     if isinstance(tree, (list, tuple)):
@@ -292,7 +275,7 @@ def _parts(tree: Any) -> list[Any] | None:
 
 
 def _field_names(tree: Any) -> list[str]:
-    """Name the fields of an object of a dataclass, or of a class by attrs; none of any other."""
+    """Return the fields of an object of a dataclass or attrs class; empty for any other."""
     if isinstance(tree, type):
         return []
     if dataclasses.is_dataclass(tree):
@@ -301,7 +284,7 @@ def _field_names(tree: Any) -> list[str]:
 
 
 def _rebuild(tree: Any, parts: list[Any]) -> Any:
-    """Make a container like ``tree`` of other parts, whatever its constructor takes."""
+    """Make a container like ``tree`` with other entries, whatever its constructor takes."""
     if isinstance(tree, tuple):
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):

@@ -1,4 +1,4 @@
-"""What travels between two stages: the tensors that a block hands on, and their gradients."""
+"""The payload of messages between two stages: a block's output tensors, and their gradients."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ _CONSTANT = (type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it exists.
-
-    Attributes:
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        requires_grad: Whether autograd follows the tensor.
-        gets_gradient: Whether the loss leads back to it, too.
-    """
+    """Description of a tensor before it exists; ``gets_gradient``: the loss depends on it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -39,27 +32,23 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Describe ``tensor``."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.requires_grad)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def has_shape_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is as described, but for its gradient."""
         return self.shape == tensor.shape and self.dtype == tensor.dtype
 
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What a block hands on: a pytree with specs for its tensors.
+    """A block's output: a pytree with a TensorSpec for each tensor, and plain values as they are.
 
     Attributes:
-        leaves: A TensorSpec for each tensor, plain values as they are.
-        is_template: False where a leaf is neither a tensor nor the same for every batch; then the
-            block has to run, shape-only, to have it.
+        is_template: False where a leaf is neither a tensor nor the same for every batch; then other
+            ranks have to run the block, shape-only, to have that leaf.
     """
 
     treespec: TreeSpec
@@ -68,7 +57,6 @@ class BlockOutput:
 
     @classmethod
     def of(cls, output: Any) -> BlockOutput:
-        """Describe ``output``."""
         leaves, treespec = tree_flatten(output)
         described = tuple(_describe(leaf) for leaf in leaves)
         is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
@@ -76,7 +64,7 @@ class BlockOutput:
 
     @cached_property
     def payload(self) -> list[TensorSpec]:
-        """The tensors that travel to the next stage."""
+        """The tensors that are sent to the next stage."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     @cached_property
@@ -86,7 +74,7 @@ class BlockOutput:
             return [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.payload]
 
     def with_gradients(self, arrives: Sequence[bool]) -> BlockOutput:
-        """Return the same, with whether a gradient of each tensor comes back."""
+        """Return a copy with ``gets_gradient`` of each tensor."""
         flags = iter(arrives)
         leaves = tuple(
             replace(leaf, gets_gradient=next(flags)) if isinstance(leaf, TensorSpec) else leaf
@@ -99,7 +87,7 @@ class BlockOutput:
         return self.treespec.is_leaf() and bool(self.payload)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Build the output from one tensor for each spec."""
+        """Return the output with one tensor in place of each spec."""
         if self._is_tensor:
             return tensors[0]
         left = iter(tensors)
@@ -113,20 +101,20 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass
 class Received:
-    """What came from the previous stage, and the gradients that go back."""
+    """Tensors from the previous stage, and the gradients that are sent back."""
 
     specs: list[TensorSpec]
     gradients: tuple[Tensor | None, ...] = ()
 
 
-# Of all that enters: nothing comes to its gradient, but autograd wants something that asks for one.
+# Input of every _Enter: autograd needs one that requires a gradient, though it never gets one.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Enter(DirectFunction):
-    """Brings what was received into the stage's graph and keeps its gradients.
+    """Makes received tensors outputs of a node, which stores their gradients.
 
-    The tensors come in beside autograd, which so makes them fresh ones that may be written in
+    They are not its inputs, so that autograd takes them for new ones, which may be written in
     place.
     """
 
@@ -148,19 +136,15 @@ class _Enter(DirectFunction):
 
 
 def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
-    """Make what was received the start of this stage's graph; its gradients go to ``received``."""
+    """Start this stage's graph with received tensors; ``received`` gets their gradients."""
     return _Enter.apply(_ANCHOR, tensors, received)
 
 
 def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
-    """Return the gradients of what was received, of those tensors of which one is expected.
+    """Return the gradients of those received tensors that get one.
 
-    Args:
-        received: What came from the previous stage.
-        sender: The name of that stage's last block.
-
-    Raises:
-        RuntimeError: Other tensors have one than the step's first run has shown.
+    ``sender`` is the name of the previous stage's last block, for the error where other tensors
+    have a gradient than in the step's first run.
     """
     gradients = received.gradients or (None,) * len(received.specs)
     arrived = [gradient is not None for gradient in gradients]

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on how the model is cut.
 
-Each block of each microbatch, with what lies between it and the block before, draws from a seed of
-its own: then dropout gives the same numbers for every number of ranks and every schedule, where a
-stage's position in one common stream would not.
+Each block of each microbatch, with the code between it and the block before, draws from a seed of
+its own: so dropout draws the same numbers for every number of ranks and every schedule, as it would
+not from one common stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def has_drawn_since(seed: int) -> bool:
-    """Whether numpy's or Python's generator went on since ``seed_all(seed)``; seeds them anew."""
+    """Whether numpy's or Python's generator was used since ``seed_all(seed)``; seeds them again."""
     drawn = random.random(), np.random.rand()
     seed_all(seed)
     return drawn != (random.random(), np.random.rand())
@@ -53,7 +53,7 @@ def has_drawn_since(seed: int) -> bool:
 
 @contextmanager
 def forked_randomness() -> Iterator[None]:
-    """Leave every global generator as it was found."""
+    """Restore every global generator at the end."""
     found = RandomnessReplay()
     try:
         yield
@@ -62,7 +62,6 @@ def forked_randomness() -> Iterator[None]:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -71,7 +70,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def replayed_generator(device: torch.device, state: torch.Tensor) -> Iterator[None]:
-    """Draw from the device's generator as it was, and leave it as it is."""
+    """Give the device's generator an earlier state inside."""
     before = generator_state(device)
     _set_generator(device, state)
     try:
@@ -88,7 +87,7 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
 
 
 class RandomnessReplay:
-    """Every global generator as it was when this was made."""
+    """The states of all global generators when this was made."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -98,7 +97,6 @@ class RandomnessReplay:
         self._device_state = accelerator.get_rng_state() if accelerator else None
 
     def restore(self) -> None:
-        """Let every generator go on from there."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
@@ -107,12 +105,12 @@ class RandomnessReplay:
 
 
 def draw_seed() -> int:
-    """Draw a seed from torch's global generator, as a pass through a shuffled loader does."""
+    """Draw a seed from torch's global generator, as iterating over a shuffled loader does."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 class RandomStream:
-    """A stream of random numbers: inside, the global generators go on where it ended."""
+    """A random stream: inside, the global generators continue where it last ended."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -17,8 +17,8 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 from lightning_pipeoffload.runtime.weight_grad.node import (
-    KeptInput,
-    asking_for_gradients,
+    ANCHOR,
+    ReadInput,
     is_for_weights,
     keep_input,
     queue_or_run,
@@ -72,7 +72,7 @@ class _Run:
     ) -> None:
         self.calls = calls
         self.shapes = shapes
-        self.kept: dict[Tap, KeptInput] = {}
+        self.kept: dict[Tap, ReadInput] = {}
         self._beside: list[tuple[Tensor, int]] = []
 
     def keep(self, taps: Mapping[Tap, Tensor], beside: Sequence[Tensor]) -> None:
@@ -88,7 +88,7 @@ class _Run:
                     f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
-        found = {tap: kept.read() for tap, kept in self.kept.items()}
+        found = {tap: read() for tap, read in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
                 call.check_unchanged()
@@ -116,7 +116,7 @@ class SplitRegion:
         weights = {source: source.of(inputs) for source in graph.sources}
         calls = [(_make_call(product, weights), product.tap) for product in graph.products]
         run = _Run(calls, [product.shape(inputs) for product in graph.products])
-        zeros = _Zeros.apply(asking_for_gradients(), run, self._zeros)
+        zeros = _Zeros.apply(ANCHOR, run, self._zeros)
         kept = (inputs[index] for index in graph.kept)
         detached = (weight.detach() for weight in weights.values())
         outputs = self._compiled(*kept, *detached, *zeros)

@@ -26,8 +26,8 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 # Stands for the weights among the inputs to autograd. The first layer's own input may need no
 # gradient, and then something must ask for one.
-_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-_ANCHORS_NODE = get_gradient_edge(_ANCHOR).node
+ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+_ANCHORS_NODE = get_gradient_edge(ANCHOR).node
 _NO_GRADIENTS = (None,) * 5
 
 Fetch = Callable[[], Tensor]
@@ -96,16 +96,16 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     """Run an operation on x; its backward puts the weight's gradient into the queue for W."""
     hooks = saving_hooks()
     if hooks is None:
-        return _Deferred.apply(x, _ANCHOR, None, None, call)
+        return _Deferred.apply(x, ANCHOR, None, None, call)
     keeper = keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:
-            return _Deferred.apply(x, _ANCHOR, None, saved, call)
+            return _Deferred.apply(x, ANCHOR, None, saved, call)
         # A Function saves after its forward has run; a checkpoint's recomputation, which stops at
         # the last tensor saved, would run the block's last operation in vain.
         kept = _Keep.apply(x)
-    return _Deferred.apply(kept, _ANCHOR, kept.grad_fn, saved, call)
+    return _Deferred.apply(kept, ANCHOR, kept.grad_fn, saved, call)
 
 
 class _Keep(torch.autograd.Function):
@@ -122,29 +122,20 @@ class _Keep(torch.autograd.Function):
         return grad
 
 
-class KeptInput:
-    """An input of a deferred operation, saved by a node outside of the operation's graph.
-
-    ``result`` is that node's.
-    """
-
-    def __init__(self, result: Tensor, saved: _WeightInput | None) -> None:
-        self._result = result  # before torch 2.13 a node alone does not outlive its results
-        self._saved = saved
-
-    def read(self) -> tuple[Tensor, Fetch | None]:
-        """Return the input, or a stand-in and the function by which W gets the input."""
-        return _read_input(self._result.grad_fn, self._saved)
+ReadInput = Callable[[], tuple[Tensor, Fetch | None]]
+"""Returns an input, or a stand-in and the function by which W gets the input."""
 
 
-def keep_input(x: Tensor) -> KeptInput:
-    """Save an operation's input as autograd would, through the hooks in force."""
+def keep_input(x: Tensor) -> ReadInput:
+    """Save an operation's input outside of its graph, through the hooks in force."""
     hooks = saving_hooks()
     keeper = None if hooks is None else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
-        # Detached: the graph of x would lead back to the owner of this.
-        return KeptInput(_KeepBeside.apply(_ANCHOR, x.detach()), saved)
+        # Detached: the graph of x would lead back to the owner of the returned function.
+        result = _KeepBeside.apply(ANCHOR, x.detach())
+    # The result: before torch 2.13 a node alone does not outlive its results.
+    return lambda: _read_input(result.grad_fn, saved)
 
 
 class _KeepBeside(torch.autograd.Function):
@@ -158,11 +149,6 @@ class _KeepBeside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def asking_for_gradients() -> Tensor:
-    """Return the tensor that stands for weights among the inputs of an autograd node."""
-    return _ANCHOR
 
 
 class _Deferred(DirectFunction):
