@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 _ZIP_MAGIC = b"PK\x03\x04"
 # The entries of a checkpoint of which each rank needs its own only.
 _OF_RANKS = re.compile(r"\['state_dict'\]|\['optimizer_states'\]\[\d+\]\['state'\]")
+_LIBC = ctypes.CDLL(None)
 _BEING_WRITTEN = "being-written"  # a name that no other program gives
 _PART = ".part"
 _TOKEN_LENGTH = 8
@@ -104,11 +107,26 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
             return leaf
         is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
         if is_plain and is_later.match(keystr(keys)):
-            return StoredTensor(leaf.to("meta"), leaf.clone)
+            return stored(leaf)
         return deepcopy(leaf, copied)
 
     mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
     return tree_map_with_path(load, mapped)
+
+
+def stored(mapped: Tensor) -> StoredTensor:
+    """Return a tensor that is copied from a mapped file each time it is used."""
+    return StoredTensor(mapped.to("meta"), partial(_copy_and_release, mapped))
+
+
+def _copy_and_release(mapped: Tensor) -> Tensor:
+    value = mapped.clone()
+    # Else its pages would count as this process's memory for as long as the file is mapped.
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = mapped.data_ptr() + mapped.nbytes - start
+    if size:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    return value
 
 
 def on_host(storage: Any, location: str) -> Any:
@@ -249,7 +267,7 @@ def _flush(path: Path) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step; False where that cannot be done."""
     # Python has no renameat2, and rename refuses a folder that is not empty.
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    rename = getattr(_LIBC, "renameat2", None)
     if rename is None:
         return False
     here = _AT_CURRENT_FOLDER

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.checkpoints.file import is_archive, load_later
+from lightning_pipeoffload.checkpoints.file import is_archive, load_later, stored
 from lightning_pipeoffload.checkpoints.folder import META_FILE, StoredFolder
 from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, to_module
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
+from lightning_pipeoffload.runtime.stored_tensor import value_of
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -237,8 +237,7 @@ def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}; get it anew") from error
         for key in file.keys():  # noqa: SIM118 - it is no dict
-            mapped = file.get_tensor(key)
-            found[key] = StoredTensor(mapped.to("meta"), mapped.detach)
+            found[key] = stored(file.get_tensor(key))
     return found
 
 
