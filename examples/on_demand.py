@@ -4,9 +4,9 @@
     python examples/on_demand.py --devices 4 --model llama --max-tokens 2048 --mode lb_micro
 
 The texts are the source files of Python's standard library, cut at ``--max-tokens`` bytes. The demo
-GPT gets a microbatch's texts below each other, padded on the right, which causal attention does not
-see. A Llama of Hugging Face (``pip install transformers``) gets them one behind the other:
-positions start anew with each text, and by them its attention stays within one.
+GPT gets the texts of a microbatch as rows, padded on the right, where causal attention ignores it.
+A Llama of Hugging Face (``pip install transformers``) gets them in one row: positions start again
+with each text, and keep its attention within one text.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -21,7 +21,7 @@ from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.demos.python_source import find_source_files
 
-IGNORED = -100  # what cross_entropy leaves out
+IGNORED = -100  # the target that cross_entropy ignores
 
 
 class PackedLlama(L.LightningModule):
@@ -51,14 +51,14 @@ class PackedLlama(L.LightningModule):
 
 
 def pad(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Lay texts below each other: inputs and targets, ``[texts, longest]``."""
+    """Return texts as rows: inputs and targets, ``[texts, longest]``."""
     inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
     targets = pad_sequence([text[1:] for text in texts], True, padding_value=IGNORED)
     return inputs, targets
 
 
 def pack(texts: list[Tensor]) -> dict[str, Tensor]:
-    """Lay texts one behind the other, in a row of ``[1, tokens]``."""
+    """Return texts in one row, ``[1, tokens]``."""
     positions = [torch.arange(len(text) - 1) for text in texts]
     return {
         "input_ids": torch.cat([text[:-1] for text in texts])[None],
@@ -68,7 +68,7 @@ def pack(texts: list[Tensor]) -> dict[str, Tensor]:
 
 
 def read_texts(longest: int, count: int) -> list[Tensor]:
-    """Return source files as bytes, as many as are asked for."""
+    """Return the first ``count`` source files as bytes."""
     found = (path.read_bytes()[:longest] for path in find_source_files())
     texts = [torch.tensor(list(content)) for content in found if len(content) > 1]
     return texts[:count]
