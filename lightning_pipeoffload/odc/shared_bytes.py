@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.memory.machine_memory import machine_memory
+from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 
 
 def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) -> list[Tensor]:
