@@ -109,3 +109,28 @@ def test_the_program_of_the_first_hour_trains_and_goes_on(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "Measured: " in done.stdout
     assert (tmp_path / "lightning_logs/version_1/checkpoints/epoch=3-step=256.ckpt").exists()
+
+
+NAMED = re.findall(r"`([\w.]+)`\s+in\s+`([\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+
+
+def test_what_contributing_names_is_where_it_says():
+    missing = []
+    for name, path in NAMED:
+        found = [ROOT / "lightning_pipeoffload" / path, ROOT / path]
+        text = next((file.read_text() for file in found if file.exists()), "")
+        for part in name.split("."):
+            if not re.search(rf"^\s*(?:(?:def|class) {part}\b|{part}(?:: .*)? = )", text, re.M):
+                missing.append((name, path))
+    assert len(NAMED) > 30
+    assert not missing
+
+
+def test_every_path_that_contributing_names_exists():
+    written = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`((?:[\w-]+/)*[\w-]+(?:\.\w+|/))`", written))
+    bases = [ROOT, ROOT / "lightning_pipeoffload"]
+    paths -= {"conf/schedule/name.yaml", "Schedule.of"}
+    assert not [
+        path for path in paths if "/" in path and not any((b / path).exists() for b in bases)
+    ]
