@@ -1,4 +1,4 @@
-"""What devices can do by their data sheets: what a plan goes by where nothing has been measured.
+"""The rates and memory of devices by their data sheets, for plans without measurements.
 
 Sources: NVIDIA's data sheets of the forms with NVLink (SXM), without sparsity, which doubles what
 they print large. H100: 989 TFLOP/s dense bf16 and fp16, 67 fp32, 67 fp64 in tensor cores, 80 GB,
@@ -17,10 +17,10 @@ __all__ = ["DEVICES", "Device", "device_named", "kind_of_precision"]
 
 
 class Device(NamedTuple):
-    """What a device can do at best.
+    """The peak rates of a device.
 
     Attributes:
-        name: What it is called on the command line.
+        name: Its name on the command line.
         flops: Operations per second, by the kind of number.
         memory: Bytes.
         copy_rate: Bytes per second to the host, and as many back at the same time.
@@ -48,11 +48,7 @@ DEVICES = {
 
 
 def device_named(name: Any, efficiency: Any) -> Device:
-    """Return a device with the rates that it reaches.
-
-    Args:
-        name: One of ``DEVICES``.
-        efficiency: The share of its rates that it reaches.
+    """Return a device with ``efficiency``, a share, of its peak rates.
 
     Raises:
         ScheduleError: There is no such device, or the share is none.
@@ -74,6 +70,6 @@ def device_named(name: Any, efficiency: Any) -> Device:
 
 
 def kind_of_precision(precision: str) -> str:
-    """Return in what kind of number a trainer's precision multiplies matrices."""
+    """Return the kind of number in which a trainer's precision multiplies matrices."""
     kinds = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16", "64": "fp64"}
     return kinds.get(precision.partition("-")[0], "fp32")

@@ -29,19 +29,20 @@ __all__ = [
 
 _OF_SWEEP = ("hydra.mode=", "hydra.sweep", "hydra.run.dir=")
 _RUN = "PIPEOFFLOAD_RUN"
-"""The environment variable that conf/train.yaml names a run's folder by, else by the time."""
+"""The environment variable by which conf/train.yaml names a run's folder; else by the time."""
 _INTERACTIVE = ("bash", "interactive")
-"""Names of Slurm's jobs in which Lightning takes no notice of Slurm: there a shell runs."""
+"""Names of Slurm jobs that Lightning ignores, for a shell runs in them."""
 
 
 class SweepJobError(Exception):
-    """A job of a sweep has ended with another status than 0."""
+    """A job of a sweep has failed."""
 
 
 def name_folder_by_step() -> None:
-    """Give the ranks that srun has started one folder, which a requeued job finds again.
+    """Name the folder by Slurm's job and step, where srun has started the ranks.
 
-    Each of them composes the configuration by itself, at another second than the others.
+    Each rank composes the configuration by itself, at another second; a requeued job finds its
+    folder again.
     """
     if _is_task_of_srun():
         step = f"{os.environ['SLURM_JOB_ID']}/{os.environ['SLURM_STEP_ID']}"
@@ -64,13 +65,10 @@ def is_job_of_sweep() -> bool:
 
 
 def run_job_apart(module: str) -> None:
-    """Run this job of a sweep as a command, in the folder that Hydra has made for it.
-
-    Args:
-        module: What the command runs: ``python -m module``.
+    """Run this job of a sweep as ``python -m module``, in the folder that Hydra has made for it.
 
     Raises:
-        SweepJobError: The command failed; what it said is on the screen.
+        SweepJobError: The command failed; its error is on the screen.
     """
     from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
 
@@ -88,7 +86,7 @@ def run_job_apart(module: str) -> None:
 
 
 def _flags(words: Sequence[str]) -> list[str]:
-    """Return what is neither an override nor the wish for a sweep: --config-dir, say."""
+    """Return the words that are neither overrides nor ``-m``: --config-dir, say."""
     is_override = [not word.startswith("-") and ("=" in word or word[0] in "+~") for word in words]
     found = [word for word, skipped in zip(words, is_override, strict=True) if not skipped]
     return [word for word in found if word not in ("-m", "--multirun")]
@@ -96,9 +94,9 @@ def _flags(words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def removing_unused_folder() -> Iterator[None]:
-    """Leave no folder behind where a ValueError comes before anything was written to it.
+    """Remove the run's folder where a ValueError comes before anything was written to it.
 
-    But for one of ranks that srun has started, into which others may be about to write.
+    It stays where srun has started the ranks, for others may be about to write to it.
     """
     try:
         yield

@@ -5,23 +5,22 @@ It is a Hydra application on conf/odc.yaml, and needs nothing but the lengths.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
+from lightning_pipeoffload.cli.plan_output import print_json
 from lightning_pipeoffload.odc.balance import REFERENCE, Balance, balances, draw_balances
 from lightning_pipeoffload.odc.packing import find_cost
 from lightning_pipeoffload.pictures.figures import save_figure
+from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.schedule.quantities import share_text
 
 if TYPE_CHECKING:
@@ -43,27 +42,29 @@ def balance(config: DictConfig) -> None:
     """
     if config.format not in ("text", "json"):
         raise ValueError(f"format ({config.format}) must be text or json")
+    counts = {name: config[name] for name in ("num_ranks", "samples_per_rank")}
+    if config.max_tokens is not None:
+        counts["max_tokens"] = config.max_tokens
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} ({count}) must be a whole number from 1 on")
     lengths = _lengths(config)
     max_tokens = config.max_tokens or max(lengths)
     sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
-    for name in ("num_ranks", "samples_per_rank"):
-        if config[name] < 1:
-            raise ValueError(f"{name} ({config[name]}) must be at least 1")
     found = balances(lengths, *sizes, find_cost(config.cost))
     if config.picture is not None:
         _draw(found, Path(config.picture))
     if config.format == "json":
         rows = [{k: v for k, v in asdict(one).items() if k != "first"} for one in found]
-        sys.stdout.write(json.dumps({"texts": len(lengths), "ways": rows}) + "\n")
+        print_json({"texts": len(lengths), "ways": rows})
     else:
         title = f"{len(lengths)} texts, {sizes[0]} ranks, {sizes[1]} texts each per minibatch"
         Console().print(balance_table(found, title))
 
 
 def balance_table(found: Sequence[Balance], title: str) -> Table:
-    """Return a table with a line for each way to train."""
     numbers = [Column(name, justify="right") for name in ("time", "idle", "throughput")]
-    table = Table("communication", "shared out by", *numbers, title=title, box=SIMPLE)
+    table = bare_table("communication", "shared out by", *numbers, title=title)
     for one in found:
         figures = f"{one.time:.1f}", f"{share_text(one.idle)}", f"{one.speedup:.2f}"
         table.add_row(one.communication, one.mode, *figures)
@@ -80,6 +81,9 @@ def draw_lengths(texts: int, mean: float, sigma: float, longest: int, seed: int)
 
 def _lengths(config: DictConfig) -> list[int]:
     if config.lengths is None:
+        for name, value in config.drawn.items():
+            if not isinstance(value, (int, float)) or value < 0:
+                raise ValueError(f"drawn.{name} ({value}) must be a number from 0 on")
         return draw_lengths(**config.drawn)
     try:
         words = Path(config.lengths).read_text(encoding="utf-8").split()

@@ -1,8 +1,8 @@
 """Jobs that Hydra gives to Slurm: a rank that fails ends its job, and the command that waits.
 
-Hydra turns a job's exception into a result, of which the command that submits it sees only global
-rank 0's. And of a job that ends without one submitit learns from Slurm's accounting, which not
-every cluster has. conf/cluster/slurm.yaml names the callback here, which mends both.
+Hydra turns a job's exception into a result, and the command that submits it sees only global rank
+0's. Where a job ends without a result, submitit asks Slurm's accounting, which not every cluster
+has. The callback of this file, which conf/cluster/slurm.yaml names, mends both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_pipeoffload.cli.job_folders import SweepJobError
 
 __all__ = ["QueueWatcher", "SubmittedJobs"]
 
-_SECONDS_BETWEEN_LOOKS = 5.0
+_SECONDS_BETWEEN_QUERIES = 5.0
 _ENDED_BADLY = {
     *("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT", "UNKNOWN"),
@@ -31,18 +31,14 @@ _ENDED_BADLY = {
 
 
 class SubmittedJobs(Callback):
-    """Joins Hydra where it submits jobs, and where one has run."""
+    """Called by Hydra where it submits jobs, and where one has run."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Let submitit ask Slurm's queue for its jobs."""
+        """Make submitit ask Slurm's queue for its jobs."""
         SlurmJob.watcher = QueueWatcher(Path(str(config.hydra.launcher.submitit_folder)).parent)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """End this rank with a status that Slurm sees, if its part of the job has failed.
-
-        Raises:
-            SystemExit: The job has failed.
-        """
+        """Exit with a status that Slurm sees, if this rank has failed."""
         if job_return.status == JobStatus.FAILED:
             try:
                 _ = job_return.return_value
@@ -52,31 +48,31 @@ class SubmittedJobs(Callback):
 
 
 class QueueWatcher(SlurmInfoWatcher):
-    """Knows how jobs are from the queue, in place of submitit's own, which asks ``sacct``.
+    """Reads the states of jobs from the queue; submitit's own watcher asks ``sacct``.
 
     Args:
-        folder: Where submitit keeps what the jobs write, one folder for each.
+        folder: The folder of submitit, with one folder for the output of each job.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         self._states: dict[str, str] | None = None
-        self._looked = float("-inf")
+        self._queried = float("-inf")
 
     def register_job(self, job_id: str) -> None:
-        """Say that a job is submitted; each of a sweep's is registered by itself as well."""
+        """Print that a job is submitted; the jobs of a sweep are registered one by one."""
         main_id = job_id.partition("_")[0]
-        if main_id not in self._told:
+        if main_id not in self._announced:
             sys.stderr.write(f"submitted to Slurm: job {main_id}; output is in {self._folder}\n")
-        self._told.add(main_id)
+        self._announced.add(main_id)
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Whether a job, of which no result is there yet, has ended.
+        """Whether a job without a result has ended.
 
         Raises:
-            SweepJobError: It has ended, and not well.
+            SweepJobError: It has failed.
         """
         state = self.get_state(job_id, mode)
         if state in _ENDED_BADLY:
@@ -87,15 +83,15 @@ class QueueWatcher(SlurmInfoWatcher):
         return state == "COMPLETED"
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """Return the state of a job in Slurm's words; UNKNOWN if it is in the queue no longer."""
-        if mode == "force" or time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS:
-            self._look()
+        """Return the state of a job in Slurm's words; UNKNOWN if it has left the queue."""
+        if mode == "force" or time.monotonic() - self._queried > _SECONDS_BETWEEN_QUERIES:
+            self._query()
         return "PENDING" if self._states is None else self._states.get(job_id, "UNKNOWN")
 
-    def _look(self) -> None:
-        """Ask for all jobs of this user: of one that is gone Slurm would refuse to answer."""
+    def _query(self) -> None:
+        """Ask for all jobs of this user: for a job that is gone squeue would fail."""
         command = ["squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i %T"]
         done = subprocess.run(command, capture_output=True, text=True)
-        self._looked = time.monotonic()
+        self._queried = time.monotonic()
         if done.returncode == 0:  # else the controller is away for a while
             self._states = dict(line.split() for line in done.stdout.splitlines())

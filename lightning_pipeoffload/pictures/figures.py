@@ -16,21 +16,16 @@ __all__ = ["MISSING", "SMALL", "has_matplotlib", "lighter", "new_figure", "save_
 
 MISSING = "it needs matplotlib; pip install lightning-pipeoffload[plot]"
 SMALL = 8.0
-"""Points of the words in a picture."""
+"""Points of a picture's text."""
 _DOTS_PER_INCH = 100.0
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many pixels.
-
-    Raises:
-        ScheduleError: Matplotlib is not installed.
-    """
+    """Return an empty figure of so many pixels; refuse it where matplotlib is not installed."""
     if not has_matplotlib():
         raise ScheduleError(f"a picture cannot be drawn: {MISSING}")
     from matplotlib.figure import Figure  # noqa: PLC0415 - see the module's first line
@@ -48,6 +43,6 @@ def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
 
 
 def lighter(color: str, share: float) -> str:
-    """Mix a colour, ``#rrggbb``, with white, of which ``share`` is from 0 to 1."""
+    """Mix a colour, ``#rrggbb``, with a share of white from 0 to 1."""
     parts = bytes.fromhex(color.removeprefix("#"))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline computed in one step, and which of them waited for whom."""
+"""The measured timeline of a step: when ranks computed, and which rank waited for which."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class RankStep(NamedTuple):
     """One rank's step.
 
     Attributes:
-        actions: Each computing action with the spans in which it ran; between two of them it has
-            waited for a message.
-        held: After actions, what the rank keeps on its device.
+        actions: Each computing action with the spans in which it ran; between two spans it waited
+            for a message.
+        held: The memory of the rank's device after actions.
     """
 
     actions: Sequence[tuple[Action, Spans]]
     held: Sequence[tuple[Action, float]]
 
     def earlier_by(self, seconds: float) -> RankStep:
-        """Return the same on a clock that is so much behind."""
+        """Return the step in times of a clock that is so many seconds behind."""
         moved = [
             (action, [(start - seconds, end - seconds) for start, end in spans])
             for action, spans in self.actions
@@ -40,16 +40,7 @@ class RankStep(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A rank's wait for a message.
-
-    Attributes:
-        rank: Who waits.
-        action: What it has begun.
-        sender: The rank that is waited for.
-        awaited: The action whose result it is to send.
-        start: When it begins to wait.
-        end: When the message is there.
-    """
+    """The wait of ``rank``, within ``action``, for the result of ``awaited`` from ``sender``."""
 
     rank: int
     action: Action
@@ -60,7 +51,6 @@ class Wait(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What happens, in words."""
         return f"waits for {self.awaited} of rank {self.sender}"
 
 
@@ -69,10 +59,10 @@ class MeasuredStep:
     """A step of all ranks, in seconds from the first rank's start on one clock.
 
     Attributes:
-        timeline: When each action computed, after what it waited for.
-        beginnings: What actions did before they waited.
+        timeline: Each action, from the end of its last wait.
+        beginnings: Actions up to a wait.
         waits: The waits for messages.
-        curves: What each rank kept on its device.
+        curves: The memory of each rank's device.
     """
 
     timeline: Timeline
@@ -90,11 +80,7 @@ class MeasuredStep:
 
 
 def join_ranks(ranks: Sequence[RankStep]) -> MeasuredStep:
-    """Put the steps of all ranks together.
-
-    Args:
-        ranks: The steps of the ranks, with times of one clock.
-    """
+    """Join the steps of all ranks, whose times are of one clock."""
     starts = [spans[0][0] for rank in ranks for _, spans in rank.actions]
     start = min(starts, default=0.0)
     pieces = [
@@ -128,7 +114,7 @@ def _waits(ranks: Sequence[Sequence[tuple[Action, Spans]]]) -> Iterator[Wait]:
 
 
 def _awaited_by(action: Action, owners: dict[Action, int]) -> Action:
-    """Return what gives an F its input, or a B its gradient."""
+    """Return the action whose result is an F's input, or a B's gradient."""
     step, kinds = (-1, _FORWARD) if action.kind is Kind.F else (1, _BACKWARD)
     stage, microbatch = action.stage + step, action.microbatch
     sources = (Action(kind, stage, microbatch) for kind in kinds)
@@ -136,7 +122,7 @@ def _awaited_by(action: Action, owners: dict[Action, int]) -> Action:
 
 
 def _curve(held: Sequence[tuple[Action, float]], ends: dict[Action, float]) -> Curve:
-    """Return memory over time; what copies change counts at the end of what was computed before."""
+    """Return memory over time; copies count at the end of the last computing action before them."""
     curve = [(0.0, 0.0)]
     time = 0.0
     for action, memory in held:

@@ -1,4 +1,4 @@
-"""What ranks keep over a step, as planned and as measured, at one scale of time and of bytes."""
+"""Pictures of the ranks' memory over a step, planned and measured, at one scale."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _DEVICE, _HOST, _MOVING = "#5c6784", "#8e5bb5", "#d9822b"
 
 @dataclass(frozen=True)
 class MemoryPanel:
-    """What one rank keeps over a step.
+    """The memory of one rank over a step, as curves of (seconds, bytes from then on).
 
     Attributes:
         name: "plan" or "measured".
-        device: Seconds, and the bytes on the device from then on.
-        host: The same on the host.
-        moving: The same for copies that nobody has waited for; empty where it is not known.
+        device: Bytes on the device.
+        host: Bytes on the host.
+        moving: Bytes of pending copies; empty where they are not known.
         end: Seconds of the step.
     """
 
@@ -46,17 +46,11 @@ class MemoryPanel:
 
     @property
     def highest(self) -> float:
-        """The most bytes of any curve."""
         return max(_peak(curve) for curve in (self.device, self.host, self.moving))
 
 
 def planned_panels(timeline: Timeline, costs: Costs) -> list[MemoryPanel]:
-    """Return what a plan promises for each rank.
-
-    Args:
-        timeline: What ``simulate`` gave for these costs.
-        costs: Costs in seconds and bytes.
-    """
+    """Return the panel of each rank of a simulated timeline; costs are in seconds and bytes."""
     on_device, on_host = memory_curves(timeline, costs), host_memory_curves(timeline, costs)
     return [
         MemoryPanel("plan", device, host, [], timeline.makespan)
@@ -65,15 +59,7 @@ def planned_panels(timeline: Timeline, costs: Costs) -> list[MemoryPanel]:
 
 
 def draw_memory(ranks: Sequence[Sequence[MemoryPanel]], title: str) -> Figure:
-    """Draw the panels of each rank, one below the other.
-
-    Args:
-        ranks: The panels of each rank.
-        title: The line above.
-
-    Raises:
-        ScheduleError: Matplotlib is not installed.
-    """
+    """Draw the panels of each rank, one below the other, with a line above."""
     panels = [
         (f"rank {number} {panel.name}", panel) for number, r in enumerate(ranks) for panel in r
     ]
@@ -99,7 +85,7 @@ def _draw_panel(axes: Axes, panel: MemoryPanel) -> None:
     curves = (
         ("on the device", panel.device, _DEVICE),
         ("on the host", panel.host, _HOST),
-        ("on the way (not waited for yet)", panel.moving, _MOVING),
+        ("in pending copies", panel.moving, _MOVING),
     )
     for words, curve, color in curves:
         times = [1e3 * time for time in (*(time for time, _ in curve), panel.end)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
 from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
@@ -18,13 +18,12 @@ from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
 
 from .figures import SMALL, lighter, new_figure
 from .measured_step import MeasuredStep, Wait
-from .window import Window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["TimelinePanel", "draw_measured", "draw_timelines"]
+__all__ = ["TimelinePanel", "Window", "draw_measured", "draw_timelines"]
 
 _COLORS = {
     Kind.F: ("#2f6fc4", "F: forward"),
@@ -50,15 +49,34 @@ _LANES = {"d2h": "to host", "h2d": "from host"}
 _LANE, _CURVE, _GAP = 0.45, 0.8, 0.35
 
 
+class Window(NamedTuple):
+    """The time that a picture shows, in the seconds of the timeline."""
+
+    start: float
+    end: float
+
+    @classmethod
+    def of_all(cls, timelines: Sequence[Timeline]) -> Window:
+        return cls(0.0, max(timeline.makespan for timeline in timelines))
+
+    @property
+    def length(self) -> float:
+        """Seconds that are shown; 1 where nothing takes time."""
+        return self.end - self.start or 1.0
+
+    def shows(self, event: Event) -> bool:
+        return event.start <= self.end and event.end >= self.start
+
+
 @dataclass(frozen=True)
 class TimelinePanel:
-    """One timeline of a picture.
+    """One timeline of a picture, simulated or measured.
 
     Attributes:
-        timeline: What ``simulate`` gave, or what was measured.
+        timeline: The timeline.
         curves: The memory curve of each rank.
         title: The line above it.
-        beginnings: What actions did before they waited for a message.
+        beginnings: Actions up to their wait for a message.
         waits: The waits for messages.
     """
 
@@ -70,7 +88,6 @@ class TimelinePanel:
 
     @classmethod
     def of(cls, timeline: Timeline, costs: Costs, title: str = "") -> TimelinePanel:
-        """Return the panel of a simulated timeline."""
         return cls(timeline, memory_curves(timeline, costs), title)
 
     @property
@@ -80,7 +97,7 @@ class TimelinePanel:
 
     @property
     def rank_height(self) -> float:
-        """Rows that a rank takes, with its lanes and its curve."""
+        """Rows of a rank, with its lanes and its curve."""
         return 1 + _LANE * len(self.lanes) + _CURVE + _GAP
 
     @property
@@ -101,13 +118,13 @@ def draw_timelines(
 ) -> Figure:
     """Draw timelines one above the other, at one scale of time and of memory.
 
-    The width follows from the number of actions, up to 4000 pixels and the margins; numbers that
-    have no room in their cell are left out.
+    The width follows from the number of actions, up to 4000 pixels and the margins; numbers that do
+    not fit their cells are left out.
 
     Args:
         panels: The timelines.
-        window: The part to show; None: all.
-        unit: What the axis of time is counted in.
+        window: The time to show; None: all.
+        unit: The unit of the time axis.
 
     Raises:
         ScheduleError: Matplotlib is not installed.
@@ -125,13 +142,13 @@ def draw_timelines(
     highest = max((m for p in panels for curve in p.curves for _, m in curve), default=0.0) or 1.0
     top = height
     for panel, used in zip(panels, tops, strict=True):
-        place = (
+        box = (
             _LEFT / (_LEFT + width + _RIGHT),
             (top - _TITLE - panel.height) / height,
             width / (_LEFT + width + _RIGHT),
             panel.height / height,
         )
-        axes = figure.add_axes(place)
+        axes = figure.add_axes(box)
         _Panel(axes, panel, window, width / window.length, highest).draw(unit)
         top -= used
     _draw_legend(figure, entries, columns)
@@ -143,11 +160,7 @@ def draw_measured(
 ) -> Figure:
     """Draw a step as it was measured, and below it the plan that it ran by, in milliseconds.
 
-    Args:
-        measured: The step; its waits for messages have a colour of their own.
-        planned: What ``simulate`` gave for these costs.
-        costs: Costs in seconds and bytes.
-        titles: The line above the step, and that above the plan.
+    ``titles`` are the lines above the two; ``planned`` is simulated for costs in seconds and bytes.
     """
     above = TimelinePanel(
         _in_milliseconds(measured.timeline),
@@ -248,9 +261,9 @@ class _Panel:
         ranks, lanes = range(num_ranks), self._panel.lanes
         rows = [self._top(rank) + 0.5 for rank in ranks]
         self._axes.set_yticks(rows, [f"rank {rank}" for rank in ranks], fontsize=SMALL)
-        places = [sum(self._lane(rank, lane)) - _LANE / 2 for rank in ranks for lane in lanes]
+        rows = [sum(self._lane(rank, lane)) - _LANE / 2 for rank in ranks for lane in lanes]
         names = [_LANES.get(lane, lane) for lane in lanes]
-        self._axes.set_yticks(places, names * num_ranks, minor=True, fontsize=0.75 * SMALL)
+        self._axes.set_yticks(rows, names * num_ranks, minor=True, fontsize=0.75 * SMALL)
         self._axes.tick_params(axis="y", which="both", length=0)
 
 
@@ -261,8 +274,7 @@ def _color(kind: Kind, chunk: tuple[int, int]) -> str:
 
 
 def _legend_entries(panels: Sequence[TimelinePanel]) -> list[tuple[list[str], str]]:
-    """Return colours and words of what is drawn."""
-    # FREE takes no time: it has no cell, so its colour would explain nothing.
+    # FREE takes no time, so it has no cell.
     kinds = {e.action.kind for p in panels for e in p.timeline.events if e.end > e.start}
     count = max((count for panel in panels for _, count in panel.chunks().values()), default=1)
     entries = [
@@ -299,7 +311,7 @@ def _draw_legend(figure: Figure, entries: Iterable[tuple[list[str], str]], colum
 
 
 def _short_action(timeline: Timeline) -> float:
-    """Return the seconds of a short action; a few that are shorter still are no scale."""
+    """Return the first quartile of the actions' durations, which sets the scale."""
     seconds = sorted(event.end - event.start for event in timeline.events)
     positive = [duration for duration in seconds if duration > 0]
     return positive[len(positive) // 4] if positive else 1.0

@@ -27,13 +27,7 @@ def to_trace(timeline: Timeline, costs: Costs) -> dict[str, Any]:
 
 
 def to_measured_trace(measured: MeasuredStep, planned: Timeline, costs: Costs) -> dict[str, Any]:
-    """Return a trace of a step, with its waits, each rank above what was planned for it.
-
-    Args:
-        measured: The step.
-        planned: What ``simulate`` gave for these costs.
-        costs: Costs in seconds.
-    """
+    """Return a trace of a step with its waits, each rank above its plan; costs are in seconds."""
 
     def above(rank: int) -> int:
         return 2 * rank

@@ -1,4 +1,4 @@
-"""What each rank of a plan needs on its device and on its host, known before anything runs."""
+"""The memory that each rank of a plan needs on its device and on its host, from shapes alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_pipeoffload.schedule import (
 )
 
 ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "messages")
-"""What takes memory of a device, by its name in the report."""
+"""The kinds of memory on a device, by their names in the report."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class RankNeeds:
     Attributes:
         parameters: Of the parameters and buffers that its stages own.
         gradients: Of the gradients of those that train, one for each stage.
-        optimizer: What optimizers keep for them.
-        activations: The most that its microbatches keep at a time.
-        messages: The most that is on its way to other ranks and from them.
-        host: The most that is copied to the host at a time.
+        optimizer: Of optimizer states for them.
+        activations: The peak of its microbatches' activations.
+        messages: The peak of messages to and from other ranks.
+        host: The peak of what is offloaded to the host.
     """
 
     parameters: int
@@ -54,20 +54,20 @@ class RankNeeds:
 
     @property
     def device(self) -> int:
-        """All that it needs on its device."""
         return sum(getattr(self, name) for name in ON_DEVICE)
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What the stages of a cut module need, for whatever plan they run by.
+    """The needs of a cut module's stages, for any plan.
 
     Attributes:
-        owned: Parameters, gradients and optimizer states of each stage, by what they are of.
+        owned: Bytes of parameters, gradients and optimizer states of each stage, by the tensor's
+            identity.
         costs: The pipeline's estimate of the costs, with memory in bytes.
-        sent: Bytes of what each stage sends on, and of the gradients that it sends back.
+        sent: Bytes of each stage's output, and of the gradient of its input.
         flops_of_one: Operations that 1 in the costs' times stands for.
-        num_sharing: The number of replicas that share out what optimizers keep.
+        num_sharing: The number of replicas that share out optimizer states.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -80,37 +80,33 @@ class MemoryNeeds:
     def of(
         cls,
         pipeline: Pipeline,
-        part: BatchSlice,
+        first: BatchSlice,
         states: Mapping[int, int] = MappingProxyType({}),
         num_sharing: int = 1,
     ) -> MemoryNeeds:
-        """Find out from shapes.
+        """Trace the first microbatch by shapes.
 
         Args:
             pipeline: One rank's part of a module that is cut.
-            part: The first microbatch.
-            states: The bytes that optimizers keep for parameters, by the parameter's id.
+            first: The first microbatch.
+            states: Bytes of optimizer states, by the parameter's id.
             num_sharing: The number of replicas that share them out.
 
         Raises:
             Exception: The step does not run without values.
         """
-        saved = measure_shapes(pipeline, part)
+        saved = measure_shapes(pipeline, first)
         costs = replace(
             pipeline.costs,
             activation=[stage.activation_bytes or 0 for stage in saved],
             weight_input=[stage.weight_input_bytes or 0 for stage in saved],
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
-        sent = _sent(pipeline, part.record)
+        sent = _sent(pipeline, first.record)
         return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
-        """Return the needs of larger stages, where those of every block as a stage are known.
-
-        Args:
-            stages: Another cut of the same blocks.
-        """
+        """Return the needs of another cut of the same blocks, where here each block is a stage."""
         costs = costs_of_stages(self.costs, stages)
         ends = {Kind.SEND_F: -1, Kind.SEND_B: 0}
         sent = {k: [self.sent[k][s.blocks[end]] for s in stages] for k, end in ends.items()}
@@ -131,11 +127,7 @@ class MemoryNeeds:
         return replace(self, costs=costs, sent=sent, flops_of_one=self.flops_of_one * factor)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
-        """Return what each rank needs for a plan.
-
-        Args:
-            plan: A lowered plan of these stages.
-        """
+        """Return what each rank needs for a lowered plan of these stages."""
         activations = peak_memory(plan, self.costs)
         messages = peak_message_memory(plan, self._size_of)
         hosts = peak_host_memory(plan, self.costs)
@@ -150,11 +142,7 @@ class MemoryNeeds:
         return sum(self._kept_by(stages))
 
     def copied(self, plan: Schedule) -> list[int]:
-        """Return the bytes of each rank's weights that train, and of their states.
-
-        Args:
-            plan: A lowered plan of these stages.
-        """
+        """Return the bytes of each rank's weights that train, and of their states."""
         owned = (self._owned_by(plan.stages_of(rank)) for rank in range(plan.num_ranks))
         return [trained + states for _, trained, states in owned]
 
@@ -162,7 +150,7 @@ class MemoryNeeds:
         return self.sent[send.kind][send.stage]
 
     def _kept_by(self, stages: Sequence[int]) -> list[int]:
-        """Sum parameters, gradients and states; but for gradients, what several stages use once."""
+        """Sum parameters, gradients and states; of shared tensors only gradients count twice."""
         parameters, _, states = self._owned_by(stages)
         gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
         return [parameters, sum(gradients), states]
@@ -185,18 +173,18 @@ class MemoryNeeds:
 
 
 def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
-    """Turn what ranks need into one list for each figure, in pipeline order."""
+    """Return one list for each figure, in pipeline order."""
     return join_measurements([{**asdict(rank), "device": rank.device} for rank in needs])
 
 
 def add_step_copies(memory: dict[str, list[int]], copied: list[int], room: float) -> None:
-    """Add what ranks keep so that a step can be taken back.
+    """Add the optimizer snapshot to the needs of ranks, as of :func:`describe_needs`.
 
-    The copies are on the device where that has room for them, else on the host.
+    It is on the device where that has room for it, else on the host.
 
     Args:
-        memory: What ranks need, as :func:`describe_needs` has it.
-        copied: The bytes of it, by rank.
+        memory: The needs of ranks.
+        copied: The bytes of the snapshot, by rank.
         room: Bytes of a device that may be used.
     """
     memory["step_copies"] = copied
@@ -217,7 +205,7 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
 
 
 def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
-    """Return the bytes over the cut behind each stage, and over that before it."""
+    """Return the bytes that cross the cut behind each stage, and those back over that before it."""
     blocks = [stage.blocks for stage in pipeline.partition]
     specs: list[list[TensorSpec]] = [[], *(record.payload_over(b.start) for b in blocks[1:]), []]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]
