@@ -48,8 +48,7 @@ class PipelineLoaders:
         replica: int = 0,
         first_batches: FirstBatches | None = None,
     ) -> None:
-        self._seed = seed
-        self._replica = replica
+        self._seed, self._replica = seed, replica
         self._first_batches = first_batches
         self._current_epoch = current_epoch
         self._num_owned: Counter[tuple[bool, int]] = Counter()
@@ -68,59 +67,36 @@ class PipelineLoaders:
         _give_back(loader)
         if isinstance(loader, DataLoader):
             _let_workers_agree(loader, self._replica)
-        passes = _Passes(seed, self._current_epoch, repeats=is_training)
+        note: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if is_training and self._first_batches is not None:
-            passes.note = self._first_batches.noting(loader)
-        if _intercept_passes(loader, passes):
+            note = self._first_batches.noting(loader)
+        finished: Counter[int] = Counter()
+
+        def start(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+            epoch = self._current_epoch()
+            stream = RandomStream(mix_seed(seed, epoch, finished[epoch]))
+            with stream:
+                batches = note(iterate())
+            return read(epoch, stream, batches)
+
+        def read(epoch: int, stream: RandomStream, batches: Iterator[Any]) -> Iterator[Any]:
+            while True:
+                with stream:
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        # In training a loader may start over and over within an epoch.
+                        finished[epoch] += is_training
+                        return
+                yield batch
+
+        if _intercept_passes(loader, start):
             self._owned.append(loader)
 
     def release(self) -> None:
         """Restore the loaders' classes."""
         while self._owned:
             _give_back(self._owned.pop())
-
-
-class _Passes:
-    """The passes through one loader; in training it may start over and over within an epoch."""
-
-    note: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
-
-    def __init__(self, seed: int, current_epoch: Callable[[], int], repeats: bool) -> None:
-        self._seed = seed
-        self._current_epoch = current_epoch
-        self._repeats = repeats
-        self._finished: Counter[int] = Counter()
-
-    def start(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        epoch = self._current_epoch()
-        stream = RandomStream(mix_seed(self._seed, epoch, self._finished[epoch]))
-        return _Batches(lambda: self.note(iterate()), stream, lambda: self._finish(epoch))
-
-    def _finish(self, epoch: int) -> None:
-        self._finished[epoch] += self._repeats
-
-
-class _Batches(Iterator[Any]):
-    """What a loader's own iterator yields, computed with random numbers of its own."""
-
-    def __init__(
-        self,
-        iterate: Callable[[], Iterator[Any]],
-        stream: RandomStream,
-        finish: Callable[[], None],
-    ) -> None:
-        self._stream = stream
-        self._finish = finish
-        with stream:
-            self._batches = iterate()
-
-    def __next__(self) -> Any:
-        with self._stream:
-            try:
-                return next(self._batches)
-            except StopIteration:
-                self._finish()
-                raise
 
 
 def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
@@ -133,14 +109,16 @@ def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
 
 
-def _intercept_passes(loader: Iterable[Any], passes: _Passes) -> bool:
-    """Make each iteration over the loader one of ``passes``; returns whether that can be."""
+def _intercept_passes(
+    loader: Iterable[Any], start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]
+) -> bool:
+    """Make ``start`` begin each iteration over the loader; returns whether that can be."""
     plain: Any = type(loader)
     if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
         return False  # a tensor of a list of batches, which Lightning takes for one of loaders
 
     def iterate(self: Any) -> Iterator[Any]:
-        return passes.start(lambda: plain.__iter__(self))
+        return start(lambda: plain.__iter__(self))
 
     try:
         loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Owned)
