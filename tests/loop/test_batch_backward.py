@@ -8,6 +8,7 @@ import torch
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 class Clamped(fits.Net):
@@ -44,7 +45,7 @@ def train(num_devices, accumulated, schedule):
     return {n: p.detach() for n, p in named if not isinstance(p, ShapeOnly)}
 
 
-@pytest.mark.parametrize(("accumulated", "schedule"), [(1, "1f1b"), (3, "zb_h1")])
+@pytest.mark.parametrize(("accumulated", "schedule"), [slow((1, "1f1b")), (3, "zb_h1")])
 def test_on_after_backward_sees_the_sum(ranks, accumulated, schedule):
     expected = train(0, accumulated, schedule)
     for found in ranks(2).run(train, 2, accumulated, schedule):

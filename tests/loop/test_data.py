@@ -172,7 +172,7 @@ def read(num_devices, name, seed=7, **options):
     return module.batches
 
 
-@pytest.mark.parametrize("name", some(RANDOM, 3))
+@pytest.mark.parametrize("name", some(RANDOM, 5))
 def test_ranks_read_the_same_random_batches(ranks, name):
     first, second = ranks(2).run(read, 2, name)
     assert first == second
@@ -227,7 +227,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some(PLAIN, 3))
 def test_ranks_read_one_devices_batches(ranks, name):
     first, second = ranks(2).run(read_plain, 2, name)
     assert first == second == read_plain(0, name)
@@ -278,7 +278,7 @@ def independent_trials(num_devices):
     """Return what each trial of a loop starts from, reads and loses; seeded once."""
     L.seed_everything(7, verbose=False)
     found = []
-    for _ in range(3):
+    for _ in range(2):
         module, record = fits.Net(), fits.Record()
         start = module.head.weight[0, 0].item()
         trainer = L.Trainer(
@@ -300,7 +300,7 @@ def test_trials_in_a_loop_differ_as_on_one_device(ranks):
     first, second = ranks(2).run(independent_trials, 2)
     assert first == second == alone
     starts, orders, _ = zip(*alone, strict=True)
-    assert len(set(starts)) == len(set(map(str, orders))) == 3
+    assert len(set(starts)) == len(set(map(str, orders))) == 2
     assert independent_trials(0)[0][0] == starts[0]
 
 
@@ -310,9 +310,7 @@ def stop_and_go_on(num_devices, folder):
     for steps, accumulated, options in (
         (2, 1, {}),
         (5, 1, {}),
-        (7, 1, {"val_check_interval": 2}),
-        (2, 2, {}),
-        (2, 1, {"limit_train_batches": 3}),
+        (7, 2, {"val_check_interval": 2}),
         (3, 1, {"limit_train_batches": 3}),
     ):
         L.seed_everything(7, verbose=False)

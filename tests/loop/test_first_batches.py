@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipeoffload.loop.data import FirstBatches
 from tests.support import replica_data, replica_fits
+from tests.support.pairs import slow
 
 
 class Both:
@@ -88,7 +89,7 @@ def test_one_replica_costs_nothing():
     assert FirstBatches(SimpleNamespace(num=1)).noting([]) is iter
 
 
-@pytest.mark.parametrize("kind", ["stream", "own sampler"])
+@pytest.mark.parametrize("kind", ["stream", slow("own sampler")])
 def test_two_replicas_of_one_rank(ranks, kind):
     found = ranks(2).run(partial(replica_data.fit, kind), 2, 1)
     if kind == "stream":

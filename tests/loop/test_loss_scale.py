@@ -87,7 +87,9 @@ def train_plain():
     return module.state_dict(), scales
 
 
-@pytest.mark.parametrize(("num_ranks", "schedule"), [slow((1, "zb_h1")), (2, "zb_v"), (3, "zb_h1")])
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"), [(2, "zb_v"), slow((1, "zb_h1")), slow((3, "zb_h1"))]
+)
 def test_a_step_is_skipped_on_every_rank_where_one_stage_overflows(
     ranks, tmp_path, num_ranks, schedule
 ):

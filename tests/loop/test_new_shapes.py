@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import COMPUTE
 from tests.support import fits
 from tests.support.offloaded import memory_of_all
+from tests.support.pairs import slow
 
 LENGTHS = (8, 8, 8, 7, 8, 7)
 """Samples of the batches: four microbatches of two each, and one of a single sample."""
@@ -84,7 +85,7 @@ OFFLOADED = {"schedule": "zb_v", "offload": "half"}
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "options"), [(1, OFFLOADED), (3, {"offload": "none"})], ids=str
+    ("accumulate", "options"), [(1, OFFLOADED), slow((3, {"offload": "none"}))], ids=str
 )
 def test_steps_of_new_shapes_run_one_microbatch_at_a_time(ranks, accumulate, options):
     by_plan = ranks(2).run(train, False, accumulate, options)

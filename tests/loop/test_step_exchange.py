@@ -129,32 +129,18 @@ def skip(module, plain, epoch, batch_idx, optimizer, closure):
     closure()
 
 
-def step_twice(module, plain, epoch, batch_idx, optimizer, closure):
-    optimizer.step(closure)
-    optimizer.step()
-
-
 RATE = "lr in group 0 of optimizer 0 is 0.03 on global rank 0 and 0.5 on global rank 1"
 VARIANTS = {
-    "on_train_batch_start": (setting("lr", 0.5), RATE),
     "on_train_batch_end": (setting("lr", torch.tensor(0.5)), RATE),
     "on_before_optimizer_step": (
         setting("weight_decay", 0.5, group=1),
         "weight_decay in group 1 of optimizer 0 is 0.01 on global rank 0 and 0.5 on global rank 1",
-    ),
-    "on_after_backward": (
-        setting("betas", (0.5, 0.99)),
-        "betas in group 0 of optimizer 0 is (0.9, 0.999) on global rank 0 and (0.5, 0.99) on",
     ),
     "on_train_epoch_end": (setting("lr", 0.5), RATE),
     "on_validation_epoch_end": (setting("lr", 0.5), RATE),
     "factor": (lambda module, plain, epoch: 0.5, "lr in group 0 of optimizer 0 is 0.03 on glob"),
     "on_before_zero_grad": (freeze, "head.weight is trained on global rank 0 and frozen on glob"),
     "optimizer_step": (skip, "the number of calls of optimizer.step is 3 on global rank 0 and 2"),
-    "optimizer_step twice": (
-        step_twice,
-        "the number of calls of optimizer.step is 3 on global rank 0 and 4 on global rank 1",
-    ),
 }
 
 
@@ -171,7 +157,7 @@ def refusal(size, variant, **options):
     )
     fits.outlive_failures(trainer)
     with pytest.raises(ValueError, match="have to run the same") as refused:
-        trainer.fit(Apart(variant.split()[0], VARIANTS[variant][0]), fits.loader(), fits.loader())
+        trainer.fit(Apart(variant, VARIANTS[variant][0]), fits.loader(), fits.loader())
     return str(refused.value)
 
 

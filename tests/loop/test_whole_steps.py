@@ -68,7 +68,7 @@ def _fit(num_devices, way, **options):
 @pytest.mark.parametrize(
     ("way", "schedule", "alone"),
     first(
-        3,
+        2,
         [
             *(("generates", "zb_v", 0), ("calls no block", "zb_h1", 0), ("samples", "zb_h1", 1)),
             ("generates", "zb_h1", 0),

@@ -1,5 +1,8 @@
-"""What makes all ranks wait for each other between two optimizer steps."""
+"""Which ranks wait for which from one step to the next."""
 
+import time
+from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import lightning as L
@@ -9,13 +12,19 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
+    ModelCheckpoint,
 )
 
+from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.loop import auto_choice
 from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks
 from lightning_pipeoffload.loop.step_boundary import has_step_barrier
 from lightning_pipeoffload.planning.plan_request import plan_for_all
 from tests.support import fits
+from tests.support.pairs import first, slow
+
+HOUR = timedelta(hours=1)
+PATIENCE_SECONDS = 60
 
 
 class Clips(fits.Net):
@@ -84,8 +93,8 @@ def fit(size, options):
 @pytest.mark.parametrize(
     ("options", "loop", "v"),
     [
-        ({}, False, False),
-        ({"gradient_clip_val": 0.5}, True, True),
+        slow(({}, False, False)),
+        slow(({"gradient_clip_val": 0.5}, True, True)),
         ({"tie": True}, True, False),
     ],
     ids=["free", "clipped", "tied weights on the first and the last rank"],
@@ -100,3 +109,70 @@ def test_a_run_is_planned_as_its_steps_follow_each_other(ranks, options, loop, v
     for candidate in candidates:
         if waits[candidate["schedule"], candidate["num_chunks"]]:
             assert candidate["period"] == pytest.approx(candidate["makespan"])
+
+
+class Held(fits.Net):
+    """Global rank 0 ends a step when all other ranks have run forwards of the next."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        if self.trainer.global_rank == 0 and batch_idx == 1:
+            others = range(1, self.trainer.world_size)
+            end = time.monotonic() + PATIENCE_SECONDS
+            while not all((self.folder / str(rank)).exists() for rank in others):
+                assert time.monotonic() < end, "a rank waits for global rank 0"
+                time.sleep(0.01)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.strategy.place:
+            (self.folder / str(self.trainer.global_rank)).touch()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit_held(schedule, case, folder, size):
+    callbacks = [ModelCheckpoint(folder, train_time_interval=HOUR)] if case == "saves" else []
+    clips = case == "clips"
+    trainer = L.Trainer(
+        **{**fits.SILENT, "num_sanity_val_steps": 0},
+        devices=size,
+        strategy=PipeOffloadStrategy(
+            num_microbatches=2 * size,
+            schedule=schedule,
+            optimizer_sync="post_validation" if clips else "barrier",
+        ),
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        max_time=HOUR if case == "ends" else None,
+        val_check_interval=HOUR if case == "validates" else None,
+        gradient_clip_val=6.0 if clips else None,
+        max_steps=4,
+    )
+    trainer.fit(Held(folder), fits.loader(batch_size=12), fits.loader(batch_size=12))
+    memory = trainer.strategy.report()["memory"]
+    trained_and_states = zip(memory["gradients"], memory["optimizer"], strict=True)
+    if clips:
+        assert memory["step_copies"] == [sum(each) for each in trained_and_states]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "case", "size"),
+    first(
+        4,
+        [
+            *(("1f1b", "saves", 3), ("zb_v", "clips", 2), ("interleaved_1f1b", "validates", 2)),
+            *(("zb_v", "ends", 2), ("zb_2p", "", 3), ("zb_h1", "saves", 2), ("uniform", "", 2)),
+            *(("1f1b", "clips", 3), ("zb_2p", "clips", 2), ("interleaved_1f1b", "clips", 2)),
+        ],
+    ),
+)
+def test_the_others_begin_a_step_that_global_rank_0_has_yet_to_end(
+    ranks, tmp_path, schedule, case, size
+):
+    ranks(size).run(fit_held, schedule, case, str(tmp_path), size)

@@ -1,0 +1,245 @@
+"""The plans of a run: chosen, made anew for larger microbatches, with the same bits by each."""
+
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
+from lightning_pipeoffload.loop.run_plans import RunPlans
+from lightning_pipeoffload.planning.limits import MachineLimits
+from lightning_pipeoffload.planning.plan_request import request_by_name
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    ScheduleError,
+    build,
+    peak_memory,
+    split_fused_backward,
+)
+from lightning_pipeoffload.schedule.make_plan import make_plan
+from tests.support import outgrown_fits
+from tests.support.auto_fits import (
+    auto_and_by_hand,
+    by_each,
+    differences,
+    fit,
+    fit_twice,
+    resumed,
+)
+from tests.support.pairs import slow
+
+NO_LIMITS = MachineLimits()
+
+
+def costs(copies):
+    return Costs(1.0, 1.0, 1.0, activation=1.0, offload=copies, reload=copies)
+
+
+def plans_of(monkeypatch, name, before, after):
+    """Return the plans of a run that chose a family by some costs, and has measured others."""
+    options = {"memory_limit": 3, "num_chunks": 2, "num_microbatches": 8}
+    settings = PipelineSettings(schedule=name, **options)
+    plan = make_plan(request_by_name(settings, 4, 8, before, NO_LIMITS))
+    chosen = Chosen(settings, plan, NO_LIMITS, is_measured=True)
+    monkeypatch.setattr(AutoChoice, "choose", lambda *_: chosen)
+    pipeline, group, measurements = MagicMock(), MagicMock(num_ranks=4, num_replicas=1), MagicMock()
+    pipeline.device, pipeline.is_split = torch.device("cpu"), True
+    pipeline.tensors.ranks_sharing.return_value = {}
+    pipeline.ownership.owners = {}
+    group.world.broadcast = lambda value, root: value
+    measurements.gather_costs.return_value = after
+    measurements.gather_limits.return_value = NO_LIMITS
+    plans = RunPlans(PipelineSettings(**options), pipeline, MagicMock(), group, measurements)
+    plans.report = MagicMock(needs=None)
+    plans.choose(MagicMock(), 8)
+    plans.begin()
+    return plans
+
+
+def test_what_was_chosen_stays_where_it_fits_though_its_family_no_longer_does(monkeypatch):
+    fast, slow = costs(0.9), costs(1.2)
+    with pytest.raises(ScheduleError, match="less than the 4"):
+        build("po_f", 4, 8, 2, slow, memory_limit=3)
+    plans = plans_of(monkeypatch, "po_f", fast, slow)
+    plans.before_plan(is_first=True)
+    used = plans.training.schedule
+    assert max(peak_memory(split_fused_backward(used), slow)) <= 3
+    assert plans.training.costs == slow
+    assert plans.settings.schedule == used.name
+
+
+@pytest.mark.parametrize(
+    ("size", "form", "options"),
+    [
+        slow((2, "awkward", {"module": {"tie": True}})),
+        slow((3, "awkward", {"module": {"frozen": True}, "data": {"kind": "stream"}})),
+        (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
+        slow((2, "averaging", {})),
+        slow((2, "averaging", {"module": {"hook": True}})),
+        slow((2, "bare", {"num_microbatches": "auto"})),
+        slow((2, "late", {})),
+        slow((4, "awkward", {"data_parallel_size": 2})),
+        (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
+    ],
+    ids=[
+        "tied",
+        "frozen and streamed",
+        "limited",
+        "averaging",
+        "hook",
+        "microbatches",
+        "configure_model",
+        "replicas",
+        "chunks",
+    ],
+)
+def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, form, options):
+    own, named = ranks(size).run(auto_and_by_hand, size, str(tmp_path), form, options)[0]
+    assert differences(own, named) == []
+    assert own["report"]["schedule"] in SCHEDULES
+
+
+@pytest.mark.slow
+def test_a_fit_goes_on_by_what_is_chosen(ranks, tmp_path):
+    own, named = ranks(2).run(resumed, str(tmp_path))[0]
+    assert len(own["losses"]) == 2
+    assert differences(own, named) == []
+
+
+def test_another_trainer_chooses_anew(ranks):
+    schedules, losses = ranks(2).run(fit_twice, 2)[0]
+    assert {*schedules} <= {*SCHEDULES}
+    assert losses == pytest.approx(fit_twice(1)[1], rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def wide(ranks, tmp_path_factory):
+    """Return the report of a fit, and the folder of its plan."""
+    folder = tmp_path_factory.mktemp("wide")
+    options = {"plan_cache": str(folder / "plans")}
+    found = ranks(2).run(fit, 2, str(folder / "a.ckpt"), "wide", options)
+    return found[0]["report"], options
+
+
+def test_the_report_says_what_was_tried(wide):
+    report, _ = wide
+    (taken,) = [c for c in report["candidates"] if c["fits"] and not c["reason"]]
+    assert [taken[n] for n in ("schedule", "num_chunks")] == [
+        report["schedule"],
+        report["num_chunks"],
+    ]
+    assert {c["schedule"] for c in report["candidates"]} == {*SCHEDULES} - {"optpipe"}
+    assert taken["makespan"] == pytest.approx(report["makespan"])
+    assert taken["peak_memory"] == max(report["peak_memory"]) > 100_000
+    assert max(report["measured"]["peak_activation_bytes"]) == max(report["peak_memory"])
+
+
+def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):
+    options = {"memory_limit": "10KiB", "recompute": "cheap"}
+    with pytest.raises(Exception, match="than any of .* plans needs; use at least .* MiB"):
+        ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", options)
+
+
+@pytest.mark.parametrize(("form", "counts"), [("bare", {4, 8}), slow(("plain", {4}))])
+def test_the_number_of_microbatches_is_chosen_too_where_nothing_depends_on_it(
+    ranks, tmp_path, form, counts
+):
+    path, options = str(tmp_path / "a.ckpt"), {"num_microbatches": "auto"}
+    report = ranks(2).run(fit, 2, path, form, options)[0]["report"]
+    assert {c["num_microbatches"] for c in report["candidates"]} == counts
+    assert report["num_microbatches"] in counts
+
+
+def test_deterministic_training_takes_what_was_chosen_before(ranks, tmp_path, wide):
+    before, options = wide
+    path, deterministic = str(tmp_path / "a.ckpt"), {**options, "trainer": {"deterministic": True}}
+    report = ranks(2).run(fit, 2, path, "wide", deterministic)[0]["report"]
+    for name in ("schedule", "num_chunks", "num_microbatches"):
+        assert report[name] == before[name]
+    assert [s["blocks"] for s in report["stages"]] == [s["blocks"] for s in before["stages"]]
+
+
+def test_deterministic_training_measures_nothing(ranks, tmp_path):
+    options = {"trainer": {"deterministic": True}, "plan_cache": str(tmp_path)}
+    report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "plain", options)[0]["report"]
+    assert report["schedule"] == "zb_h1"
+    assert report["candidates"] == []
+
+
+LIMIT = 12 * 2**20
+SHORT, LONG = 256, 1024
+LIMITED = {"schedule": "zb", "memory_limit": LIMIT}
+
+
+def distinct_plans(result):
+    return list(dict.fromkeys(result["plans"]))
+
+
+def test_longer_sequences_keep_the_memory_limit_by_the_new_plan(ranks):
+    found = ranks(2).run(outgrown_fits.fit, 2, [SHORT] * 6 + [LONG] * 6, LIMITED)[0]
+    before, after = distinct_plans(found)[-2:]
+    assert found["plans"][6] == before
+    assert found["plans"].index(after) in (8, 9)  # every other batch is counted, and read one later
+    report = found["report"]
+    assert max(report["peak_memory"]) <= LIMIT
+    assert report["measured"]["peak_activation_bytes"] == report["peak_memory"]
+
+
+def test_one_long_microbatch_among_short_ones_counts(ranks):
+    lengths = [SHORT] * 4 + [LONG] + [SHORT] * 4
+    found = ranks(2).run(outgrown_fits.fit, 2, lengths, LIMITED)[0]
+    assert found["plans"][-1] != found["plans"][4]
+    assert max(found["report"]["peak_memory"]) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_limit": "100MiB"}, slow({})], ids=["room", "no limit"]
+)
+def test_a_plan_that_keeps_its_limit_stays(ranks, options):
+    options = {"schedule": "zb", **options}
+    found = ranks(2).run(outgrown_fits.fit, 2, [SHORT] * 5 + [LONG] * 4, options)[0]
+    assert len(set(found["plans"][3:])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"schedule": "auto", "num_chunks": 1, "memory_limit": LIMIT // 2}),
+        (3, {"num_microbatches": 8, "memory_limit": LIMIT // 2}),
+        (2, {"schedule": "zb_v"}),
+    ],
+    ids=["auto", "three ranks", "a V"],
+)
+def test_losses_are_the_same_to_the_bit_by_the_plan_for_larger_microbatches(ranks, size, options):
+    lengths = [SHORT] * 5 + [LONG] * 5
+    limited = {**LIMITED, **options}
+    roomy = {**limited, "memory_limit": "1GiB"}
+    changed, same = (
+        ranks(size).run(outgrown_fits.fit, size, lengths, each)[0] for each in (limited, roomy)
+    )
+    assert changed["plans"][-1] != same["plans"][-1]
+    assert changed["losses"] == same["losses"]
+
+
+PLANS = [
+    {"schedule": "1f1b"},
+    {"schedule": "zb_v"},
+    {"schedule": "v_half", "optimizer_sync": "post_validation", "offload": "half"},
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}),
+        (4, {"trainer": {"gradient_clip_val": 0.05}, "data_parallel_size": 2}),
+    ],
+    ids=["accumulated", "replicas"],
+)
+def test_weights_do_not_depend_on_the_plan(ranks, tmp_path, size, options):
+    first, *others = ranks(size).run(by_each, size, str(tmp_path), options, PLANS)[0]
+    for other in others:
+        assert differences(first, other) == []
