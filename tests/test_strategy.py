@@ -121,7 +121,7 @@ def test_predictions_are_the_plain_modules_where_the_last_stage_is(ranks):
 def _predict():
     L.seed_everything(3, verbose=False)
     module = fits.Net(dropout=0.0)
-    trainer = L.Trainer(**fits.SILENT, devices=2, strategy=fits.strategy(2))
+    trainer = fits.trainer(2, enable_checkpointing=True)
     outputs = trainer.predict(module, fits.loader())
     return None if outputs is None else torch.cat(outputs)
 

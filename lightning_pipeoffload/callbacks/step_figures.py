@@ -96,7 +96,7 @@ def _tokens_in(batch: Any) -> Any:
 def figures_to_log(
     ranks: Mapping[int, Mapping[str, float]], pipeline: Sequence[int]
 ) -> dict[str, float]:
-    """Return what is logged of a step: of the whole run, and of each rank of replica 0.
+    """Return the logged figures of a step: of the whole run, and of each rank of replica 0.
 
     Args:
         ranks: The figures of each global rank that gives any.

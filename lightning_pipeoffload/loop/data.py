@@ -140,7 +140,7 @@ def _give_back(loader: Any) -> None:
 
 def count_seen(trainer: Trainer) -> int:
     """Return how many batches of its epoch a fit that resumes has done."""
-    loop: Any = trainer.fit_loop  # whose counters are declared without what they count
+    loop: Any = trainer.fit_loop  # its counters have no declared types
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
     # An epoch that max_steps has cut short is over too: Lightning goes on with the next one.
     is_within = loop.restarting and epochs.processed < epochs.ready and not batches.is_last_batch
@@ -202,7 +202,7 @@ class FirstBatches:
         return note
 
     def start_step(self) -> None:
-        """Compare in the last of the first steps; in others nobody waits.
+        """Compare in the last of the first steps; in the others no rank waits.
 
         Raises:
             ValueError: Two replicas read the same.
@@ -237,7 +237,7 @@ class Arrivals:
     """Compares how many batches the ranks have read from one milestone to the next.
 
     A milestone is what all of them come to, such as a validation or an epoch's end: where a rank
-    has fewer batches, another waits for it in vain. The thread that looks for failures compares.
+    has fewer batches, another waits for it in vain. The thread that watches for failures compares.
     """
 
     def __init__(self, store: Store, mesh: RankMesh) -> None:

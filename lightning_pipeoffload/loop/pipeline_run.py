@@ -209,7 +209,7 @@ class PipelineRun:
         slices, obstacle = None, ""
         try:
             total = batch_size(inputs.batch)
-            # A number may count samples: the result of a whole batch tells whether to cut others.
+            # A number may count samples: whether to cut is decided by a whole batch's.
             is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
             slices = self._cut(inputs, total if is_whole else self._smallest_size(total))
         except ValueError as error:
@@ -272,7 +272,7 @@ class PipelineRun:
         return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
 
     def begin_training(self, accumulation: Accumulation) -> None:
-        """Agree on what several ranks own, and print what is going to run, in the first batch."""
+        """Share what several ranks own, and print the plan, in the first batch."""
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
         if self._group.num_replicas > 1:

@@ -160,7 +160,7 @@ class PostValidation:
             self._start_sum()
 
     def _validate_now(self) -> None:
-        """Wait for what the ranks have found; the step that follows is right."""
+        """Wait for the sums of all ranks, and clip or skip by them; the step is right then."""
         _, total = self._start_sum().wait()
         self._is_validated = True
         if total[0]:
@@ -195,7 +195,7 @@ class PostValidation:
 
     @torch.inference_mode(False)  # a hook may be in it
     def _validate(self) -> None:
-        """Wait for what the ranks have found; take the step back and repeat it if it was wrong."""
+        """Wait for the sums of all ranks; take the step back and repeat it if it was wrong."""
         assert self._sum is not None
         own, total = self._sum.wait()
         is_right = self._is_right(total)

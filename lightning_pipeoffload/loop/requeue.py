@@ -1,7 +1,7 @@
 """Lightning's requeueing under Slurm, after a step that all ranks agree on.
 
 Lightning saves inside the signal handler, while the ranks of a pipeline are in different actions.
-Here the handler sets a flag, and the threads that look for failures pass it on, whatever their
+Here the handler sets a flag, and the threads that watch for failures pass it on, whatever their
 ranks are doing. Each says after which step its own rank will ask; all save after the last of these
 steps, which no rank can have passed.
 """
@@ -53,7 +53,7 @@ class Requeue:
             self.look(HashStore())
 
     def look(self, store: Store) -> str | None:
-        """Pass the signal on, and hear of it; the thread that looks for failures calls it."""
+        """Pass the signal on, and hear of it; the thread that watches for failures calls it."""
         if self._has_signal:
             store.set(_WANTED, "")
         if not self._asks and store.check([_WANTED]):

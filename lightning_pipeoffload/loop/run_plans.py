@@ -1,8 +1,8 @@
 """The plans of a run: chosen before the first step, made anew by what steps measure.
 
-All ranks do the same in the same order; the plan is made on one and sent to all. Where none is
-asked for nobody waits: what may lead to another plan is said after a batch, read a batch later, and
-decided before the next one that starts a step::
+All ranks do the same in the same order; a plan is made on one and sent to all. No rank waits while
+the plan stays: reasons for another one are sent after a batch, read a batch later, and lead to a
+new plan before the next batch that starts a step::
 
     first batch    choose()        by the settings, or by measured blocks
     fourth batch   before_plan()   anew, by what three steps have cost
@@ -92,7 +92,7 @@ class RunPlans:
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
         self._search = SolverSearch(settings, group, self.training, measurements)
         self._heard = Said()
-        self._kept: dict[str, dict[int, int | None]] = {}
+        self._largest: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
         self._is_solved = settings.is_solved
@@ -181,24 +181,24 @@ class RunPlans:
         return Said(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
 
     def hear(self, said: Said) -> None:
-        """Remember what any rank has said, for the next batch."""
+        """Keep what any rank has sent until the next batch."""
         self._heard = self._heard.joined(said)
 
     def _breaks_limit(self) -> bool:
-        """Whether this rank has kept more for a microbatch than planned, and that does not fit."""
+        """Whether a microbatch needs more memory here than planned, and that does not fit."""
         stages = self._executor.stages
-        kept = {
+        found = {
             "activation": {i: stage.memory.activation_bytes for i, stage in stages.items()},
             "weight_input": {i: stage.memory.weight_input_bytes for i, stage in stages.items()},
             "weight_residue": {i: stage.memory.residue_bytes for i, stage in stages.items()},
         }
         schedule, costs, limits = self.training.schedule, self.training.costs, self._limits
-        if kept == self._kept or costs is None:
+        if found == self._largest or costs is None:
             return False
-        self._kept = kept
-        planned = {name: list(costs.per_stage(name, schedule.num_stages)) for name in kept}
+        self._largest = found
+        planned = {name: list(costs.per_stage(name, schedule.num_stages)) for name in found}
         most: dict[str, Any] = {
-            name: [max(size, kept[name].get(i) or 0) for i, size in enumerate(sizes)]
+            name: [max(size, found[name].get(i) or 0) for i, size in enumerate(sizes)]
             for name, sizes in planned.items()
         }
         limit = self.settings.limit_on(limits.device)
@@ -248,7 +248,7 @@ class RunPlans:
         return after
 
     def _options(self) -> list[Option]:
-        """Return what a plan in use may be changed to."""
+        """Return the options that the plan in use may be changed to."""
         used = self.training.schedule
         if self._chosen is None:
             return [self.settings.option(used.num_microbatches)]

@@ -110,7 +110,7 @@ class RunReport:
         return memory
 
     def print_start(self, num_accumulated: int) -> None:
-        """Print what is going to run, with so many batches accumulated for an optimizer step."""
+        """Print the plan, and how many batches accumulate for an optimizer step."""
         if self._group.reports:
             if self.chosen is not None and self.chosen.plan is not None:
                 print_choice(self.chosen.plan, self.chosen.is_measured)

@@ -86,7 +86,7 @@ class StepBoundary:
         """Begin a batch before the weights are final, if what runs can be taken back.
 
         Returns:
-            What is in force while the batch runs, and what its executor is to settle by.
+            A context for the batch, and the function by which its executor waits for final weights.
         """
         validation, muted = self.validation, ExitStack()
         if not validation.is_open:
@@ -102,7 +102,7 @@ class StepBoundary:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The optimizer steps in here, by final weights; what it makes becomes final later."""
+        """The optimizer steps in here, with final weights; the new ones become final later."""
         self.stop_watching()  # the optimizer's own hooks read weights
         yield
         self.validation.end_step()

@@ -137,7 +137,7 @@ class LoggersQuiet:
 class PrintQuiet:
     """Silences this thread's ``print``, unless it names a file, as debuggers do.
 
-    Where the step fails, what it has printed so far appears.
+    Where the step fails, its output so far is printed.
     """
 
     def __enter__(self) -> None:

@@ -1,7 +1,7 @@
-"""What ranks tell each other between batches: one vector, which is read a batch later.
+"""The exchange between batches: one vector of each rank, which is read a batch later.
 
-A batch takes every rank, so what was sent at the end of one is there at the end of the next, and
-nobody waits::
+A batch takes every rank, so the vectors that were sent at the end of one are there at the end of
+the next, and no rank waits::
 
     end of batch 7   send this rank's vector        read the maximum of those of batch 6
     end of batch 8   send                           read the maximum of those of batch 7
@@ -41,7 +41,7 @@ _LEAST = torch.iinfo(torch.int64).min
 
 
 class Said(NamedTuple):
-    """What a rank says after a batch; of several ranks the maximum.
+    """Flags that a rank sends after a batch; of all ranks the maximum.
 
     Attributes:
         stops: Training is to stop.
@@ -130,7 +130,7 @@ class StepExchange:
         return self._all_stop
 
     def settle(self, mine: Said, options: StepOptions | None = None) -> Said:
-        """Compare all that is not compared yet, and wait; return what any rank says.
+        """Compare the batches that are not compared yet, and wait; return the ranks' maximum.
 
         Raises:
             RuntimeError: As by :meth:`turn`.
@@ -205,9 +205,9 @@ class StepExchange:
 class JointStop:
     """``trainer.should_stop`` of any rank, for all ranks.
 
-    At the end of a batch each rank says whether it wants to stop, and reads what was said after the
-    batch before. Only a rank that wants to stop waits for what is said now, since all may want it.
-    So what all ranks set stops them at once, and what one rank sets after the next batch. What a
+    At the end of a batch each rank sends whether it wants to stop, and reads the vectors of the
+    batch before. Only a rank that wants to stop waits for those of this batch, since all may want
+    it. So a stop that all ranks set ends this batch, and one that some set the next. A stop that a
     step sets behind the blocks, on the last stage, reaches the others before they end that batch.
     """
 
@@ -261,10 +261,10 @@ class JointStop:
 
 
 class Clocks:
-    """What goes by the clock at a batch's end goes by global rank 0's, a batch later.
+    """Saves and validates by global rank 0's clock, a batch after it is due.
 
-    Lightning's ``ModelCheckpoint(train_time_interval=...)`` and a ``val_check_interval`` of time
-    let all ranks wait for global rank 0 there, or go by a clock each::
+    Lightning's ``ModelCheckpoint(train_time_interval=...)`` makes all ranks wait for global rank 0
+    at each batch, and a ``val_check_interval`` of time reads a clock on each rank::
 
         global rank 0   end of batch 7: its clock is due    end of batch 8: saves
         other ranks     end of batch 7: not due             end of batch 8: 7 was due, save

@@ -135,7 +135,7 @@ class LogCapture:
 
 
 def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop a call of ``self.log``, with the operations that one that is kept has."""
+    """Drop a call of ``self.log``; the operations are those of a captured one."""
     _detach(value)
 
 
@@ -146,7 +146,7 @@ def _detach(value: Any) -> Any:
 def _over_batch(entries: list[_Call], combined: Any) -> Any:
     """Return a metric's value over the batch where the step logs what the metric returned.
 
-    Where the step has changed that number in place, return what the microbatches' combine to.
+    Where the step has changed that number in place, return the combined value.
     """
     origins = [entry.origin for entry in entries if entry.origin is not None]
     if len(origins) < len(entries) or len({(id(o.copy), *o[1:3]) for o in origins}) > 1:

@@ -108,7 +108,7 @@ class WholeBatchValues:
             metric._forward_cache = copies[self._calls[id(metric)] - 1].compute()
 
     def forget(self) -> None:
-        """Drop what is of the batch."""
+        """Reset the copies, after a batch."""
         self._returned.clear()
         for copies in self._copies.values():
             for copy in copies:
@@ -127,7 +127,7 @@ def _fresh(metric: Metric) -> Metric:
     for child in copy.modules():
         child.__dict__.pop("forward", None)
         if isinstance(child, Metric):
-            # Private: what it has been made with decides, not ``sync_on_compute``.
+            # Private: torchmetrics reads it, and not ``sync_on_compute``, once the metric is made.
             child._to_sync = child.dist_sync_on_step  # as of the value of one call
     copy.reset()
     return copy

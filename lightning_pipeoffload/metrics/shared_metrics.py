@@ -213,7 +213,7 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        # What was published so far belongs to what is over.
+        # Entries so far belong to an epoch that is over.
         for published in filter(None, (self._roots, self._decisive)):
             published.forget(self._tick)
 

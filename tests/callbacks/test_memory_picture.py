@@ -6,14 +6,7 @@ from tests.support import fits
 
 
 def _fit_and_draw(path):
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=2,
-        strategy=fits.strategy(2, schedule="po_h"),
-        max_steps=2,
-        enable_checkpointing=False,
-        callbacks=[MemoryPicture(path)],
-    )
+    trainer = fits.trainer(2, {"schedule": "po_h"}, max_steps=2, callbacks=[MemoryPicture(path)])
     trainer.fit(fits.Net(), fits.loader(), fits.loader())
     return trainer.strategy.report(live_bytes=True)["measured"]
 

@@ -158,14 +158,7 @@ def read(num_devices, name, seed=7, **options):
     if seed is not None:
         L.seed_everything(seed, workers=True, verbose=False)
     module = Draws(RANDOM[name] if isinstance(name, str) else name)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, num_microbatches=1),
-        max_epochs=2,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = fits.trainer(num_devices, {"num_microbatches": 1}, max_epochs=2, **options)
     if num_devices:
         fits.outlive_failures(trainer)
     trainer.fit(module)
@@ -281,15 +274,7 @@ def independent_trials(num_devices):
     for _ in range(2):
         module, record = fits.Net(), fits.Record()
         start = module.head.weight[0, 0].item()
-        trainer = L.Trainer(
-            **fits.SILENT,
-            devices=num_devices or 1,
-            strategy=fits.strategy(num_devices),
-            max_epochs=1,
-            callbacks=[record],
-            enable_checkpointing=False,
-            limit_val_batches=0,
-        )
+        trainer = fits.trainer(num_devices, max_epochs=1, callbacks=[record], limit_val_batches=0)
         trainer.fit(module, fits.loader("shuffled"))
         found.append((start, record.batches, record.losses))
     return found
@@ -320,12 +305,9 @@ def stop_and_go_on(num_devices, folder):
         ):
             module, record = fits.Net(dropout=0.0, depth=2), fits.Record()
             ckpt_path = limit.pop("ckpt_path", None)
-            trainer = L.Trainer(
-                **fits.SILENT,
-                devices=num_devices or 1,
-                strategy=fits.strategy(num_devices),
+            trainer = fits.trainer(
+                num_devices,
                 callbacks=[record],
-                enable_checkpointing=False,
                 accumulate_grad_batches=accumulated,
                 **options,
                 **limit,

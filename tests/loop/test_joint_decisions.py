@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer, model_checkpoint
 
-from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import fits
 from tests.support.pairs import first, slow, some
 from tests.support.stopped import stop
@@ -94,13 +93,13 @@ class Elapsed(L.Callback):
 
 
 def fit(*callbacks, **options):
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=2,
-        strategy=PipeOffloadStrategy(num_microbatches=4, schedule="zb_h1"),
+    trainer = fits.trainer(
+        2,
+        {"num_microbatches": 4, "schedule": "zb_h1"},
+        num_sanity_val_steps=0,
+        **options,
         callbacks=[*callbacks],
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        **options,
     )
     trainer.fit(fits.Net(depth=4), fits.loader(), fits.loader())
     return trainer.global_step

@@ -56,12 +56,13 @@ class Tuned(fits.Net):
 
 
 def make_trainer(num_devices, **options):
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, num_microbatches="auto"),
-        max_epochs=1,
+    trainer = fits.trainer(
+        num_devices,
+        {"num_microbatches": "auto"},
+        num_sanity_val_steps=0,
         **options,
+        max_epochs=1,
+        enable_checkpointing=True,
     )
     if num_devices:
         fits.outlive_failures(trainer)

@@ -49,16 +49,16 @@ def fit(num_devices, folder, schedule, ckpt_path=None, **options):
     L.seed_everything(7, verbose=False)
     module, scales = Net(), Scales()
     plugin = MixedPrecision("16-mixed", "cpu", make_scaler())
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices,
-        strategy=fits.strategy(num_devices, schedule=schedule),
+    trainer = fits.trainer(
+        num_devices,
+        {"schedule": schedule},
+        **options,
         plugins=[plugin],
         max_epochs=1,
         callbacks=[scales, ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
         gradient_clip_val=0.5,
         limit_val_batches=0,
-        **options,
+        enable_checkpointing=True,
     )
     trainer.fit(module, fits.loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(f"{folder}/end.ckpt")

@@ -45,14 +45,8 @@ class Net(fits.Net):
 
 
 def make_trainer(num_devices, max_epochs, record, **options):
-    return L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
-        max_epochs=max_epochs,
-        callbacks=[record],
-        enable_checkpointing=False,
-        gradient_clip_val=0.5,
+    return fits.trainer(
+        num_devices, options, max_epochs=max_epochs, callbacks=[record], gradient_clip_val=0.5
     )
 
 

@@ -57,14 +57,7 @@ def train(as_accelerator, accumulate, options):
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     places = [range(s, s + n) for s, n in zip(starts, LENGTHS, strict=True)]
     data = DataLoader(fits.samples(sum(LENGTHS)), batch_sampler=places, collate_fn=fits.collate)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=2,
-        strategy=fits.strategy(2, **options),
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-        enable_checkpointing=False,
-    )
+    trainer = fits.trainer(2, options, accumulate_grad_batches=accumulate, max_epochs=1)
     with (
         patch.object(TrainingPlan, "__init__", make),
         patch.object(ActivationMemory, "on", memory_of_all),

@@ -284,12 +284,11 @@ class Failing(L.Callback):
 def fit_failing(sync):
     L.seed_everything(7, verbose=False)
     watcher = Failing()
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=2,
-        strategy=PipeOffloadStrategy(num_microbatches=4, schedule="zb_h2", optimizer_sync=sync),
+    trainer = fits.trainer(
+        2,
+        {"num_microbatches": 4, "schedule": "zb_h2", "optimizer_sync": sync},
+        num_sanity_val_steps=0,
         callbacks=[watcher],
-        enable_checkpointing=False,
         gradient_clip_val=6.0,
     )
     fits.outlive_failures(trainer)
@@ -365,18 +364,18 @@ class Walk(L.Callback):
 def fit_clipped(sync, num_steps, *callbacks):
     """Fit; each step is clipped, and so taken back. Return the trainer."""
     L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=4,
-        strategy=PipeOffloadStrategy(
-            data_parallel_size=2,
-            sharding="optimizer",
-            num_microbatches=4,
-            schedule="zb_h2",
-            optimizer_sync=sync,
-        ),
-        callbacks=[*callbacks],
+    trainer = fits.trainer(
+        4,
+        {
+            "data_parallel_size": 2,
+            "sharding": "optimizer",
+            "num_microbatches": 4,
+            "schedule": "zb_h2",
+            "optimizer_sync": sync,
+        },
+        num_sanity_val_steps=0,
         enable_checkpointing=len(callbacks) > 1,
+        callbacks=[*callbacks],
         max_epochs=num_steps,
         limit_train_batches=1,
         check_val_every_n_epoch=len(READERS),

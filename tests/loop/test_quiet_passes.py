@@ -62,7 +62,7 @@ class TalkingWithoutBlocks(fits.Net):
 
 
 def test_a_step_that_runs_whole_prints_too(capsys):
-    trainer = L.Trainer(**fits.SILENT, strategy=fits.strategy(1), enable_checkpointing=False)
+    trainer = fits.trainer(1)
     outputs = trainer.predict(TalkingWithoutBlocks(), fits.loader())
     assert capsys.readouterr().out.count("printed") == len(outputs) == 5
 

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.loop import auto_choice
 from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks
 from lightning_pipeoffload.loop.step_boundary import has_step_barrier
@@ -77,14 +76,7 @@ def fit(size, options):
         return plan_for_all(group, request)
 
     tie = options.pop("tie", False)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=size,
-        strategy=fits.strategy(size, schedule="auto"),
-        max_steps=1,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = fits.trainer(size, {"schedule": "auto"}, max_steps=1, **options)
     with mock.patch.object(auto_choice, "plan_for_all", note):
         trainer.fit(fits.Net(tie=tie), fits.loader())
     return trainer.strategy.report(), {(o.schedule, o.num_chunks): asked[o] for o in asked}
@@ -139,16 +131,16 @@ class Held(fits.Net):
 def fit_held(schedule, case, folder, size):
     callbacks = [ModelCheckpoint(folder, train_time_interval=HOUR)] if case == "saves" else []
     clips = case == "clips"
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=size,
-        strategy=PipeOffloadStrategy(
-            num_microbatches=2 * size,
-            schedule=schedule,
-            optimizer_sync="post_validation" if clips else "barrier",
-        ),
-        callbacks=callbacks,
+    trainer = fits.trainer(
+        size,
+        {
+            "num_microbatches": 2 * size,
+            "schedule": schedule,
+            "optimizer_sync": "post_validation" if clips else "barrier",
+        },
+        num_sanity_val_steps=0,
         enable_checkpointing=bool(callbacks),
+        callbacks=callbacks,
         max_time=HOUR if case == "ends" else None,
         val_check_interval=HOUR if case == "validates" else None,
         gradient_clip_val=6.0 if clips else None,

@@ -3,7 +3,6 @@
 from functools import partial
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
 
@@ -146,15 +145,7 @@ VARIANTS = {
 
 def refusal(size, variant, **options):
     torch.manual_seed(0)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=size,
-        strategy=fits.strategy(size, **options),
-        enable_checkpointing=False,
-        max_epochs=3,
-        limit_train_batches=2,
-        limit_val_batches=1,
-    )
+    trainer = fits.trainer(size, options, max_epochs=3, limit_train_batches=2, limit_val_batches=1)
     fits.outlive_failures(trainer)
     with pytest.raises(ValueError, match="have to run the same") as refused:
         trainer.fit(Apart(variant, VARIANTS[variant][0]), fits.loader(), fits.loader())

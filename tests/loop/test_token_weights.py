@@ -58,12 +58,8 @@ def texts():
 def fit(num_devices, kind, weight="samples"):
     L.seed_everything(7, verbose=False)
     module = Model(kind)
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, microbatch_weight=weight),
-        max_epochs=1,
-        enable_checkpointing=False,
+    trainer = fits.trainer(
+        num_devices, {"microbatch_weight": weight}, num_sanity_val_steps=0, max_epochs=1
     )
     loader = DataLoader(texts(), batch_size=8)
     trainer.fit(module, loader, loader)

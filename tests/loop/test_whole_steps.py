@@ -49,13 +49,7 @@ class Generating(fits.Net):
 def _fit(num_devices, way, **options):
     L.seed_everything(7, verbose=False)
     module = Generating(way)
-    trainer = L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0},
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
-        max_epochs=2,
-        enable_checkpointing=False,
-    )
+    trainer = fits.trainer(num_devices, options, num_sanity_val_steps=0, max_epochs=2)
     values = DataLoader(fits.samples(16), 8, collate_fn=fits.collate)
     trainer.fit(module, fits.loader(), values)
     logged = float(trainer.callback_metrics["val_loss"])

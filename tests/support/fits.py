@@ -131,6 +131,21 @@ def strategy(num_devices: int, **options: Any) -> Any:
     return PipeOffloadStrategy(**options) if num_devices else "auto"
 
 
+def trainer(num_devices: int, pipeline: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
+    """A silent trainer without checkpoints, over so many ranks; 0: on one device.
+
+    Args:
+        num_devices: The number of ranks.
+        pipeline: Arguments of the strategy.
+        **options: Arguments of the trainer.
+    """
+    return L.Trainer(
+        **{**SILENT, "enable_checkpointing": False, **options},
+        devices=num_devices or 1,
+        strategy=strategy(num_devices, **(pipeline or {})),
+    )
+
+
 def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
     """Fit for two epochs; 0 devices: on one, without the strategy."""
     module_options = options.pop("module", {})
