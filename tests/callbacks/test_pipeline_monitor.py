@@ -49,7 +49,7 @@ class Fails(Net):
 
 
 class Kept(Logger):
-    """Keeps what it is given, by step."""
+    """Stores metrics by step."""
 
     name = version = "kept"
 
@@ -187,7 +187,7 @@ class LongValidation(Net):
 
 
 class CountingClock(timing.HostClock):
-    """Each look at it takes a second, and each batch of a validation a thousand."""
+    """Each reading takes a second, and each batch of a validation a thousand."""
 
     def now(self):
         LongValidation.now += 1
@@ -234,11 +234,11 @@ def test_the_chosen_step_is_drawn_beside_its_plan(tmp_path, capsys):
     assert "The timeline of step 3 is in" in capsys.readouterr().out
 
 
-def test_a_step_that_never_comes_is_told_and_drawn_by_the_next_fit(tmp_path):
+def test_a_step_that_never_comes_is_reported_and_drawn_by_the_next_fit(tmp_path):
     path = tmp_path / "step.svg"
     monitor = PipelineMonitor(step=NUM_STEPS, timeline=path)
-    told = r"step 6 did not come in this fit, which has ended after step 2"
-    with pytest.warns(UserWarning, match=told):
+    message = r"step 6 did not come in this fit, which has ended after step 2"
+    with pytest.warns(UserWarning, match=message):
         fit(monitor, max_steps=2)
     assert not path.exists()
     with warnings.catch_warnings():
@@ -272,20 +272,20 @@ def test_a_file_that_has_become_impossible_does_not_end_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [
         ("nowhere/step.svg", "make the folder .*nowhere first"),
         ("folder.json", "it is a folder; name a file"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path, path, told):
+def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path, path, message):
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(ValueError, match=f"PipelineMonitor cannot be written: {told}"):
+    with pytest.raises(ValueError, match=f"PipelineMonitor cannot be written: {message}"):
         fit(PipelineMonitor(step=1, timeline=tmp_path / path), module=Fails)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (
             {"step": 1, "timeline": "a.pdf"},
@@ -297,8 +297,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path, path
         ({"step": 2.5, "timeline": "a.svg"}, r"step \(2.5\) .* must be a whole number from 1 on"),
     ],
 )
-def test_arguments_that_cannot_be(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments(given, message):
+    with pytest.raises(ValueError, match=message):
         PipelineMonitor(**given)
 
 

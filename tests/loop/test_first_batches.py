@@ -15,7 +15,7 @@ from tests.support.pairs import slow
 
 
 class Both:
-    """Two replicas in one process: they gather what the first has, and what it is told."""
+    """Two replicas in one process, of which the second has given checksums."""
 
     num = 2
 
@@ -35,7 +35,7 @@ def read(loader, replicas):
 
 
 def gathered(loader):
-    """Return what a replica that reads ``loader`` gives to the others."""
+    """Return the checksums of a replica that reads ``loader``."""
     replicas = Both([[]])
     first, _ = read(loader, replicas)
     first.start_step()
@@ -71,7 +71,7 @@ def test_the_first_two_batches_are_compared_once(mine, theirs, is_refused):
     assert len(replicas.gathered) == 1
 
 
-def test_what_a_distributed_sampler_shares_out_is_not_looked_at():
+def test_the_batches_of_a_distributed_sampler_are_not_compared():
     data = TensorDataset(torch.tensor([1, 1, 2, 2]))
     sampler = DistributedSampler(data, num_replicas=2, rank=0)
     for shared in (

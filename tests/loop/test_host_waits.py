@@ -52,7 +52,7 @@ class Reading(Model):
 
 class Silent(Model):
     def log(self, *args, **kwargs):
-        """Do nothing: Lightning reads what it hands to a logger."""
+        """Do nothing: Lightning reads values for a logger."""
 
 
 class SteadyBatches(Callback):

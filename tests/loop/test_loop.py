@@ -88,7 +88,7 @@ def test_one_rank_finds_the_batch_size_of_one_device(ranks, tmp_path, method):
 
 
 @pytest.mark.parametrize("method", some(["fit", "validate"], 2))
-def test_several_ranks_do_not_look_for_a_batch_size(ranks, tmp_path, method):
+def test_several_ranks_refuse_to_search_for_a_batch_size(ranks, tmp_path, method):
     for refusal in ranks(2).run(scale, 2, str(tmp_path), method):
         assert "the batch size finder is not supported over several ranks" in refusal
         assert "use memory_limit, or devices=1" in refusal
@@ -118,7 +118,7 @@ def find_rate_again(num_devices, folder):
     return [finder.results["loss"] for finder in finders]
 
 
-def test_a_learning_rate_is_looked_for_with_the_same_random_numbers_again(ranks, tmp_path):
+def test_a_second_search_for_a_learning_rate_has_the_same_random_numbers(ranks, tmp_path):
     for once, again in ranks(2).run(find_rate_again, 2, str(tmp_path)):
         assert once == again
 

@@ -23,7 +23,7 @@ LENGTHS = (8, 8, 8, 7, 8, 7)
 
 
 class Plans:
-    """Notes of each training plan whether it has one microbatch at a time, and what it allocates.
+    """Records of each training plan whether it has one microbatch at a time, and its allocations.
 
     Attributes:
         are_cold: Whether the plans run one microbatch at a time.

@@ -108,7 +108,7 @@ def test_it_has_the_lowest_priority_and_ends_when_the_process_that_started_it_is
     assert until(lambda: not is_running(pid))
 
 
-def test_a_solver_that_fails_is_told_and_does_no_harm(tmp_path, monkeypatch, caplog):
+def test_a_solver_that_fails_is_logged_and_does_no_harm(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plan_solver, "BOOT", "raise SystemExit(3)")
     solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 30.0, str(tmp_path))
     assert until(lambda: solver.is_over)

@@ -1,4 +1,4 @@
-"""A step says what it says once for each microbatch."""
+"""A step prints, and calls loggers, once for each microbatch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_step_that_runs_whole_prints_too(capsys):
     assert capsys.readouterr().out.count("printed") == len(outputs) == 5
 
 
-def test_a_step_that_fails_says_what_it_has_said(capsys):
+def test_a_step_that_fails_prints_its_output_so_far(capsys):
     def step():
         with PrintQuiet():
             print("the batch has", 3)  # noqa: T201
@@ -78,7 +78,7 @@ def test_a_step_that_fails_says_what_it_has_said(capsys):
     assert capsys.readouterr().out == "the batch has 3\n"
 
 
-def test_who_names_a_file_is_heard(tmp_path):
+def test_a_print_to_a_file_is_not_silenced(tmp_path):
     with PrintQuiet(), (tmp_path / "log").open("w") as file:
         print("text", file=file)
     assert (tmp_path / "log").read_text() == "text\n"

@@ -1,4 +1,4 @@
-"""A fit that is told to requeue is saved once, whole, by all ranks, and goes on where it was."""
+"""A fit that gets the signal to requeue is saved once, whole, by all ranks, and resumes there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.requeued_fits import NUM_STEPS, Signal, fit, make_scontrol
 
 
 class Rank:
-    """A trainer as far as it matters here, which notes when it is saved."""
+    """Stands for a trainer; records when it is saved."""
 
     def __init__(self, rank, world_size):
         self.global_rank, self.world_size, self.global_step = rank, world_size, 0

@@ -1,4 +1,4 @@
-"""What ranks compare with each batch: the batch, and what decides on the optimizers' steps."""
+"""Ranks compare each batch, and all that decides the optimizers' steps."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def options_of(**given):
     return StepOptions([optimizer], b"\1", 3)
 
 
-def test_options_are_told_apart_and_described():
+def test_options_are_distinguished_and_described():
     plain, tensor = options_of(lr=0.5), options_of(lr=torch.tensor(0.5))
     assert plain.digest() == tensor.digest() != options_of(lr=torch.tensor(0.25)).digest()
     assert options_of(lr=0.5, betas=(0.9, 0.99)).digest() != plain.digest()

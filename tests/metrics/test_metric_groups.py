@@ -1,4 +1,4 @@
-"""Metrics gather over the replicas, or over nobody, wherever they are; a user's own way stays."""
+"""Metrics gather over the replicas, if there are several; a user's own ``dist_sync_fn`` stays."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def total(**options):
     return float(metric.compute())
 
 
-def test_one_replica_gathers_from_nobody(join):
+def test_one_replica_gathers_nothing(join):
     join(1)
     assert total() == total(dist_sync_fn=lambda state, group: [state, state]) == 2
 
@@ -58,7 +58,7 @@ def test_several_gather_all_but_what_gathers_by_itself(join):
     assert total(dist_sync_fn=lambda state, group: [state, state]) == 4
 
 
-def test_a_value_that_is_elsewhere_is_refused(join):
+def test_a_remote_value_is_refused(join):
     def refuse(metric):
         raise RuntimeError("elsewhere")
 

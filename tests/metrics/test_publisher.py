@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_moment():
     assert json.loads(store.get("now")) == {"log": {"a": 1.5}}
 
 
-def test_what_cannot_be_published_is_told():
+def test_an_error_of_the_thread_is_reported():
     told = Queue()
     publisher = Publisher(None, told.put)
     publisher.publish("at 0", {})
@@ -68,7 +68,7 @@ def test_a_step_arrives_when_all_ranks_have_given_theirs(ranks):
     assert list(second.arrived()) == []
 
 
-def test_nobody_waits_after_a_run_was_broken_off(ranks):
+def test_no_rank_waits_after_a_run_was_broken_off(ranks):
     first, second = ranks
     first.give(5, {"a": 1.0})
     first.abandon()

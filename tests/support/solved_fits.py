@@ -42,7 +42,7 @@ class Scripted:
 
 
 class Watched(plan_solver.PlanSolver):
-    """The solver, kept to be looked at when training has ended."""
+    """The solver, whose process can be inspected after training."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -108,7 +108,7 @@ def twice_and_never(
 
 
 def with_solver(num_devices: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit while a solver looks for plans; return what is left of it, too."""
+    """Fit while a solver searches for plans; return the end of its process, too."""
     _STARTED.clear()
     options = {"plan_cache": folder, "solver_seconds": 60, **options}
     with mock.patch.object(run_plans, "PlanSolver", Watched):
