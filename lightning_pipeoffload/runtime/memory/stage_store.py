@@ -172,18 +172,18 @@ class ActivationStore(WeightInputKeeper):
         return Held(on_device, moving + _num_bytes(self._away), moving)
 
     def _pack(self, tensor: Tensor, part: Part) -> Saved:
-        is_shape = self._counts_shapes and isinstance(tensor, ShapeOnly)
-        plain: Tensor = tensor.meta if is_shape else tensor  # type: ignore[attr-defined]
-        saved: Saved
+        if self._counts_shapes and isinstance(tensor, ShapeOnly):
+            return SavedShape(self._saved(tensor.meta, tensor, part), tensor)
+        return self._saved(tensor, tensor, part)
+
+    def _saved(self, plain: Tensor, tensor: Tensor, part: Part) -> Saved:
+        """Save ``plain``, which is the tensor, or the meta tensor of one without a value."""
         if self._stays(plain):
-            saved = Resident(plain)
-        else:
-            parameter = None if part == Part.GRADIENT else cast_parameter(tensor)
-            if parameter is None:
-                saved = self._keep(plain, part)
-            else:
-                saved = Resident(plain) if is_shape else Cast(parameter, tensor)
-        return SavedShape(saved, tensor) if is_shape else saved  # type: ignore[arg-type]
+            return Resident(plain)
+        parameter = None if part == Part.GRADIENT else cast_parameter(tensor)
+        if parameter is None:
+            return self._keep(plain, part)
+        return Cast(parameter, tensor) if plain is tensor else Resident(plain)
 
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
