@@ -29,7 +29,7 @@ from examples.benchmarks.gpu_parts import (
 from examples.benchmarks.gpu_process import Function, is_accelerated, rows_of, run_two
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure.link_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.measure.link_speed import answer_latency, measure_latency
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.payload import TensorSpec
@@ -235,8 +235,8 @@ def _be_one_end(backend: str, device: torch.device) -> Iterator[str]:
     transport = ProcessGroupTransport(mesh, {(0, 1), (1, 0)}, device)
     for message in _messages(device):
         if rank == 0:
-            seconds = time_hop(transport, 0, 1, [message])
+            seconds = measure_latency(transport, 0, 1, [message])
             yield f"{backend}: {_row(message, seconds)}"
         else:
-            answer_hop(transport, 1, 0, [TensorSpec.of(message)])
+            answer_latency(transport, 1, 0, [TensorSpec.of(message)])
     dist.destroy_process_group()

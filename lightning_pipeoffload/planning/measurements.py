@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.measure.link_speed import (
     CopySpeed,
     compare_clocks,
     measure_copy_speed,
-    measure_hops,
+    measure_latencies,
 )
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
@@ -44,7 +44,7 @@ class Measurements:
         self._executor = executor
         self._pipeline = pipeline
         self._group = group
-        self._hops: dict[int, float] = {}
+        self._latencies: dict[int, float] = {}
         self._at_end: dict[str, list[Any]] | None = None
         self.costs_at_end: Costs | None = None
 
@@ -60,7 +60,7 @@ class Measurements:
 
     def gather_costs(self, schedule: Schedule, may_copy: bool = True) -> Costs:
         """Return the costs of all ranks' stages, with P2P latencies, and copies if ``may_copy``."""
-        self._hops = measure_hops(self._executor, schedule, self._pipeline.device)
+        self._latencies = measure_latencies(self._executor, schedule, self._pipeline.device)
         replicas = self._group.replicas.gather(self._group.gather(self._costs(may_copy)))
         # All replicas run one plan, at the pace of the slowest.
         return join_costs(map(slowest_costs, zip(*replicas, strict=True)))
@@ -130,7 +130,7 @@ class Measurements:
         return measure_copy_speed(self._pipeline.device, meet=self._group.world.barrier)
 
     def _costs(self, may_copy: bool) -> RankCosts:
-        return measure_costs(self._executor, self.copy_speed(may_copy), self._hops)
+        return measure_costs(self._executor, self.copy_speed(may_copy), self._latencies)
 
 
 def times_of(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:

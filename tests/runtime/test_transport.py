@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime import transport as transport_module
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure import link_speed
-from lightning_pipeoffload.runtime.measure.link_speed import answer_hop, time_hop
+from lightning_pipeoffload.runtime.measure.link_speed import answer_latency, measure_latency
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -97,17 +97,17 @@ def exchange_message():
     return None
 
 
-def measure_a_hop():
+def measure_p2p_latency():
     rank, transport = connect()
     if rank == 1:
-        return time_hop(transport, 1, 2, make_message())
+        return measure_latency(transport, 1, 2, make_message())
     if rank == 2:
-        answer_hop(transport, 2, 1, specs_of(make_message()))
+        answer_latency(transport, 2, 1, specs_of(make_message()))
     return None
 
 
-def test_a_hop_is_measured_by_the_rank_that_sends(pool):
-    last, seconds, first = pool.run(measure_a_hop)
+def test_p2p_latency_is_measured_by_the_rank_that_sends(pool):
+    last, seconds, first = pool.run(measure_p2p_latency)
     assert first is last is None
     assert 0 < seconds < 60
 
@@ -139,8 +139,8 @@ class OpenReceives:
         return time.perf_counter()
 
 
-@pytest.mark.parametrize("measure", [time_hop, answer_hop])
-def test_a_hop_waits_for_no_receive_that_is_open(monkeypatch, measure):
+@pytest.mark.parametrize("measure", [measure_latency, answer_latency])
+def test_measuring_it_waits_for_no_receive_that_is_open(monkeypatch, measure):
     transport = OpenReceives()
     monkeypatch.setattr(link_speed, "finished_at", transport.finished_at)
     measure(transport, 1, 2, [])

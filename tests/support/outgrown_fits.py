@@ -69,7 +69,7 @@ def fit(size: int, lengths: list[int], options: dict[str, Any]) -> dict[str, Any
     data = torch.utils.data.DataLoader(numbers, 8, collate_fn=make_batch)
     with (
         mock.patch.object(ActionTimer, "seconds_in", seconds_in),
-        mock.patch.object(measurements, "measure_hops", return_value={}),
+        mock.patch.object(measurements, "measure_latencies", return_value={}),
     ):
         trainer.fit(Sequences(), data)
     return {"losses": record.losses, "plans": plans.plans, "report": trainer.strategy.report()}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_hops
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
@@ -58,22 +58,22 @@ class RankCosts:
     Attributes:
         stages: Of this rank, by index.
         copy_lanes: Copies that its device makes at a time.
-        hops: Seconds of a message from a stage to the next one on another rank, by index; the other
-            stages have no entry.
+        latencies: P2P latency in seconds, by index, of the stages whose next one is on another
+            rank.
     """
 
     stages: Mapping[int, StageCosts]
     copy_lanes: int
-    hops: Mapping[int, float]
+    latencies: Mapping[int, float]
 
 
 def measure_costs(
-    executor: Executor, speed: CopySpeed, hops: Mapping[int, float] = MappingProxyType({})
+    executor: Executor, speed: CopySpeed, latencies: Mapping[int, float] = MappingProxyType({})
 ) -> RankCosts:
     """Return the medians of an executor's steps so far."""
     seconds = executor.timer.action_seconds()
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
-    return RankCosts(stages, speed.num_lanes, hops)
+    return RankCosts(stages, speed.num_lanes, latencies)
 
 
 def _costs_of(
@@ -101,8 +101,10 @@ def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
     for index in first.stages:
         found = zip(*(replica.stages[index] for replica in of_replicas), strict=True)
         stages[index] = StageCosts(*map(max, found))
-    hops = {index: max(replica.hops[index] for replica in of_replicas) for index in first.hops}
-    return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), hops)
+    latencies = {
+        index: max(replica.latencies[index] for replica in of_replicas) for index in first.latencies
+    }
+    return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), latencies)
 
 
 def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
@@ -110,10 +112,10 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     ranks = list(of_ranks)
     by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
     stages = [by_index[index] for index in sorted(by_index)]
-    hops = {index: seconds for rank in ranks for index, seconds in rank.hops.items()}
+    latencies = {index: seconds for rank in ranks for index, seconds in rank.latencies.items()}
     costs: dict[str, Any] = dict(
         zip(StageCosts.__annotations__, zip(*stages, strict=True), strict=True),
-        communication=[hops.get(index, 0.0) for index in sorted(by_index)],
+        communication=[latencies.get(index, 0.0) for index in sorted(by_index)],
     )
     return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
 
@@ -161,7 +163,7 @@ class BlockMeasurement:
         for _ in range(2):  # the first pass warms up
             executor.timer = ActionTimer(device)
             executor.run(plan, make_microbatches(slices))
-        return measure_costs(executor, speed, measure_hops(executor, plan, device))
+        return measure_costs(executor, speed, measure_latencies(executor, plan, device))
 
 
 def _silent(part: BatchSlice) -> BatchSlice:
@@ -222,5 +224,5 @@ def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
     for name in StageCosts.__annotations__:
         values = blocks.per_stage(name, num_blocks)
         summed[name] = [sum(values[block] for block in stage.blocks) for stage in stages]
-    hops = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
-    return replace(blocks, communication=mean(hops or [0.0]), **summed)
+    latencies = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
+    return replace(blocks, communication=mean(latencies or [0.0]), **summed)

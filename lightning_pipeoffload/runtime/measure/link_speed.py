@@ -108,7 +108,9 @@ def _seconds(copy: Callable[[], None]) -> float:
     return finished_at() - started
 
 
-def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -> dict[int, float]:
+def measure_latencies(
+    executor: Executor, schedule: Schedule, device: torch.device
+) -> dict[int, float]:
     """Return the P2P latency, in seconds, from each stage of this rank to the next on another.
 
     All ranks call it, between two steps.
@@ -119,14 +121,14 @@ def measure_hops(executor: Executor, schedule: Schedule, device: torch.device) -
         if executor.rank == sender:
             specs = executor.stages[stage].payload_out(executor.last_microbatch)
             tensors = [torch.zeros(s.shape, dtype=s.dtype, device=device) for s in specs]
-            seconds[stage] = time_hop(executor.transport, stage, receiver, tensors)
+            seconds[stage] = measure_latency(executor.transport, stage, receiver, tensors)
         elif executor.rank == receiver:
             specs = executor.stages[stage + 1].payload_in(executor.last_microbatch)
-            answer_hop(executor.transport, stage + 1, sender, specs)
+            answer_latency(executor.transport, stage + 1, sender, specs)
     return seconds
 
 
-def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor]) -> float:
+def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[Tensor]) -> float:
     """Return the P2P latency from ``stage`` to the next one, whose rank must answer."""
     specs = [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
     seconds = []
@@ -142,7 +144,7 @@ def time_hop(transport: Transport, stage: int, peer: int, tensors: list[Tensor])
     return median(seconds[1:]) / 2  # the first one waits until the peer answers at all
 
 
-def answer_hop(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
+def answer_latency(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
     """Send back the messages of the stage before ``stage``, whose rank measures the latency."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)
