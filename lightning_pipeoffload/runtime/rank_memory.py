@@ -8,7 +8,7 @@ effects.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,34 +30,21 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.actions import (
     ACTIVATION,
-    HOST_EFFECTS,
-    MEMORY_EFFECTS,
+    KINDS,
+    NOTHING,
+    RELOADS,
     WAITING,
-    MemoryEffect,
     Part,
 )
 
-_MOVES: dict[Kind, Callable[[ActivationStore], None]] = {
-    Kind.OFFLOAD: ActivationStore.offload,
-    Kind.FREE: ActivationStore.free,
-    Kind.RELOAD: lambda store: store.reload(ACTIVATION),
-    Kind.RELOAD_B: lambda store: store.reload(Part.FOR_B),
-    Kind.RELOAD_W: lambda store: store.reload(WAITING),
-    Kind.OFFLOAD_W: ActivationStore.offload,
-    Kind.FREE_W: ActivationStore.free,
-}
-_STARTS = {Kind.OFFLOAD, Kind.OFFLOAD_W}
-_NEEDS = {Kind.B: Part.FOR_B, Kind.BW: ACTIVATION, Kind.W: WAITING}
-_NOTHING = Part(0)
-_NO_EFFECT = MemoryEffect()
+_OFFLOADS = {kind for kind, row in KINDS.items() if row.host_puts}
 
 
 def _after(*kinds: Kind) -> Part:
     """Return the parts on the device after some actions of a stage and microbatch."""
-    there = _NOTHING
+    there = NOTHING
     for kind in kinds:
-        effect = MEMORY_EFFECTS[kind]
-        there = (there | effect.puts) & ~effect.drops
+        there = (there | KINDS[kind].puts) & ~KINDS[kind].drops
     return there
 
 
@@ -108,7 +95,7 @@ class ActivationMemory:
         self._stores.clear()
         self._measured: set[_Key] = set()
         self._owned.clear()  # parameters may have moved
-        self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _STARTS}
+        self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _OFFLOADS}
         self._reserve(actions)
         self.ledger.start_step()
 
@@ -155,12 +142,18 @@ class ActivationMemory:
     def arrive(self, action: Action) -> None:
         """Make a B, BW or W wait for the copies back of the tensors that it needs."""
         store = self._stores.get((action.stage, action.microbatch))
-        if store and action.kind in _NEEDS:
-            store.arrive(_NEEDS[action.kind])
+        if store:
+            store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
         """Run an action that copies, or frees copied memory."""
-        _MOVES[action.kind](self._stores[action.stage, action.microbatch])
+        store = self._stores[action.stage, action.microbatch]
+        if action.kind in _OFFLOADS:
+            store.offload()
+        elif action.kind in RELOADS:
+            store.reload(KINDS[action.kind].puts)
+        else:
+            store.free()
 
     def record(self, action: Action) -> None:
         """Count the saved bytes after an action."""
@@ -181,13 +174,11 @@ def _slabs(
     actions: Sequence[Action], host_bytes: Mapping[int, HostBytes]
 ) -> Iterator[tuple[tuple[int, int, Part], int]]:
     """Yield the slabs of a rank's actions in order, as :meth:`HostMemory.reserve` reads them."""
-    on_device: defaultdict[_Key, Part] = defaultdict(lambda: _NOTHING)
+    on_device: defaultdict[_Key, Part] = defaultdict(lambda: NOTHING)
     for kind, stage, microbatch in actions:
-        key = stage, microbatch
-        here = on_device[key] if kind in _STARTS else _NOTHING
-        drops = HOST_EFFECTS.get(kind, _NO_EFFECT).drops
+        key, row = (stage, microbatch), KINDS[kind]
+        copied = on_device[key] & row.host_puts
         for part in Part:
-            if part & (here | drops):
-                yield (*key, part), host_bytes.get(stage, {}).get(part, 0) if part & here else 0
-        effect = MEMORY_EFFECTS.get(kind, _NO_EFFECT)
-        on_device[key] = (on_device[key] | effect.puts) & ~effect.drops
+            if part & (copied | row.host_drops):
+                yield (*key, part), host_bytes.get(stage, {}).get(part, 0) if part & copied else 0
+        on_device[key] = (on_device[key] | row.puts) & ~row.drops
