@@ -15,6 +15,6 @@ class DirectFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():  # private: what torch itself asks
+        if torch._C._are_functorch_transforms_active():  # private: torch asks it too
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc] # of C's class

@@ -1,1 +1,1 @@
-"""Compiled regions of a step: their weight gradients are left for W too."""
+"""Compiled regions of a step, whose weight gradients wait for W too."""

@@ -1,1 +1,1 @@
-"""What stages, copies and messages cost on this machine."""
+"""Measured costs of stages, copies and messages on this machine."""

@@ -85,7 +85,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     measuring = _MeasuringPass(pipeline, part)
     try:
         with measuring.running():
-            # As F does: sizes may depend on what the step draws.
+            # As F does: sizes may depend on random numbers of the step.
             seed_all(mix_seed(part.seed, 0))
             pipeline.records.generators.seed(mix_seed(part.seed, 0))
             with measuring.keeping():

@@ -1,1 +1,1 @@
-"""What a rank keeps between F, B and W: counted, sent to the host, computed again."""
+"""Saved tensors of a rank between F, B and W: counted, offloaded to the host, recomputed."""

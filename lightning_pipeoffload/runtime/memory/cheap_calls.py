@@ -266,7 +266,7 @@ class CallRecorder(TorchDispatchMode):
     def _rewrite(
         self, func: Any, written: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
     ) -> CheapCall | None:
-        """Return a call that computes what ``func`` is about to write, if there is one."""
+        """Return a call that computes the value that ``func`` is about to write, if possible."""
         is_whole = written.numel() * written.itemsize == storage_of(written).nbytes()
         if type(written) not in self._kinds or not is_whole or options:
             return None

@@ -38,7 +38,7 @@ _CONTROL_GROUPS = {
 
 
 class HostMemoryError(RuntimeError):
-    """There is no room on the host for what the plan offloads."""
+    """The host has no room for the tensors that the plan offloads."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class HostMemory:
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
 
     def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
-        """Allocate what a plan takes and gives back, before it runs.
+        """Allocate the slabs that a plan takes and gives back, before it runs.
 
         Args:
             slabs: In the plan's order, a name for each slab with its bytes, or with 0 where it is

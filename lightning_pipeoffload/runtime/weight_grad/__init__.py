@@ -1,1 +1,1 @@
-"""Weight gradients apart from input gradients: what is left for W, and how W makes it."""
+"""Weight gradients apart from input gradients: deferred by B, computed by W."""
