@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from lightning_pipeoffload.runtime.memory.machine_memory import MachineMemory
 from torch.profiler import profile
 
 from lightning_pipeoffload.odc import shared_bytes, transport
 from lightning_pipeoffload.odc.fsdp_hooks import _Push
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
+from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 from tests.support.on_demand_fits import Texts, fit_rank, made
 
 
