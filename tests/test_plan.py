@@ -156,6 +156,7 @@ def test_costs_may_be_given_for_every_stage(capsys):
         ("+options.speed=3", "option 'speed' is unknown to schedule zb_h1"),
         ("num_chunks=2", r"num_chunks \(2\) must be 1 for zb_h1"),
         ("num_chunks=x", r"num_chunks \('x'\) must be a whole number"),
+        ("num_ranks=", r"num_ranks \(''\) must be a whole number"),
         ("costs.forward=fast", r"costs\.forward \(fast\) must be a number"),
         ("costs.forward=[]", r"costs\.forward \(\[\]\) must be a number from 0 on"),
         ("costs.forward=1e308", r"costs\.forward \(1e\+308\) must be 0 or from 1e-100 to 1e\+100"),

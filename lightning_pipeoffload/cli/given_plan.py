@@ -172,6 +172,8 @@ class GivenPlans:
 
     def _named(self, name: str, amount: str | float) -> Plan:
         """Return the plan of one schedule, by its name or from a .csv file."""
+        sizes = {size: self._config[size] for size in ("num_ranks", "num_microbatches")}
+        check_sizes(**sizes)
         from_file = name.endswith(".csv")
         name, num_chunks, recipe = self._from_file(name) if from_file else self._family(name)
         given = mapping(self._config, "options")

@@ -417,7 +417,9 @@ def estimate_model(config: DictConfig) -> None:
     planner = ModelPlanner(config)
     limit = planner.memory
     names = [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]]
-    ranks = [int(num_ranks) for num_ranks in _as_list(config.num_ranks)]
+    ranks = _as_list(config.num_ranks)
+    for num_ranks in ranks:
+        check_sizes(num_ranks=num_ranks)
     found: list[Estimate] = []
     refusals: list[str] = []
     with _progress("Counting what the model needs"):

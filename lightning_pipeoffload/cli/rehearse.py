@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.schedule.recipe import check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,10 +30,10 @@ def rehearse(config: DictConfig) -> None:
     """
     if config.format not in _FORMATS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(_FORMATS)}")
-    for name in ("num_ranks", "rank"):
-        if not isinstance(config[name], int):
-            raise ScheduleError(f"{name} ({config[name]}) must be a whole number")
-    if not 0 <= config.rank < config.num_ranks:
+    chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
+    counts = ("num_ranks", "num_microbatches", "num_steps")
+    check_sizes(**{name: config[name] for name in counts}, **chunks)
+    if not isinstance(config.rank, int) or not 0 <= config.rank < config.num_ranks:
         raise ScheduleError(
             f"rank ({config.rank}) must be from 0 to {config.num_ranks - 1}, of {config.num_ranks}"
         )

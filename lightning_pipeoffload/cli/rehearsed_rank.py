@@ -147,8 +147,8 @@ def run_rank(config: DictConfig) -> None:
     device = _device(config.device)
     settings = PipelineSettings(
         schedule=strategy.schedule,
-        num_microbatches=int(config.num_microbatches),
-        num_chunks="auto" if config.num_chunks is None else int(config.num_chunks),
+        num_microbatches=config.num_microbatches,
+        num_chunks="auto" if config.num_chunks is None else config.num_chunks,
         blocks=strategy.get("blocks"),
         split=strategy.get("split", "auto"),
         offload=strategy.offload,
@@ -162,7 +162,7 @@ def run_rank(config: DictConfig) -> None:
     host = settings.host_budget(num_local_ranks=1)
     run = Rehearsal(pipeline, ActivationMemory.on(device, host), model.cut)
     try:
-        found, costs = _run(run, settings, schedule, model.needs, int(config.num_steps))
+        found, costs = _run(run, settings, schedule, model.needs, config.num_steps)
     finally:
         pipeline.detach()
     if config.format == "json":

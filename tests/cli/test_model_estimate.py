@@ -134,6 +134,7 @@ def test_layers_of_configure_model_are_made_of_shapes(capsys):
         ("device_memory=lots", "device_memory='lots' is no amount of memory"),
         ("num_microbatches=3", "cannot be cut into 3 equal microbatches"),
         ("model.heads=5", "heads (5)"),
+        ("num_ranks=x", "num_ranks ('x') must be a whole number"),
     ],
 )
 def test_wrong_input_is_refused(capsys, override, said):
