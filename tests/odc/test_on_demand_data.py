@@ -1,5 +1,6 @@
 """Fits of loaders: texts shared out by MinibatchSampler, checkpoints, evaluation, resumes."""
 
+import errno
 from functools import partial
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
+from lightning_pipeoffload.checkpoints.folder import PartWriter
 from tests.support import on_demand_fits as fits
 from tests.support.on_demand_fits import Texts, assert_same, made, outcome, trainer, whole
 from tests.support.pairs import slow
@@ -366,3 +368,34 @@ def without_collate():
 def test_a_loader_that_groups_nothing_is_refused(ranks):
     for told in ranks(2).run(without_collate):
         assert "needs collate_fn=MinibatchCollate(...)" in told
+
+
+def save_twice(path, folder):
+    """Save, and again while nothing can be written; return the second save's error."""
+    run = trainer(2, {"save_distributed_checkpoint": folder}, max_epochs=1)
+    run.fit(made(Packed), loader())
+    run.save_checkpoint(path)
+    checkpoint = {**run._checkpoint_connector.dump_checkpoint(), "epoch": 7}
+    writer, write = (PartWriter, "write_data") if folder else (torch, "save")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, write, fill_disk)
+        try:
+            run.strategy.save_checkpoint(checkpoint, path)
+        except (OSError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+def fill_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_checkpoint_stays_where_the_next_one_cannot_be_written(ranks, tmp_path, folder):
+    path = tmp_path / "last.ckpt"
+    errors = ranks(2).run(save_twice, str(path), folder)
+    assert "was not saved" in errors[0]
+    assert ("No space left" in errors[1]) == folder
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    saved = torch.load(path / "meta.pt" if folder else path, weights_only=False)
+    assert saved["epoch"] == 1
