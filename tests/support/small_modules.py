@@ -81,6 +81,29 @@ def linear_blocks(count: int, width: int = 4) -> list[nn.Module]:
     return [nn.Linear(width, width) for _ in range(count)]
 
 
+class Step(Regression):
+    """A step in one function of the module, with ``embed``, ``blocks`` and ``head``, and x."""
+
+    def __init__(
+        self, function: Callable[[Any, Any], Any], blocks: list[nn.Module] | None = None
+    ) -> None:
+        super().__init__(blocks or linear_blocks(4))
+        self.function = function
+
+    def step(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def through(blocks: Iterable[nn.Module], x: Any) -> Any:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def loss_of(module: Any, x: Any) -> Any:
+    return module.head(x).pow(2).mean()
+
+
 def llama(tied: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

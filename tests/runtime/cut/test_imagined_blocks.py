@@ -10,9 +10,16 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
-from tests.runtime.cut.test_step_refusals import Step, loss_of, through
 from tests.support.pairs import some
-from tests.support.small_modules import Regression, call_step, linear_blocks, run_pipeline
+from tests.support.small_modules import (
+    Regression,
+    Step,
+    call_step,
+    linear_blocks,
+    loss_of,
+    run_pipeline,
+    through,
+)
 
 WIDTH = 4
 TOLERANCE = 1e-9

@@ -44,14 +44,14 @@ def all_counts(num_blocks, num_stages):
         yield [b - a for a, b in itertools.pairwise((0, *cuts, num_blocks))]
 
 
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_no_other_cut_has_a_lighter_heaviest_stage(seed, num_stages):
-    draw = random.Random(seed)
-    forward = [float(draw.randint(1, 20)) for _ in range(8)]
-    found = counts_of(cut(chain_of(7), costs_of(*forward), range(num_stages)))
-    best = min(heaviest(forward, counts) for counts in all_counts(7, num_stages))
-    assert heaviest(forward, found) == best
+def test_no_other_cut_has_a_lighter_heaviest_stage(num_stages):
+    draw = random.Random(num_stages)
+    for _ in range(20):
+        forward = [float(draw.randint(1, 20)) for _ in range(8)]
+        found = counts_of(cut(chain_of(7), costs_of(*forward), range(num_stages)))
+        best = min(heaviest(forward, counts) for counts in all_counts(7, num_stages))
+        assert heaviest(forward, found) == best, forward
 
 
 def test_a_heavy_head_and_embedding_get_fewer_blocks():

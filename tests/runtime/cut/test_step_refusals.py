@@ -8,30 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.schedule import build
-from tests.support.small_modules import Regression, assert_exact, linear_blocks, run_pipeline
+from tests.support.small_modules import Step, assert_exact, loss_of, run_pipeline, through
 
 HERE = "# <- named in the message"
-
-
-class Step(Regression):
-    """A step in one function of embed, blocks, head and x."""
-
-    def __init__(self, function, blocks=None):
-        super().__init__(blocks or linear_blocks(4))
-        self.function = function
-
-    def step(self, x):
-        return self.function(self, x)
-
-
-def through(blocks, x):
-    for block in blocks:
-        x = block(x)
-    return x
-
-
-def loss_of(module, x):
-    return module.head(x).pow(2).mean()
 
 
 def line_of(function):

@@ -1,4 +1,4 @@
-"""The probe learns how the step uses its blocks and weights, and leaves no trace."""
+"""The trace records how the step uses its blocks and weights, and leaves the module as it was."""
 
 import random
 
@@ -15,19 +15,19 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.schedule import build
 from tests.runtime.cut.test_step_refusals import (
-    Step,
     hooks_of_the_step,
-    loss_of,
     penalty_before,
-    through,
     write_into_a_view,
 )
 from tests.support.small_modules import (
     MODELS,
     Regression,
+    Step,
     assert_exact,
     call_step,
     linear_blocks,
+    loss_of,
+    through,
 )
 
 CPU = torch.device("cpu")
@@ -71,30 +71,30 @@ def test_values_that_are_there_may_be_used(step):
     assert_exact(Step(step).double(), torch.randn(4, 4).double())
 
 
-# What the probe learns
+# What is recorded
 
 
-def probe(module, x):
+def traced(module, x):
     chain = find_chain(module)
     chain.intercept()
     return StepTrace(module, chain, CPU).trace(lambda: call_step(module, x))
 
 
 def test_which_segments_use_which_weights():
-    segments = probe(Step(tied_by_function), torch.ones(2, 4)).segments
+    segments = traced(Step(tied_by_function), torch.ones(2, 4)).segments
     assert segments["embed.weight"] == {0, 4}
     assert segments["blocks.1.weight"] == {1}
     assert "head.weight" not in segments
 
 
 def test_what_blocks_hand_on():
-    found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
+    found = traced(Regression(linear_blocks(2)), torch.ones(2, 4))
     expected = TensorSpec(torch.Size((2, 4)), torch.float32, True, True)
     assert [output.payload for output in found.outputs] == [[expected], [expected]]
 
 
 def test_operations_of_each_segment():
-    found = probe(Regression(linear_blocks(2)), torch.ones(2, 4))
+    found = traced(Regression(linear_blocks(2)), torch.ones(2, 4))
     assert found.forward_flops == [2 * 2 * 4 * (4 + 4), 2 * 2 * 4 * 4, 2 * 2 * 4 * 1]
     assert found.weight_flops == found.forward_flops
 
@@ -104,7 +104,7 @@ def test_products_of_activations_have_no_weight_gradient():
         x = through(m.blocks, x)
         return (x @ x.t()).sum()
 
-    found = probe(Step(attend), torch.ones(2, 4))
+    found = traced(Step(attend), torch.ones(2, 4))
     assert (found.forward_flops[4], found.weight_flops[4]) == (2 * 2 * 4 * 2, 0)
 
 
@@ -152,7 +152,7 @@ def test_only_constant_payloads_are_templates(output, is_template):
     assert BlockOutput.of(output).is_template is is_template
 
 
-# What the probe leaves
+# What is left
 
 
 class Stateful(Regression):
@@ -181,7 +181,7 @@ def state_of(module):
     return repr((attributes, list(module.named_buffers()), torch.get_rng_state().tolist()))
 
 
-def test_the_probe_leaves_no_trace():
+def test_the_trace_changes_nothing():
     module = Stateful()
     chain = find_chain(module)
     chain.intercept()
@@ -194,18 +194,18 @@ def test_the_probe_leaves_no_trace():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_probe_leaves_models_as_they_were(name):
+def test_the_trace_leaves_models_as_they_were(name):
     module = MODELS[name].make()
     before = {key: (id(t), t.clone()) for key, t in module.state_dict(keep_vars=True).items()}
     batch = MODELS[name].batch(2)
     if isinstance(batch, dict):
         batch = {**batch, "x": batch["x"].float()}
-    probe(module, batch)
+    traced(module, batch)
     after = {key: (id(t), t.clone()) for key, t in module.state_dict(keep_vars=True).items()}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_shapes_are_probed_once():
+def test_shapes_are_traced_once():
     module = Regression(linear_blocks(2))
     pipeline = InProcessPipeline(module, build("1f1b", 1, 2), call_step)
     for size in (2, 2, 3):

@@ -8,13 +8,16 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
-from tests.runtime.cut.test_step_refusals import HERE, Step, loss_of, through
+from tests.runtime.cut.test_step_refusals import HERE
 from tests.support.small_modules import (
+    Step,
     assert_exact,
     assert_same,
     call_step,
+    loss_of,
     run_pipeline,
     run_plain,
+    through,
 )
 
 READS = "# <- is read"
@@ -266,7 +269,7 @@ def scale():
 """
 IMPORTS_BY_NAME = """
 from keeps_a_count import bump, scale
-from tests.runtime.cut.test_step_refusals import Step, loss_of, through
+from tests.support.small_modules import Step, loss_of, through
 class Counts(Step):
     pass
 def count_up(m, x):

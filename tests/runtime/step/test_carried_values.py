@@ -6,16 +6,18 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
-from tests.runtime.cut.test_step_refusals import Step, loss_of, through
 from tests.support.pairs import first, pairs
 from tests.support.small_modules import (
     TOLERANCE,
+    Step,
     assert_exact,
     assert_same,
     call_step,
     linear_blocks,
+    loss_of,
     run_pipeline,
     run_plain,
+    through,
 )
 
 DEPTH = 8
