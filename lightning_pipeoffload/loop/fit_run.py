@@ -176,7 +176,7 @@ class FitRun:
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(self.seed, group.replica) if group.replica else self.seed
         self._steps = steps = StepCalls(self._module, seed, self._stop)
-        group.replicas.in_probe = lambda: steps.is_probing
+        group.replicas.in_trace = lambda: steps.is_tracing
         self.backward = BatchBackward(
             self._module, self._precision, pipeline, group, self._collected
         )

@@ -103,7 +103,7 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def sees_its_size(pipeline: Pipeline) -> bool:
-    """Whether the number of samples of a microbatch may matter to a module; after its first probe.
+    """Whether the number of samples of a microbatch may matter to a module; after its first trace.
 
     It does to statistics over a batch, to dropout, which is seeded for each microbatch, and to
     whatever the step draws or writes.

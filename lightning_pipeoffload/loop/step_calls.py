@@ -1,6 +1,6 @@
 """The module's steps as stages call them: on one microbatch, with ``self.log`` captured.
 
-``print`` would print in each run of a step: in a probe's, and in that of every stage of a rank. It
+``print`` would print in each run of a step: in its trace, and in that of every stage of a rank. It
 prints in the last stage of the rank; ``self.print`` and the loggers in the last stage of all.
 """
 
@@ -69,7 +69,7 @@ class StepCalls:
         self._seed = seed
         self._stop = stop
         self._capture = LogCapture(module)
-        self.is_probing = False
+        self.is_tracing = False
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         """Return what to run for one batch, by the arguments that Lightning calls the step with."""
@@ -79,14 +79,14 @@ class StepCalls:
         def step(part: Any, call: StepCall) -> Any:
             loggers_quiet = nullcontext() if call.is_last else LoggersQuiet(self._module)
             print_quiet = nullcontext() if call.is_last_local else PrintQuiet()
-            capturing = self._capture.capturing(call.is_last, call.is_probe)
-            self.is_probing = call.is_probe
+            capturing = self._capture.capturing(call.is_last, call.is_trace)
+            self.is_tracing = call.is_trace
             try:
                 with loggers_quiet, print_quiet, capturing:
                     result = plain(part, *rest, **kwargs)
             finally:
-                self.is_probing = False
-            if self._stop is not None and not call.is_probe:
+                self.is_tracing = False
+            if self._stop is not None and not call.is_trace:
                 self._stop.end_step()
             return result
 

@@ -51,14 +51,14 @@ class LogCapture:
         self._num_passes = 0
         self._metrics = WholeBatchValues(module)
 
-    def capturing(self, keep: bool, probing: bool = False) -> AbstractContextManager[None]:
+    def capturing(self, keep: bool, tracing: bool = False) -> AbstractContextManager[None]:
         """Capture the calls of one microbatch.
 
         Args:
             keep: Whether the step comes to its end, with all that it logs.
-            probing: Whether the step is a probe, without values.
+            tracing: Whether the step is traced, without values.
         """
-        return self._capturing(keep, probing) if keep or probing else self._ignoring()
+        return self._capturing(keep, tracing) if keep or tracing else self._ignoring()
 
     @contextmanager
     def _ignoring(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class LogCapture:
             del self._module.__dict__["log"]
 
     @contextmanager
-    def _capturing(self, keep: bool, probing: bool) -> Iterator[None]:
+    def _capturing(self, keep: bool, tracing: bool) -> Iterator[None]:
         repeats: Counter[str] = Counter()
         microbatch = self._num_passes
         calls: list[_Call] = []
@@ -92,7 +92,7 @@ class LogCapture:
             # Values of earlier stages are there only now: used on the last stage, they come.
             for call in calls:
                 call.value = _detach(call.value)
-            if probing:
+            if tracing:
                 self._calls.clear()
 
     def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:

@@ -34,7 +34,7 @@ class Replicas:
         group: Their process group, for hooks and steps; None where there is one replica.
         counterparts: Their global ranks, in the order of the replicas.
         host: The same processes, over gloo; only where there is more than one replica.
-        in_probe: Returns whether this rank runs a probe, which the other replicas may not run.
+        in_trace: Returns whether this rank traces a step, which the other replicas may not run.
         pending: The parameters that they are sending each other.
     """
 
@@ -43,7 +43,7 @@ class Replicas:
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
         self.own = mesh.replica
-        self.in_probe: Callable[[], bool] = lambda: False
+        self.in_trace: Callable[[], bool] = lambda: False
         self.pending = PendingParameters()
         self.counterparts = mesh.counterparts
         self._mesh = mesh
@@ -90,7 +90,7 @@ class Replicas:
     def gather_tensor(self, tensor: Tensor, differentiable: bool) -> Tensor:
         """Stack the tensors of all replicas, which have one shape, in their order.
 
-        A tensor without a value, or of a probe, stands for those of the other replicas, which may
+        A tensor without a value, or of a trace, stands for those of the other replicas, which may
         not run the same code now. Gradients go back to each part's replica if ``differentiable``.
         """
         tensor = tensor if differentiable else tensor.detach()
@@ -101,7 +101,7 @@ class Replicas:
 
     def is_alone_with(self, tensor: Tensor) -> bool:
         """Whether the other replicas may not run the code that has this tensor."""
-        return isinstance(tensor, ShapeOnly) or self.in_probe()
+        return isinstance(tensor, ShapeOnly) or self.in_trace()
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:

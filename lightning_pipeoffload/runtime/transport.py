@@ -1,7 +1,7 @@
 """Messages between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-probe. A send never waits for the receiver; only the consumer waits::
+trace. A send never waits for the receiver; only the consumer waits::
 
     sender    F0 SEND_F0 F1 SEND_F1 F2 ...              goes on at once
     receiver  post RECV_F0 ... F0, post RECV_F1 ... F1  waits in F0, where the message is used

@@ -129,7 +129,7 @@ class Watched(nn.Module):
 
     @staticmethod
     def watch(found, tensor):
-        if not isinstance(tensor, ShapeOnly):  # a probe's have no memory, and await the collector
+        if not isinstance(tensor, ShapeOnly):  # a trace's have no memory, and await the collector
             Watched.__alive__.add(found)
 
     def forward(self, x):

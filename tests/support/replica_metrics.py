@@ -25,7 +25,7 @@ class Gathering(replica_fits.Net):
         self.gathered: list[Any] = []
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        sums = self.all_gather(batch["x"].double().sum())  # in a probe too, where it has a value
+        sums = self.all_gather(batch["x"].double().sum())  # in a trace too, where it has a value
         hidden = self.statistics(self.embed(batch["x"])) * (1 + 1e-3 * sums.mean())
         for block in self.blocks:
             hidden = block(hidden)

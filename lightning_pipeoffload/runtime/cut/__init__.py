@@ -1,1 +1,1 @@
-"""How a user's step can be cut into stages: the probe, the partition, what is refused."""
+"""How a user's step can be cut into stages: the trace, the partition, the refusals."""

@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.users_code.attributes import (
 from lightning_pipeoffload.runtime.users_code.snapshot import is_unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import (
-    PROBE,
+    TRACE,
     UsersStep,
     copy_batch,
     fingerprint_batch,
@@ -220,7 +220,7 @@ class _Trial:
         seed_all(self._seed)
         self._generators.seed(self._seed)
         try:
-            return self._step(copied, PROBE)
+            return self._step(copied, TRACE)
         finally:
             self._generators.find()  # the step may have made one
             self.draws_beside_torch |= has_drawn_since(self._seed)

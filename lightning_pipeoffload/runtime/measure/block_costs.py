@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_micr
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE
+from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.schedule import (
     Action,
     Costs,
@@ -123,7 +123,7 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
 class BlockMeasurement:
     """Measures the blocks of this rank, as all ranks do at once, with the first cut in place.
 
-    Afterwards the pipeline has that cut again, and no probes.
+    Afterwards the pipeline has that cut again, and no records.
     """
 
     def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
@@ -167,8 +167,8 @@ class BlockMeasurement:
 
 
 def _silent(part: BatchSlice) -> BatchSlice:
-    run = part.run  # as for a probe, so that prints and logs go nowhere
-    return replace(part, run=lambda call: run(PROBE))
+    run = part.run  # as in a trace, so that prints and logs go nowhere
+    return replace(part, run=lambda call: run(TRACE))
 
 
 def _block_by_block(pipeline: Pipeline) -> CutSettings:

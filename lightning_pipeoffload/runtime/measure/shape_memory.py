@@ -1,6 +1,6 @@
 """Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
-The step runs as in the probe. The tensors that autograd saves go into a store for each stage,
+The step runs as in the trace. The tensors that autograd saves go into a store for each stage,
 weight gradients wait for W, blocks are checkpointed as configured: so the bytes are those that the
 stages' own stores count later, on the device.
 """
@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE
+from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
@@ -89,7 +89,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
             seed_all(mix_seed(part.seed, 0))
             pipeline.records.generators.seed(mix_seed(part.seed, 0))
             with measuring.keeping():
-                result = part.run(PROBE)
+                result = part.run(TRACE)
             measuring.run_backward(loss_in(result))
     except ValueNeededError as error:
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None

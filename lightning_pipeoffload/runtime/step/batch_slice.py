@@ -1,4 +1,4 @@
-"""The slices of a batch: as the probe has looked at them, and as the microbatches of a plan."""
+"""The slices of a batch: as they were traced, and as the microbatches of a plan."""
 
 from __future__ import annotations
 

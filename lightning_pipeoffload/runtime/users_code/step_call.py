@@ -27,17 +27,17 @@ class StepCall:
     """What one call of the user's step is for.
 
     Attributes:
-        is_probe: The call is traced, without values.
+        is_trace: The call is traced, without values.
         is_last: The call runs to the step's end: its result counts, and what it logs.
         is_last_local: It is the rank's last stage that runs.
     """
 
-    is_probe: bool = False
+    is_trace: bool = False
     is_last: bool = False
     is_last_local: bool = False
 
 
-PROBE = StepCall(is_probe=True)
+TRACE = StepCall(is_trace=True)
 
 UsersStep = Callable[[Any, StepCall], Any]
 """Calls the user's step on a microbatch."""
@@ -70,11 +70,11 @@ class CallOnCopies:
     def __call__(self, call: StepCall) -> Any:
         """Call the step."""
         copies: dict[int, Any] = {}
-        self._num_left -= not call.is_probe
+        self._num_left -= not call.is_trace
         try:
             return self._step(copy_batch(self._part, copies), call)
         finally:
-            if not self._num_left and not call.is_probe:
+            if not self._num_left and not call.is_trace:
                 self._write_back(copies)
 
     @torch.no_grad()

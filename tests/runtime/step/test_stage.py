@@ -318,7 +318,7 @@ def test_global_generators_are_left_as_found():
 
 
 class ValueDependent(nn.Linear):
-    """Its payload's shape depends on values that the probe does not see."""
+    """Its payload's shape depends on values that the trace does not see."""
 
     def forward(self, x):
         return super().forward(x)[: self.rows]

@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
-from lightning_pipeoffload.runtime.users_code.step_call import PROBE, StepCall
+from lightning_pipeoffload.runtime.users_code.step_call import TRACE, StepCall
 from lightning_pipeoffload.schedule import build, lower
 from tests.support.small_modules import Regression, linear_blocks
 
@@ -30,7 +30,7 @@ def test_each_stage_and_the_probe_say_what_their_calls_are_for(num_microbatches)
 
     pipeline = Pipeline(module, 0, CutSettings((0, 0)), CPU)
     slices = pipeline.cut_batch(torch.ones(num_microbatches, 4), 1, step, "train", 0)
-    assert {*calls} == {PROBE}
+    assert {*calls} == {TRACE}
     calls.clear()
     executor = Executor(
         0, pipeline.stages, InProcessTransport(), ActionTimer(CPU), ActivationMemory.on(CPU)
