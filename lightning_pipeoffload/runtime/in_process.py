@@ -35,7 +35,7 @@ class InProcessPipeline:
         module: The user's module; it is copied for each rank.
         schedule: The schedule of compute actions.
         step: Calls the user's step: ``step(module, microbatch)`` returns the loss.
-        memory: A function that makes each rank's place for activations.
+        memory: Makes the activation memory of a rank on a device.
         device: The device of all ranks; None: that of the module.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
@@ -65,7 +65,7 @@ class InProcessPipeline:
         ]
 
     def run(self, batch: Any, size: int, seed: int = 0) -> list[Any]:
-        """Run one step; gradients are added to the ranks' parameters, those of shared ones summed.
+        """Run one step; adds gradients to the ranks' parameters, those of shared ones summed.
 
         Each microbatch weighs as much as its share of the samples.
 

@@ -1,4 +1,4 @@
-"""Refuses steps that cannot be cut: what is wrong, on which line, and what would do."""
+"""Refuses steps that cannot be cut: with the reason, the line, and what to write instead."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import BlockCall, StepRecord
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
@@ -40,24 +39,19 @@ def loss_in(result: Any) -> Tensor:
 
 
 class CallChecks:
-    """Refuses calls of blocks that a stage cannot make; describes those of compiled blocks."""
+    """Refuses calls of blocks that a stage cannot make, or not alike in B."""
 
-    def __init__(self, chain: BlockChain, device: torch.device, calls: list[BlockCall]) -> None:
-        self._device_type = device.type
-        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
-        self._calls = calls
+    def __init__(self, chain: BlockChain) -> None:
         self._chain = chain
         self._training = torch.is_grad_enabled()
         self._checkpoint: Any = None
         self._num_hooks: list[int] = []
 
-    def check(self, index: int, expected: int, arguments: Any) -> None:
+    def check(self, index: int, expected: int) -> None:
         """Raise ``ValueError`` if a stage could not make the call that is about to be made."""
         self._check_order(index, expected)
         self._check_gradients(index)
         self._check_checkpoint(index)
-        if self._is_compiled:
-            self._calls.append(BlockCall.of(arguments, self._device_type))
         self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
 
     def _check_order(self, index: int, expected: int) -> None:
@@ -99,21 +93,19 @@ class CallChecks:
 
     def find_briefly_hooked(self) -> Iterator[int]:
         """Yield the blocks that have fewer hooks now than when they were called."""
-        for index, (block, before) in enumerate(
-            zip(self._chain.blocks, self._num_hooks, strict=False)
-        ):
-            if _count_hooks(block) < before:
+        for index, before in enumerate(self._num_hooks):
+            if _count_hooks(self._chain.blocks[index]) < before:
                 yield index
 
 
 def _count_hooks(block: nn.Module) -> int:
-    # Private: which hooks a module has can be seen nowhere else.
+    # Private: no public name lists the hooks of a module.
     return len(block._forward_hooks) + len(block._forward_pre_hooks)
 
 
 def _checkpoint_around() -> Any:
-    """Return an object that is one checkpoint's while its function runs; None outside of any."""
-    # Private: nothing public tells of a checkpoint, in which blocks are called again in B.
+    """Return an object that identifies the checkpoint that runs; None: none does."""
+    # Private: nothing public tells that a checkpoint runs, whose blocks are called again in B.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
         return None
@@ -132,7 +124,7 @@ def check_step(
     """Refuse a step that cannot be cut between these stages.
 
     Raises:
-        ValueError: It cannot; the message names the user's line, and says what would do.
+        ValueError: It cannot; the message has the user's line, and what to write instead.
     """
     for message in _StepChecks(record, chain, stages).refusals(owners_of):
         raise ValueError(message)

@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: its docum
 from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
+from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import CallChecks, loss_in
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.record import (
+    BlockCall,
     HookedSpan,
     LoggedValue,
     StepRecord,
@@ -96,7 +97,9 @@ class StepTrace:
         self._values = ValueTrace(chain, self.record, log)
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._draws_and_sizes = _DrawsAndSizes(self)
-        self._checks = CallChecks(chain, device, self.record.block_calls)
+        self._checks = CallChecks(chain)
+        self._device_type = device.type
+        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
@@ -187,7 +190,9 @@ class StepTrace:
         self._before_block.append((len(self._draws_and_sizes.found), shape_signature(arguments)))
         if index == self._until:
             raise StageExit([])
-        self._checks.check(index, self.segment, arguments)
+        self._checks.check(index, self.segment)
+        if self._is_compiled:
+            self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
         args, kwargs = self._values.enter_block(index, arguments)
         self._compare_attributes(StepPoint(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
