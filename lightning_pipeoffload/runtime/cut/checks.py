@@ -181,13 +181,11 @@ class _StepChecks:
 
     def _imagined(self) -> Iterator[str]:
         for block, line in self._record.imagined.items():
-            is_template = self._record.outputs[block].is_template
-            is_known_elsewhere = is_template and block not in self._record.opened
-            if block >= self._last_start or is_known_elsewhere:
+            if block >= self._last_start or self._record.shapes_suffice(block):
                 continue
             what = (
                 "keeps in an attribute, or gives to a hook, what is used behind it"
-                if is_template
+                if self._record.outputs[block].is_template
                 else "returns numbers or objects beside its tensors"
             )
             yield (

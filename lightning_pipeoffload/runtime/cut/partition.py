@@ -52,10 +52,9 @@ class Stage:
         """Whether the stage runs a point of the step, if only without values."""
         if not point.is_in_block:
             return point.segment <= max(self.segments)
-        output = record.outputs[point.segment]
-        runs_remote = point.segment in record.opened or not output.is_template
         is_before = point.segment < self.blocks.start
-        return point.segment in self.blocks or (is_before and runs_remote)
+        runs_remote = is_before and not record.shapes_suffice(point.segment)
+        return point.segment in self.blocks or runs_remote
 
     def use_of(self, record: StepRecord) -> StageUse:
         """Return what running the stage takes beside its blocks and what they hand on."""

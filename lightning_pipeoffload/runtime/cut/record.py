@@ -152,6 +152,10 @@ class StepRecord:
         found = (self.writes, self.written_in_place, self.weight_writes)
         return any(found) or self.changes_batch
 
+    def shapes_suffice(self, block: int) -> bool:
+        """Whether the stages behind a block need nothing of it but the shapes of its output."""
+        return self.outputs[block].is_template and block not in self.opened
+
     def carried_over(self, block: int) -> list[Crossing]:
         """List the carried values that cross the cut before ``block``, in the order they travel."""
         if block not in self._carried:

@@ -99,9 +99,7 @@ class StageContext:
         known, found = self._shapes_only
         if known is not record:
             before = range(self.stage.blocks.start - 1)
-            found = frozenset(
-                i for i in before if record.outputs[i].is_template and i not in record.opened
-            )
+            found = frozenset(i for i in before if record.shapes_suffice(i))
             self._shapes_only = record, found
         return found
 
@@ -222,7 +220,7 @@ class StagePass:
 
     def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
         output = self._record.outputs[index]
-        if output.is_template and index not in self._record.opened:
+        if self._record.shapes_suffice(index):
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
