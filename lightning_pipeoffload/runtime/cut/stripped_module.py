@@ -132,8 +132,8 @@ class StrippedModule:
             if slot.tensor is not tensor or is_written(tensor, value)
         ]
         for slot in written:
-            if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "birth"):
-                record.segments[slot.name].add(slot.tensor.birth.segment)
+            if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "source"):
+                record.segments[slot.name].add(slot.tensor.source.segment)
         common = [slot for slot in written if not record.segments.get(slot.name)]
         record.written = {slot.name for slot in common}
         record.written_in_place = {(slot.module, slot.attribute) for slot in common}

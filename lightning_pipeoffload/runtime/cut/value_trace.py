@@ -42,8 +42,8 @@ _ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 
 @dataclass(eq=False)
-class _Birth:
-    """Where a tensor was made; see :class:`.crossings.Crossing`."""
+class _Source:
+    """Where a tensor was made; the fields are those of :class:`.crossings.Crossing`."""
 
     segment: int
     port: Port | None = None
@@ -57,7 +57,7 @@ class _Birth:
 
 
 class ValueTrace(CallCounter):
-    """Gives every shape-only tensor its birth, and records what crosses from segment to segment.
+    """Notes where each shape-only tensor is made, and records what crosses from segment to segment.
 
     A block gets and returns other objects than the step has outside of it, for the same values. So
     a value that a hook or an attribute keeps of a block is told from the step's own: where the
@@ -78,9 +78,9 @@ class ValueTrace(CallCounter):
         self._chain = chain
         self._block: int | None = None
         self._made: list[ShapeOnly] = []
-        self._crossings: dict[Port | _Birth, Crossing] = {}
+        self._crossings: dict[Port | _Source, Crossing] = {}
         self._reach = BackwardReach()
-        self._edges: defaultdict[Port | _Birth, set[_Edge]] = defaultdict(set)
+        self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._handed_on: list[list[_Edge | None]] = []
         self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
 
@@ -109,8 +109,8 @@ class ValueTrace(CallCounter):
         if self._block is None:
             is_given = bool(rest) and func is torch.autograd.grad
             inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
-            births = [getattr(leaf, "birth", None) for leaf in inputs]
-            goals = {_ELSEWHERE if birth is None else birth.segment for birth in births}
+            sources = [getattr(leaf, "source", None) for leaf in inputs]
+            goals = {_ELSEWHERE if source is None else source.segment for source in sources}
             started = StartedBackward(
                 self.segment, frozenset(goals or {_ELSEWHERE}), calling_line()
             )
@@ -130,26 +130,28 @@ class ValueTrace(CallCounter):
         for leaf in tree_iter(result):
             place += isinstance(leaf, Tensor)
             # A weight that w.to(x.device) returns is a weight still.
-            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "birth") or id(leaf) not in given):
+            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
                 self._name(leaf, Port(self.segment, call, place))
         self._note_training((args, result))
         return result
 
     def observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """Note what one operation uses, makes and writes."""
-        tensors = list(_with_birth(args))
+        tensors = list(_with_source(args))
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
             self._use(tensor)
             if not is_view:
                 self._check_memory(tensor)
         for leaf in shape_only_leaves(result):
-            if not hasattr(leaf, "birth"):
-                birth = _Birth(self.segment)
-                _bear(leaf, birth, self._block, tensors[0].lineage if is_view and tensors else ())
+            if not hasattr(leaf, "source"):
+                source = _Source(self.segment)
+                _set_source(
+                    leaf, source, self._block, tensors[0].lineage if is_view and tensors else ()
+                )
                 self._made.append(leaf)  # a custom function makes it require a gradient later
         for value in written_arguments(func, args):
-            if isinstance(value, ShapeOnly) and hasattr(value, "birth"):
+            if isinstance(value, ShapeOnly) and hasattr(value, "source"):
                 self._written[memory_of(value)].append((value, self.segment))
 
     def enter_block(self, index: int, arguments: Any) -> Any:
@@ -157,12 +159,12 @@ class ValueTrace(CallCounter):
         self._block = index
 
         def alias(leaf: Any) -> Any:
-            if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "birth"):
+            if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "source"):
                 return leaf
             self._use(leaf)
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
-            _bear(inner, leaf.birth, index, leaf.lineage[1:])  # type: ignore[attr-defined]
+            _set_source(inner, leaf.source, index, leaf.lineage[1:])  # type: ignore[attr-defined]
             return inner
 
         with self.paused():
@@ -185,8 +187,8 @@ class ValueTrace(CallCounter):
                 ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
             )
             outer.origins = frozenset((origin,))
-            birth = _Birth(index + 1, Port(index + 1, 0, place))
-            _bear(outer, birth, None, getattr(leaf, "lineage", ()))
+            source = _Source(index + 1, Port(index + 1, 0, place))
+            _set_source(outer, source, None, getattr(leaf, "lineage", ()))
             return outer
 
         with self.paused():
@@ -203,7 +205,7 @@ class ValueTrace(CallCounter):
 
     def lead_back(self, loss: Tensor) -> BackwardReach:
         """Record to which values gradients of the loss come back."""
-        for leaf in _with_birth(loss):
+        for leaf in _with_source(loss):
             self._use(leaf)
         if loss.grad_fn is not None:
             self._reach.walk(loss)
@@ -216,37 +218,37 @@ class ValueTrace(CallCounter):
         return self._reach
 
     def _name(self, leaf: ShapeOnly, port: Port) -> None:
-        if not hasattr(leaf, "birth"):
-            _bear(leaf, _Birth(self.segment), self._block)
-        if leaf.birth.port is None and leaf.birth.segment == self.segment:  # type: ignore[attr-defined]
-            leaf.birth.port, leaf.birth.digest = port, self.digest  # type: ignore[attr-defined]
+        if not hasattr(leaf, "source"):
+            _set_source(leaf, _Source(self.segment), self._block)
+        if leaf.source.port is None and leaf.source.segment == self.segment:  # type: ignore[attr-defined]
+            leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _note_training(self, tree: Any) -> None:
-        for leaf in _with_birth(tree):
-            if leaf.birth.trains_from is None and leaf.requires_grad:
-                leaf.birth.trains_from = self.segment
+        for leaf in _with_source(tree):
+            if leaf.source.trains_from is None and leaf.requires_grad:
+                leaf.source.trains_from = self.segment
 
     def _use(self, tensor: Any) -> None:
         if tensor.block is not None and tensor.block < self.segment:
             self._record.opened.add(tensor.block)
-        if tensor.birth.segment < self.segment:
+        if tensor.source.segment < self.segment:
             self._cross(tensor)
 
     def _cross(self, tensor: Any) -> None:
-        birth = tensor.birth
-        key = birth.port or birth
+        source = tensor.source
+        key = source.port or source
         crossing = self._crossings.get(key)
         if crossing is None:
             crossing = self._crossings[key] = Crossing(
-                birth.port, birth.segment, 0, tensor.shape, tensor.dtype,
-                birth.trains_from, tensor.origins, calling_line(), birth.digest,
+                source.port, source.segment, 0, tensor.shape, tensor.dtype,
+                source.trains_from, tensor.origins, calling_line(), source.digest,
             )  # fmt: skip
             self._record.crossings.append(crossing)
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)
         crossing.used_in = self.segment
-        crossing.trains_from = birth.trains_from
+        crossing.trains_from = source.trains_from
 
     def _check_memory(self, tensor: Any) -> None:
         for written, written_in in self._written.get(memory_of(tensor), ()):
@@ -275,28 +277,30 @@ class _Alias(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _bear(tensor: Any, birth: _Birth, block: int | None, lineage: tuple[_Birth, ...] = ()) -> None:
-    """Note where a tensor was made, and the births of what it is a view of, the nearest first."""
-    tensor.birth = birth
+def _set_source(
+    tensor: Any, source: _Source, block: int | None, lineage: tuple[_Source, ...] = ()
+) -> None:
+    """Note where a tensor was made, and the sources of what it is a view of, the nearest first."""
+    tensor.source = source
     tensor.block = block
-    tensor.lineage = (birth, *lineage)
+    tensor.lineage = (source, *lineage)
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
     """Return the first segment behind which a cut makes two memories of one; None: no cut does."""
-    common = next((birth for birth in left.lineage if birth in right.lineage), None)
+    common = next((source for source in left.lineage if source in right.lineage), None)
     lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
     pairs = ((a, b) for a in lefts for b in rights if a is not b)
     return min((max(a.last_segment_before, b.last_segment_before) for a, b in pairs), default=None)
 
 
-def _up_to(last: _Birth | None, lineage: tuple[_Birth, ...]) -> tuple[_Birth, ...]:
+def _up_to(last: _Source | None, lineage: tuple[_Source, ...]) -> tuple[_Source, ...]:
     return lineage if last is None else lineage[: lineage.index(last) + 1]
 
 
-def _with_birth(tree: Any) -> Iterator[Any]:
+def _with_source(tree: Any) -> Iterator[Any]:
     return (
-        leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "birth")
+        leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "source")
     )
 
 
