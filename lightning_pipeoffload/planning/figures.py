@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rich.box import SIMPLE
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 
 from lightning_pipeoffload.schedule import (
@@ -108,10 +109,22 @@ class PlannedStep:
         return max(self.timeline.peak_memory)
 
 
+class _HeadedTable(Table):
+    """A table below a line of text; as a title rich would wrap it to the width of the table."""
+
+    headline = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.headline
+        yield from super().__rich_console__(console, options)
+
+
 def bare_table(*columns: Column | str, title: str, is_narrow: bool = False) -> Table:
     """Return an empty table with a line below its headings and none around it."""
     padding = (0, 0) if is_narrow else (0, 1)
-    return Table(*columns, title=title, box=SIMPLE, pad_edge=False, padding=padding)
+    table = _HeadedTable(*columns, box=SIMPLE, pad_edge=False, padding=padding)
+    table.headline = title
+    return table
 
 
 def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
@@ -122,8 +135,8 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
     varied = ["microbatches"] * has_counts + ["recompute"] * recomputes
     columns = ("stages", *varied, "offload", "step", "bubble", "memory", "")
     title = f"Plans that fit: {len(fitting)} of {len(plan.candidates)}"
-    table = bare_table(Column("schedule", no_wrap=True), *columns, title=title)
-    table.title_justify = "left"
+    head = Column("schedule", no_wrap=True)
+    table = bare_table(head, *columns, title=title, is_narrow=True)
     for candidate in sorted(fitting, key=lambda c: (c is not plan.best, c.score)):
         assert candidate.period is not None
         assert candidate.peak_memory is not None
