@@ -1,8 +1,8 @@
-"""The one entry of a schedule, and the table of what each kind of entry does.
+"""The actions of a schedule, and the table of the effects of each kind of action.
 
 An action prints and parses as ``2F0`` (stage 2, forward, microbatch 0), so that a whole plan fits
 in a test, a CSV file or a profiler label. :data:`KINDS` says of every kind on which lane it takes
-time, what it does to memory and what it has to follow; validation, simulation, search and the
+time, which memory it changes and which kinds it follows; validation, simulation, search and the
 runtime's ledger read that table.
 """
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ScheduleError(ValueError):
-    """A schedule, or a request for one, that is not possible; the message says what is."""
+    """A schedule, or a request for one, that is not possible; the message names what to use."""
 
 
 class MemoryLimitError(ScheduleError):
@@ -164,12 +164,12 @@ COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, REDUCE_LANE = "compute", "d2h", "h2d", 
 
 @dataclass(frozen=True)
 class KindRow:
-    """What all code knows of one kind of action, for one stage and microbatch.
+    """The effects of one kind of action, on one stage and microbatch.
 
     Attributes:
         lane: Where it takes time. Each lane of a rank runs its actions in order; only the compute
             lane holds up the rank. Empty: it takes no time.
-        seconds: The fields of ``Costs`` whose sum it takes. A copy takes the share of the
+        seconds: The fields of ``Costs`` whose sum it takes; of a copy times the share of the
             activation that it moves.
         needs: Parts that must be on the device. It waits for the copies that bring them.
         puts: Parts that are on the device after it.
@@ -281,7 +281,7 @@ TRANSFERS = SENDS | RECVS
 COMPUTE = frozenset(kind for kind, row in KINDS.items() if row.lane == COMPUTE_LANE)
 RELOADS = frozenset(kind for kind, row in KINDS.items() if row.lane == RELOAD_LANE)
 COPIES = frozenset(kind for kind, row in KINDS.items() if row.follows) - COMPUTE
-"""What may stand between the compute actions of one stage and microbatch."""
+"""Kinds between the compute actions of one stage and microbatch."""
 
 
 class MemoryEffect(NamedTuple):
@@ -301,4 +301,4 @@ HOST_EFFECTS = {
     for kind, row in KINDS.items()
     if row.host_puts | row.host_drops
 }
-"""The same for the host, which has a copy until what needs it has run."""
+"""The columns on the memory of the host, which has a copy until its last user has run."""

@@ -1,4 +1,4 @@
-"""What a step may run before the step before it has ended on all ranks.
+"""The actions that a step may run before the step before it has ended on all ranks.
 
 A rank that waits for nobody at a step's border runs on with weights that may have to be taken back:
 whether gradients are to be clipped is known when all ranks have ended. What it has run by then is
@@ -26,12 +26,9 @@ _STARTS = {Kind.SEND_F, Kind.OFFLOAD}
 
 
 def actions_ahead(plan: Schedule) -> list[list[Action]]:
-    """Return what each rank may run ahead, in order.
+    """Return the actions that each rank may run ahead, in order.
 
-    What one rank sends, another one receives: of what any of them may run, no message is left.
-
-    Args:
-        plan: A lowered plan.
+    Every message that one of them sends is received by another of them.
     """
     lists = [plan[rank] for rank in range(plan.num_ranks)]
     received: set[Action] = set()
@@ -48,7 +45,7 @@ def actions_ahead(plan: Schedule) -> list[list[Action]]:
 def _walk(
     plan: Schedule, actions: Sequence[Action], found: list[Action], received: set[Action]
 ) -> Iterator[None]:
-    """Move to ``found`` what may run, as far as others send what it needs; yields where not."""
+    """Move the actions that may run to ``found``; yield where one waits for a message."""
     for action in actions:
         if action.kind is Kind.F and action.stage < plan.num_stages - 1:
             needed = recv_before(plan, action)
@@ -66,7 +63,7 @@ def _walk(
 def _with_receives(
     actions: Sequence[Action], ahead: Sequence[Action], received: set[Action]
 ) -> list[Action]:
-    """Add what is received, in its place; what comes later in the plan at the end."""
+    """Add the receives in their places; those that come later in the plan at the end."""
     chosen = received.union(ahead)
     before = [action for action in actions if action in chosen]
     last = max(map(before.index, ahead), default=-1) + 1

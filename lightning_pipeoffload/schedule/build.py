@@ -14,7 +14,7 @@ from .solver.optpipe import optpipe, optpipe_placement
 __all__ = ["SCHEDULES", "build", "check_name"]
 
 DEFAULT_SCHEDULE = "zb_h1"
-"""What ``schedule="auto"`` stands for: as much memory as 1F1B, and a third of its bubble."""
+"""In place of ``"auto"`` where nothing can be measured: 1F1B's memory, a third of its bubble."""
 
 SCHEDULES = {
     **FAMILIES,
@@ -38,10 +38,10 @@ def build(
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
         num_chunks: Stages per rank; None: the schedule's own.
-        costs: What the stages cost; builders that do not search ignore the times.
+        costs: The costs of the stages; builders that do not search ignore the times.
         memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
             activation of a stage and microbatch is 1.
-        **options: What the builder takes besides, such as ``group_size``.
+        **options: Other options of the builder, such as ``group_size``.
 
     Raises:
         ScheduleError: There is no such schedule, a size or an option is not one that it takes, or
@@ -54,11 +54,7 @@ def build(
 
 
 def check_name(name: str, *others: str) -> None:
-    """Check that there is a schedule of a name.
-
-    Args:
-        name: What was given as a name.
-        *others: What else may be given there.
+    """Check that there is a schedule of a name; the error also lists ``others``.
 
     Raises:
         ScheduleError: There is none.

@@ -1,4 +1,4 @@
-"""What ``schedule="auto"`` chooses among, and what it has found of each."""
+"""The options of ``schedule="auto"``, and the figures of each as it was planned."""
 
 from __future__ import annotations
 
@@ -24,25 +24,13 @@ _CHUNK_COUNTS = (2, 3, 4)
 
 
 def period_to_compare(period: float, copies: bool) -> float:
-    """Return the time by which plans are compared: one that copies counts as a little longer.
-
-    Args:
-        period: Seconds from one step to the next.
-        copies: Whether the plan copies to the host.
-    """
+    """Return the time by which plans are compared: one that copies counts as a little longer."""
     return period * (1 + _WORTH_COPYING * copies)
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a plan can be made of.
-
-    Attributes:
-        schedule: The name of the family.
-        num_chunks: Stages per rank.
-        num_microbatches: Microbatches of one step.
-        recompute: What the backward computes again.
-    """
+    """A family of schedules in one size, and what the backward computes again."""
 
     schedule: str
     num_chunks: int
@@ -59,16 +47,16 @@ class Candidate:
     """One way to run a step.
 
     Attributes:
-        option: What it is made of.
-        offload: How it was decided what is offloaded: "none", "auto", "paged", which is auto where
-            ranks wait for copies, a share, or "its own".
+        option: The option.
+        offload: "none", "auto", "paged", which is auto where ranks wait for copies, a share, or
+            "its own".
         reason: Why it was not taken; empty if it was.
         period: Seconds from one step to the next; None where there is no plan, as the rest.
         bubble: The idle share of the period.
-        peak_memory: The largest memory of a rank; where that is too much, the least that would do.
+        peak_memory: The largest memory of a rank; where that is too much, the least that fits.
         makespan: Seconds of a step alone.
         schedule: The plan.
-        report: What it offloads, where that was planned.
+        report: The report on its offload, where that was planned.
     """
 
     option: Option
@@ -94,7 +82,7 @@ class Candidate:
         return period_to_compare(self.period, self.offload != "none")
 
     def figures(self) -> dict[str, Any]:
-        """Return what a report says of it."""
+        """Return its row of a report."""
         names = ("offload", "fits", "period", "makespan", "bubble", "peak_memory", "reason")
         return {**vars(self.option), **{name: getattr(self, name) for name in names}}
 
@@ -126,13 +114,13 @@ def options(
     num_chunks: int | None = None,
     recompute: Iterable[str] = ("none",),
 ) -> list[Option]:
-    """List what plans can be made of.
+    """List the options.
 
     Args:
         num_microbatches: The numbers of microbatches to try.
         most_chunks: The most stages per rank that there are blocks for; None: any.
-        num_chunks: The only number of stages per rank that may be; None: any.
-        recompute: The ways to recompute to try.
+        num_chunks: The only number of stages per rank to try; None: any.
+        recompute: The values of ``recompute`` to try.
     """
     counts = list(num_microbatches)
     return [

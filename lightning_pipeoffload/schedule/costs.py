@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: seconds and memory of every stage."""
+"""Seconds and memory of the actions of every stage."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Costs:
             ``activation``.
         offload: Seconds of the copy of one activation to the host; a part of it takes its share.
         reload: Seconds of the copy back.
-        weight_input: The part of ``activation`` and ``weight_residue`` that W alone needs; what is
-            offloaded of it need not be back before W.
+        weight_input: The part of ``activation`` and ``weight_residue`` that only W needs, so that
+            it can stay on the host until then.
         reduce: Seconds of REDUCE, of a stage and all its microbatches together.
         copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
             where each has a lane of its own.
@@ -81,7 +81,6 @@ class Costs:
 
         Args:
             name: A field of this class, such as ``"forward"``.
-            num_stages: How many stages there are.
 
         Raises:
             ScheduleError: The cost is a sequence of another length.
@@ -97,20 +96,12 @@ class Costs:
         return value
 
     def compute(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of F, B and W of every stage.
-
-        Args:
-            num_stages: How many stages there are.
-        """
+        """Return the seconds of F, B and W of every stage."""
         names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
 
     def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """Return the seconds from every stage to the next one, 0 if both are on one rank.
-
-        Args:
-            placement: The rank of every stage.
-        """
+        """Return the seconds from every stage to the next one, 0 if both are on one rank."""
         seconds = self.per_stage("communication", len(placement))
         to = (*placement[1:], placement[-1])
         hops = zip(seconds, placement, to, strict=True)

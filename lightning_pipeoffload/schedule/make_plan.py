@@ -1,8 +1,8 @@
 """The one planner: the fastest plan of all that fit, by the time from one step to the next.
 
-Plans that cannot become the fastest are not worked out. Copies make no order faster, so an order
-gets copies only where it would win without them; a builder that searches for seconds is asked last,
-and only where a lower bound leaves something to gain.
+Plans that cannot become the fastest are left out. Copies make no order faster, so an order gets
+copies only where it would win without them; a builder that searches for seconds comes last, and
+only where a lower bound leaves something to gain.
 """
 
 from __future__ import annotations
@@ -36,26 +36,14 @@ class HostShortageError(ScheduleError):
     """A plan offloads more than a rank's host has room for."""
 
 
-def _never(option: Option) -> bool:
-    return False
-
-
-def _nothing(option: Option) -> float:
-    return 0.0
-
-
-def _no_shortage(schedule: Schedule, costs: Costs) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan, and the limits to keep.
+    """The options to plan, and the limits to keep.
 
     Attributes:
         num_ranks: Ranks of the pipeline.
-        options: What to choose among; a single one is planned or refused with its own error.
-        costs_of: Returns what the stages of an option cost; it may raise ScheduleError.
+        options: The options to choose among; a single one is planned or refused with its own error.
+        costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
         offload: "auto": as little as the memory limit asks for; "none"; or a share of the
             activations, as in :func:`offload_activations`.
@@ -70,7 +58,7 @@ class PlanRequest:
         omits_above: Options are left out that must take longer than this period, or than a plan
             that is found; None: all are planned, for a table.
         recipes: How an option's schedule is built, by its name.
-        builder_options: What the builders take besides.
+        builder_options: Other options of the builders.
     """
 
     num_ranks: int
@@ -78,9 +66,9 @@ class PlanRequest:
     costs_of: Callable[[Option], Costs]
     memory_limit: float | None = None
     offload: str | float = "auto"
-    taken: Callable[[Option], float] = _nothing
-    has_barrier: Callable[[Option], bool] = _never
-    host_shortage: Callable[[Schedule, Costs], str] = _no_shortage
+    taken: Callable[[Option], float] = lambda option: 0.0
+    has_barrier: Callable[[Option], bool] = lambda option: False
+    host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
     omits_above: float | None = None
@@ -113,7 +101,7 @@ class Plan:
 
     @property
     def report(self) -> OffloadReport | None:
-        """What the plan offloads and why, where that was planned."""
+        """The report on the plan's offload, where that was planned."""
         return self.best.report
 
     @property
@@ -217,8 +205,8 @@ class _Trials:
             schedule = self._build(option, None)
         except ScheduleError:
             return None  # its order has been refused for that already
-        is_there = any(c.option == option and c.schedule == schedule for c in self.found)
-        if is_there or schedule.has_copies:
+        is_planned = any(c.option == option and c.schedule == schedule for c in self.found)
+        if is_planned or schedule.has_copies:
             return None
         return self._figures(option, schedule)[0], option, schedule
 
@@ -259,15 +247,12 @@ class _Trials:
         if shortage:
             raise HostShortageError(shortage)
         figures = self._figures(option, schedule)
-        self._check_memory(option, figures[2])
-        self.found.append(Candidate(option, offload, "", *figures, schedule, report))
-
-    def _check_memory(self, option: Option, needed: float) -> None:
-        """Refuse what fits as it is built, but not as it runs: B may leave more than F did."""
-        limit = self._request.limit_of(option)
+        limit, needed = self._request.limit_of(option), figures[2]
+        # B may leave more than F did, so a plan that fits as it is built may not as it runs.
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
+        self.found.append(Candidate(option, offload, "", *figures, schedule, report))
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
@@ -293,23 +278,18 @@ class _Trials:
 
     def may_gain(self, option: Option) -> bool:
         """Whether a search may gain enough; notes why not."""
-        why = self._no_gain(option)
+        request, best, why = self._request, best_of(self.found), ""
+        promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
+        if request.memory_limit is None:
+            why = "it is for tight limits, and there is none"
+        elif not request.recipes[option.schedule].heeds_limit:
+            why = "v is the same search, in all of the memory that there is"
+        elif promised <= _WORTH_SEARCHING:
+            gain = share_text(max(0.0, promised))
+            why = f"nothing can be more than {gain} faster than what there is"
         if why:
             self._refuse(option, "none", ScheduleError(f"not searched for: {why}"))
         return not why
-
-    def _no_gain(self, option: Option) -> str:
-        if self._request.memory_limit is None:
-            return "it is for tight limits, and there is none"
-        if not self._request.recipes[option.schedule].heeds_limit:
-            return "v is the same search, in all of the memory that there is"
-        best = best_of(self.found)
-        promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
-        if promised > _WORTH_SEARCHING:
-            return ""
-        return (
-            f"nothing can be more than {share_text(max(0.0, promised))} faster than what there is"
-        )
 
     def omits(self, bound: Callable[[Option], float], option: Option) -> bool:
         if self._request.omits_above is None:

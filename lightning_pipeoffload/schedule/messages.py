@@ -22,7 +22,7 @@ __all__ = [
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:
-    """Return the SEND of what an action computes; None if no other rank needs it."""
+    """Return the SEND of an action's result; None if no other rank needs it."""
     if action.kind is Kind.F and schedule.crosses_ranks(action.stage):
         return action._replace(kind=Kind.SEND_F)
     if action.kind in (Kind.B, Kind.BW) and schedule.crosses_ranks(action.stage - 1):
@@ -31,7 +31,7 @@ def send_after(schedule: Schedule, action: Action) -> Action | None:
 
 
 def recv_before(schedule: Schedule, action: Action) -> Action | None:
-    """Return the RECV of what an action needs; None if its own rank has it."""
+    """Return the RECV of an action's input; None if its own rank has it."""
     if action.kind is Kind.F and schedule.crosses_ranks(action.stage - 1):
         return action._replace(kind=Kind.RECV_F)
     if action.kind in (Kind.B, Kind.BW) and schedule.crosses_ranks(action.stage):
@@ -81,7 +81,6 @@ def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
     for a message that never comes, because ranks wait for each other.
 
     Args:
-        plan: A lowered plan.
         rank: The rank whose messages are numbered.
     """
     carried: dict[Action, int] = {}
@@ -109,8 +108,6 @@ class OpenReceives:
     """The receives of one rank in one step.
 
     Args:
-        plan: A lowered plan.
-        rank: The rank.
         post: Called with each receive when it is posted, and with the rank that its message is of.
     """
 

@@ -1,8 +1,8 @@
 """Plans that took long to find, in a folder: those of one question, and of questions like it.
 
-A question is what a plan was sought for. Plans depend on ratios of times and of memory alone, so
-these are rounded: times to 2 % of a forward, memory to a sixteenth of an activation. What differs
-by less finds the same entry; what differs by more finds it as a hint.
+Plans depend on ratios of times and of memory alone, so these are rounded: times to 2 % of a
+forward, memory to a sixteenth of an activation. A question that differs by less finds the same
+entry, one that differs by more finds it as a hint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_OF_A_FAMILY = 64  # files
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What a plan was sought for.
+    """The problem that a plan was sought for.
 
     Attributes:
         purpose: Who asks, and all that the numbers do not say, such as ``"optpipe 0,1,1,0"`` with
@@ -56,7 +56,7 @@ class PlanQuestion:
 
     @property
     def family(self) -> str:
-        """What a hint has in common with the question, as the beginning of a file's name."""
+        """The beginning of the names of files that hold its plan or hints."""
         topology = f"{self.purpose} {self.costs.copy_lanes} {self.costs.ranks_per_link}"
         sizes = f"p{self.num_ranks}-m{self.num_microbatches}-v{self.num_chunks}"
         return f"{sizes}-{_digest(topology)[:12]}"
@@ -78,12 +78,12 @@ class PlanQuestion:
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """What was found.
+    """A plan of the cache.
 
     Attributes:
-        schedule: The plan, valid; whether it keeps a limit is for the one who asks to see.
+        schedule: The plan, valid; whether it keeps a limit is not checked.
         is_exact: Whether it was found for the same question; else it is a hint.
-        remarks: What was stored beside it.
+        remarks: The remarks that were stored with it.
     """
 
     schedule: Schedule
@@ -123,14 +123,12 @@ class PlanCache:
     def store(
         self, question: PlanQuestion, schedule: Schedule, remarks: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep a plan in the place of the one that there may be.
-
-        Where the folder cannot be written that is said, and the plan is not kept.
+        """Store a plan in place of an earlier one; a folder that cannot be written is logged.
 
         Args:
-            question: What it was sought for.
+            question: The problem.
             schedule: The plan, before it is lowered.
-            remarks: What to keep beside it, as JSON has it.
+            remarks: Values to store with it, of types that JSON has.
         """
         numbers = question.numbers
         text = _written(schedule, numbers, remarks or {})
@@ -145,7 +143,7 @@ class PlanCache:
             log.warning("the plan is not kept for the next run: %s", error)
 
     def _drop_oldest(self, question: PlanQuestion) -> None:
-        """Let a folder not grow with every run, whose measured costs are never the same."""
+        """Delete old plans: measured costs differ in every run, so each run adds one."""
         newest_first = sorted(self._near(question), key=lambda path: -path.stat().st_mtime)
         for path in newest_first[_MOST_OF_A_FAMILY:]:
             path.unlink(missing_ok=True)

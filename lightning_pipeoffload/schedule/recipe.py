@@ -1,11 +1,11 @@
-"""How the name of a schedule becomes one: sizes and options are checked, what is made is too."""
+"""How the name of a schedule becomes one: sizes, options and the result are checked."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isnan
 from typing import Any
@@ -36,6 +36,7 @@ class Recipe:
         max_chunks: The most stages per rank that it takes; None for no limit.
         placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
         takes_seconds: Whether the builder searches for longer than all others together.
+        given: Options that the name stands for.
     """
 
     builder: Callable[..., Schedule]
@@ -43,12 +44,14 @@ class Recipe:
     max_chunks: int | None = 1
     placement: Callable[[int, int], tuple[int, ...]] = loop
     takes_seconds: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the options that the builder takes."""
+        """Names of the options that may be given."""
         parameters = inspect.signature(self.builder).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        names = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        return tuple(name for name in names if name not in self.given)
 
     @property
     def heeds_limit(self) -> bool:
@@ -67,14 +70,13 @@ def build_by(
     """Build a schedule by its recipe, and check it.
 
     Args:
-        recipe: The recipe.
-        name: What the schedule is called.
+        name: The name of the schedule.
         sizes: Ranks of the pipeline, microbatches of one step, and stages per rank; None: the
             schedule's own.
-        costs: What the stages cost; builders that do not search ignore the times.
+        costs: The costs of the stages; builders that do not search ignore the times.
         memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
             activation of a stage and microbatch is 1.
-        **options: What the builder takes besides, such as ``group_size``.
+        **options: Other options of the builder, such as ``group_size``.
 
     Raises:
         ScheduleError: A size or an option is not one that it takes, or the order is not valid.
@@ -83,13 +85,18 @@ def build_by(
     num_ranks, num_microbatches, num_chunks = sizes
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
-    _check_options(name, recipe, options)
+    for option in options:
+        if option not in recipe.options:
+            takes = ", ".join(recipe.options) or "no options"
+            raise ScheduleError(
+                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
+            )
     check_limit(memory_limit)
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     taken = {option: offered[option] for option in recipe.options if option in offered}
     known = num_ranks, num_microbatches, num_chunks
     _say_long(*known)
-    schedule = replace(_built(recipe.builder, *known, **taken), name=name)
+    schedule = replace(_built(recipe.builder, *known, **recipe.given, **taken), name=name)
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
     return schedule
 
@@ -107,13 +114,13 @@ def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
 
 
 def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    # What cannot be hashed is bad input, of which the builder tells more than the cache would.
+    # A value that cannot be hashed is a mistake, which the builder explains better than the cache.
     is_askable = all(isinstance(value, Hashable) for value in taken.values())
     make = _build_once if is_askable else _build_once.__wrapped__
     return make(builder, *sizes, **taken)
 
 
-@lru_cache(maxsize=32)  # A run asks for the same one at several places, and some take seconds.
+@lru_cache(maxsize=32)  # A run asks for the same one several times, and some take seconds.
 def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
     schedule = builder(*sizes, **taken)
     validate(schedule)
@@ -123,10 +130,9 @@ def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> 
 def accept(
     schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
 ) -> None:
-    """Check a schedule, wherever it comes from, and that it keeps within a memory limit.
+    """Validate a schedule, wherever it comes from, and check that it keeps a memory limit.
 
     Args:
-        schedule: What to check.
         costs: The memory of its stages; None: an activation is 1.
         memory_limit: The most memory of a rank; None: any.
 
@@ -162,15 +168,6 @@ def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
     raise ScheduleError(
         f"num_chunks ({num_chunks}) must be {allowed} for {name}; use that, or schedule={other}"
     )
-
-
-def _check_options(name: str, recipe: Recipe, options: dict[str, Any]) -> None:
-    for option in options:
-        if option not in recipe.options:
-            takes = ", ".join(recipe.options) or "no options"
-            raise ScheduleError(
-                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
-            )
 
 
 def check_limit(memory_limit: Any) -> None:

@@ -1,4 +1,4 @@
-"""The actions of all ranks in one order in which each comes after what it waits for.
+"""The actions of all ranks in one order in which each comes after the action that it waits for.
 
 Validation asks whether there is such an order; simulation and searches time it. All of them work on
 integers: an operation is a kind at a stage, an action is its operation times the number of
@@ -22,7 +22,7 @@ __all__ = ["Replay", "grid_around", "replay", "replay_numbers"]
 
 @dataclass
 class Replay:
-    """Actions in an order in which each comes after what it waits for.
+    """Actions in an order in which each comes after the action that it waits for.
 
     Attributes:
         ranks: The rank of each action.
@@ -50,12 +50,12 @@ class Replay:
         """Return when each action starts, and when it ends.
 
         Args:
-            seconds: What each action takes of its rank's time.
-            delays: Seconds from the end of what it waits for until its rank has the result.
+            seconds: Seconds of each action on its rank's compute lane.
+            delays: Seconds from the end of the awaited action until the rank has its result.
             starts: When each rank begins.
-            beside: For actions that have to do with other lanes, what ``reach`` is called with.
-            reach: Called when a rank comes to such an action, with its place, the time, and the
-                ends so far; returns when it starts.
+            beside: An object for each action that involves other lanes, None for the rest.
+            reach: Called with such an object, the action's place, the time at which its rank comes
+                to it, and the ends so far; returns when the action starts.
         """
         clocks = [*starts]
         begins: list[float] = []
@@ -86,8 +86,9 @@ def replay_numbers(
 
     Args:
         ranks: The actions of each rank, as integers.
-        waits: For each operation, from an action's integer to that of what it waits for; 0: none.
-        results: The same to the action that others wait for when they wait for this one.
+        waits: For each operation, the difference from an action's integer to that of the action
+            that it waits for; 0: none.
+        results: The same to the integer under which others wait for this action.
         num_microbatches: Microbatches of one step.
     """
     found = Replay(places=[0] * len(ranks))
@@ -137,7 +138,7 @@ def replay(schedule: Schedule) -> Replay:
             awaited = _awaited_by(schedule, Action(kind, stage, 0))
             if awaited and awaited[:2] in number:
                 waits[n] = number[awaited[:2]] - n * count
-            if kind is Kind.BW:  # who waits for B waits for BW where that is in its stead
+            if kind is Kind.BW:  # an action that waits for B waits for BW where B and W are one
                 results[n] = first[Kind.B] - first[Kind.BW]
     ranks = [[first[kind] + s * count + m for kind, s, m in rank] for rank in schedule]
     found = replay_numbers(ranks, waits, results, count)
@@ -151,7 +152,7 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def _awaited_by(schedule: Schedule, action: Action) -> Action | None:
-    """Return what an action waits for, beside those before it on its rank; BW is called B.
+    """Return the action that one waits for, beside those before it on its rank; BW is called B.
 
     One action is enough, since the rest follows: where the B of the next stage is done, so is this
     stage's F. In a lowered plan F and B wait for a RECV, and a RECV for the SEND on the other rank.

@@ -16,13 +16,13 @@ __all__ = ["Schedule", "from_numbers", "to_numbers"]
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What every rank does, in order; immutable, hashable and compared by its actions alone.
+    """The actions of every rank, in order; immutable, hashable, and equal by its actions alone.
 
     The sizes and the placement of stages are read off the actions, so that they cannot disagree.
 
     Attributes:
         actions: The actions of each rank, in the order in which it runs them.
-        name: What the schedule is called in reports and errors.
+        name: The name of the schedule in reports and errors.
     """
 
     actions: tuple[tuple[Action, ...], ...]

@@ -1,4 +1,4 @@
-"""What a simulation gives: when each action runs, and the figures that follow from it."""
+"""The result of a simulation: when each action runs, and the figures that follow from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TOLERANCE = 1e-9
 class Event(NamedTuple):
     """One action in time, in seconds from the start of the step.
 
-    A lane is what runs in order on its own: ``compute``, for copies ``d2h`` and ``h2d``, and
-    ``reduce`` for gradients. What frees memory, or takes it for a copy back, is on the compute lane
-    as well and takes no time.
+    A lane runs its actions in order, beside other lanes: ``compute``, for copies ``d2h`` and
+    ``h2d``, and ``reduce`` for gradients. An action that frees memory, or allocates it for a copy
+    back, is on the compute lane as well and takes no time.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Timeline:
     Attributes:
         events: Every action that takes time or moves memory, earlier ones of a rank and lane first.
         peak_memory: The largest memory of each rank, in the unit of the costs.
-        peak_host_memory: The same for what it has on the host; empty where that is not known.
+        peak_host_memory: The same on the host; empty where that is not known.
     """
 
     events: tuple[Event, ...]

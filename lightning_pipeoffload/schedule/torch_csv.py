@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable, Iterator
 from os import PathLike
 
-from .actions import COPIES, Action, Kind, ScheduleError
+from .actions import TRANSFERS, Action, Kind, ScheduleError
 
 TORCH_NAMES = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {torch_name: kind for kind, torch_name in TORCH_NAMES.items()}
-BESIDE_COMPUTE = COPIES | {Kind.REDUCE}
+BESIDE_COMPUTE = set(Kind) - TORCH_NAMES.keys() - TRANSFERS
 
 
 def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) -> None:
@@ -34,7 +34,7 @@ def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) ->
 
 
 def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
-    """Read what ``write_csv`` wrote, or torch; idle slots are left out.
+    """Read a file that ``write_csv`` or torch wrote; idle slots are left out.
 
     Raises:
         ScheduleError: It is no text, or a cell is not an action of torch's compute-only format,

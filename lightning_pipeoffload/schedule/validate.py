@@ -1,4 +1,4 @@
-"""Whether a schedule can run: checked as a whole, before anything does.
+"""Whether a schedule can run: checked as a whole, before it runs.
 
 A send never waits in the runtime, and a rank posts the receives of a step at its start, in the
 order of the plan. So even where a send does wait for its receive (rendezvous) it finds it posted,
@@ -9,13 +9,11 @@ other circles of waiting ranks are found by the replay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .actions import (
-    COMPUTE,
     COMPUTE_LANE,
-    COPIES,
     KINDS,
     NOTHING,
     OFFLOAD_LANE,
@@ -33,8 +31,9 @@ from .schedule import Schedule
 
 __all__ = ["validate"]
 
-FORWARD_ALONE = ((Kind.F,),)
-FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
+_FORWARD_ALONE = ((Kind.F,),)
+_FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
+_COMPUTED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 def validate(schedule: Schedule) -> None:
@@ -48,13 +47,12 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
-            place in a grid.
+            action in a grid.
     """
-    _check_not_empty(schedule)
     _check_placement(schedule)
     _check_compute(schedule)
-    if schedule.has_copies:
-        _check_copies(schedule)
+    if any(KINDS[kind].follows for kind in schedule.kinds - _COMPUTED):
+        _check_lives(schedule)
     if schedule.has_reductions:
         _check_reductions(schedule)
     if schedule.has_transfers:
@@ -79,15 +77,12 @@ def _broken(schedule: Schedule, place: _Place, rule: str) -> ScheduleError:
     return ScheduleError(f"rank {place.rank}, {place.action}: {rule}\n{grid}")
 
 
-def _check_not_empty(schedule: Schedule) -> None:
+def _check_placement(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule):
         if not actions:
             raise ScheduleError(f"rank {rank} of {schedule!r} has no action; use fewer ranks")
     if not len(schedule):
         raise ScheduleError(f"{schedule!r} has no ranks; give at least one list of actions")
-
-
-def _check_placement(schedule: Schedule) -> None:
     owner: dict[int, int] = {}
     for place in _places(schedule):
         stage = place.action.stage
@@ -99,41 +94,49 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_compute(schedule: Schedule) -> None:
+    allowed = _FORWARD_ALONE if schedule.is_forward_only else _FORWARD_AND_BACKWARD
     computed: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):
-        if place.action.kind in COMPUTE:
+        if place.action.kind in _COMPUTED:
             computed[place.action.stage, place.action.microbatch].append(place)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            _check_one_pass(schedule, stage, microbatch, computed[stage, microbatch])
+            places = computed[stage, microbatch]
+            kinds = tuple(place.action.kind for place in places)
+            if kinds in allowed:
+                continue
+            rule = (
+                f"stage {stage} has {_names(kinds)} for microbatch {microbatch}, in this order; "
+                f"it must be {' or '.join(map(_names, allowed))}, each once"
+            )
+            if not places:
+                raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
+            raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
 
 
-def _check_one_pass(schedule: Schedule, stage: int, microbatch: int, places: list[_Place]) -> None:
-    allowed = FORWARD_ALONE if schedule.is_forward_only else FORWARD_AND_BACKWARD
-    kinds = tuple(place.action.kind for place in places)
-    if kinds in allowed:
-        return
-    rule = (
-        f"stage {stage} has {_names(kinds)} for microbatch {microbatch}, in this order; "
-        f"it must be {' or '.join(map(_names, allowed))}, each once"
-    )
-    if not places:
-        raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
-    raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
+def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:
+    """Return the first action up to which no allowed order is like this one; else the last."""
+    for end in range(len(kinds)):
+        if not any(order[: end + 1] == kinds[: end + 1] for order in allowed):
+            return end
+    return len(kinds) - 1
 
 
-def _check_copies(schedule: Schedule) -> None:
-    """Check what stands between the compute actions of each stage and microbatch."""
+def _names(kinds: Sequence[Kind]) -> str:
+    return " ".join(kind.value for kind in kinds) or "nothing"
+
+
+def _check_lives(schedule: Schedule) -> None:
+    """Check the copies between F, B and W of each stage and microbatch, by the table of kinds."""
     lives: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):
-        if place.action.kind in COMPUTE | COPIES:
+        if place.action.kind is Kind.F or KINDS[place.action.kind].follows:
             lives[place.action.stage, place.action.microbatch].append(place)
     for places in lives.values():
         kinds = [place.action.kind for place in places]
         fault = _first_fault_of_life(kinds)
         if fault is not None:
-            names = " ".join(kind.value for kind in kinds)
-            rule = f"{KINDS[kinds[fault]].rule} (this stage has {names})"
+            rule = f"{KINDS[kinds[fault]].rule} (this stage has {_names(kinds)})"
             raise _broken(schedule, places[fault], rule)
 
 
@@ -157,54 +160,31 @@ def _first_fault_of_life(kinds: Sequence[Kind]) -> int | None:
     return None if KINDS[kinds[-1]].lane == COMPUTE_LANE else len(kinds) - 1
 
 
-def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:
-    """Return the place where no allowed order begins as this one does; else the last."""
-    for end in range(len(kinds)):
-        if not any(order[: end + 1] == kinds[: end + 1] for order in allowed):
-            return end
-    return len(kinds) - 1
-
-
-def _names(kinds: tuple[Kind, ...]) -> str:
-    return " ".join(kind.value for kind in kinds) or "nothing"
-
-
 def _check_reductions(schedule: Schedule) -> None:
-    completed = _last_gradients(schedule)
-    reduced: dict[int, _Place] = {}
+    last = {p.action.stage: p for p in _places(schedule) if p.action.kind in (Kind.W, Kind.BW)}
+    reduced: set[int] = set()
     for place in _places(schedule):
-        if place.action.kind is Kind.REDUCE:
-            rule = _rule_of_reduction(place, completed, reduced)
-            if rule:
-                raise _broken(schedule, place, rule)
-            reduced[place.action.stage] = place
-    for stage, place in completed.items():
+        if place.action.kind is not Kind.REDUCE:
+            continue
+        stage, completed = place.action.stage, last.get(place.action.stage)
+        wanted = completed and completed.action._replace(kind=Kind.REDUCE)
+        rule = ""
+        if completed is None:
+            rule = "there are no gradients without a backward; take it out"
+        elif stage in reduced:
+            rule = f"the gradients of stage {stage} are reduced once; take it out"
+        elif completed.step > place.step:
+            rule = f"the gradients are complete after {completed.action}; put {wanted} behind it"
+        elif place.action != wanted:
+            rule = f"it stands behind {completed.action}; call it {wanted}"
+        if rule:
+            raise _broken(schedule, place, rule)
+        reduced.add(stage)
+    for stage, place in last.items():
         if stage not in reduced:
             add = place.action._replace(kind=Kind.REDUCE)
             rule = f"gradients of other stages are reduced, and these are not; add {add} behind it"
             raise _broken(schedule, place, rule)
-
-
-def _last_gradients(schedule: Schedule) -> dict[int, _Place]:
-    """Return where each stage's gradients are complete."""
-    kinds = (Kind.W, Kind.BW)
-    return {p.action.stage: p for p in _places(schedule) if p.action.kind in kinds}
-
-
-def _rule_of_reduction(
-    place: _Place, completed: Mapping[int, _Place], reduced: Container[int]
-) -> str:
-    """Return the rule that a REDUCE breaks; empty if it breaks none."""
-    stage = place.action.stage
-    if stage not in completed:
-        return "there are no gradients without a backward; take it out"
-    if stage in reduced:
-        return f"the gradients of stage {stage} are reduced once; take it out"
-    last = completed[stage]
-    wanted = last.action._replace(kind=Kind.REDUCE)
-    if last.step > place.step:
-        return f"the gradients are complete after {last.action}; put {wanted} behind it"
-    return "" if place.action == wanted else f"it stands behind {last.action}; call it {wanted}"
 
 
 def _check_transfers(schedule: Schedule) -> None:
@@ -216,18 +196,12 @@ def _check_transfers(schedule: Schedule) -> None:
             if missing := sorted(str(end) for end in {send, recv_of(send)} - there):
                 rule = f"another rank needs its result; add {' and '.join(missing)}"
                 raise _broken(schedule, place, rule)
-    _check_only(schedule, needed)
-    _check_edges(schedule)
-
-
-def _check_only(schedule: Schedule, needed: Set[Action]) -> None:
-    seen: set[Action] = set()
     for place in _places(schedule):
-        if place.action.kind not in TRANSFERS:
-            continue
-        if place.action not in needed or place.action in seen:
-            raise _broken(schedule, place, "nothing waits for this transfer; take it out")
-        seen.add(place.action)
+        if place.action.kind in TRANSFERS:
+            if place.action not in needed:
+                raise _broken(schedule, place, "nothing waits for this transfer; take it out")
+            needed.remove(place.action)
+    _check_edges(schedule)
 
 
 def _check_edges(schedule: Schedule) -> None:

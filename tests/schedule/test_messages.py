@@ -1,14 +1,24 @@
-import pytest
+"""Which messages follow from which, which receives are open, and their memory."""
 
-from lightning_pipeoffload.schedule import SCHEDULES, Action, Kind, build, lower
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import Action, Kind, build, lower, peak_message_memory
+from lightning_pipeoffload.schedule.ahead import actions_ahead
 from lightning_pipeoffload.schedule.messages import (
     RECVS,
     SENDS,
+    OpenReceives,
     arrived_before,
     recv_before,
+    recv_of,
     send_of,
     sends_before,
 )
+from tests.support.plans import SHAPES
+from tests.support.small_modules import Regression
 
 
 def test_what_a_gradient_tells():
@@ -17,7 +27,7 @@ def test_what_a_gradient_tells():
     assert told == expected
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_the_peer_had_what_it_is_said_to_have_had(name):
     plan = lower(build(name, 4, 8))
     for rank in range(4):
@@ -40,7 +50,7 @@ def test_a_message_follows_from_what_went_round_over_other_ranks():
     assert round_again == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_messages_follow_from_sends_before_them_and_in_the_order_of_each_edge(name):
     plan = lower(build(name, 4, 8))
     for rank, actions in enumerate(plan):
@@ -51,3 +61,146 @@ def test_messages_follow_from_sends_before_them_and_in_the_order_of_each_edge(na
                 sender = plan.rank_of(send_of(action).stage)
                 assert latest[sender] <= follows[action] <= num_sent
                 latest[sender] = follows[action]
+
+
+class Edges:
+    """What one rank has open and has taken, edge by edge."""
+
+    def __init__(self, plan, rank):
+        self.follows, self.num_sent = sends_before(plan, rank), 0
+        self.open, self.taken = {}, set()
+        self.receives = OpenReceives(plan, rank, self.post)
+        self.receives.expect(plan[rank])
+
+    def post(self, receive, source):
+        assert source not in self.open
+        assert self.follows[receive] <= self.num_sent
+        self.open[source] = receive
+
+    def run(self, plan, action):
+        needed = recv_before(plan, action)
+        if action.kind in SENDS:
+            self.num_sent += 1
+            self.receives.count_send()
+        elif action.kind in RECVS:
+            self.receives.reach(action)
+        elif needed and needed not in self.taken:
+            self.take(plan, self.receives.until(needed))
+            assert needed in self.taken
+
+    def take(self, plan, receives):
+        for receive in receives:
+            assert self.open.pop(plan.rank_of(send_of(receive).stage)) == receive
+            self.taken.add(receive)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_edge_has_one_open_receive_whose_message_is_on_its_way(name):
+    plan = lower(build(name, 4, 8))
+    for rank, actions in enumerate(plan):
+        edges = Edges(plan, rank)
+        for action in actions:
+            edges.run(plan, action)
+        assert edges.taken == {action for action in actions if action.kind in RECVS}
+        assert not edges.open
+
+
+def test_what_is_expected_still_comes_in_the_order_of_each_edge():
+    plan = lower(build("zb_v", 2, 4))
+    edges = Edges(plan, 1)
+    edges.num_sent = 8
+    edges.receives.reach(next(action for action in plan[1] if action.kind in RECVS))
+    edges.take(plan, edges.receives.rest())
+    assert edges.taken == {action for action in plan[1] if action.kind in RECVS}
+
+
+class Counting:
+    """A rank's end of a transport, which counts the messages that it has memory for."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.held = self.most = 0
+        self.sent = set()
+
+    def post(self, receive, peer, specs):
+        self.add(1)
+        self.transport.post(receive, peer, specs)
+
+    def send(self, send, peer, tensors):
+        self.sent.add(send)
+        self.add(1)
+        self.transport.send(send, peer, tensors)
+
+    def wait(self, receive):
+        self.held -= 1
+        return self.transport.wait(receive)
+
+    def release(self, send):
+        self.held -= send in self.sent
+        self.sent.discard(send)
+
+    def finish_step(self):
+        pass
+
+    def add(self, count):
+        self.held += count
+        self.most = max(self.most, self.held)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"), [("gpipe", 2), ("1f1b", 3), ("zb_h1", 3), ("zb_v", 2), ("po_h", 2)]
+)
+def test_messages_are_counted_as_a_transport_holds_them(schedule, num_ranks):
+    plan = build(schedule, num_ranks, 4)
+    module = Regression([nn.Linear(4, 4) for _ in range(6)])
+    pipeline = InProcessPipeline(module, plan, lambda model, x: model(x).square().mean())
+    counts = [Counting(executor.transport) for executor in pipeline.executors]
+    for executor, counting in zip(pipeline.executors, counts, strict=True):
+        executor.transport = counting
+    pipeline.run(torch.randn(8, 4), 2)
+    assert [c.most for c in counts] == [*peak_message_memory(lower(plan), lambda send: 1)]
+
+
+# What may run before the step before has ended everywhere, and can run again.
+
+
+def names_of(actions):
+    return " ".join(f"{action.kind.value}{action.microbatch}" for action in actions)
+
+
+def test_each_rank_goes_as_far_as_its_first_backward_and_the_last_stage_waits():
+    found = actions_ahead(lower(build("1f1b", 3, 6)))
+    assert [names_of(a for a in actions if a.kind is Kind.F) for actions in found] == [
+        "F0 F1 F2",
+        "F0 F1",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "zb_h2", "v_half"])
+def test_no_message_of_what_runs_ahead_is_left_and_nothing_is_missing(name):
+    plan = lower(build(name, 2, 4))
+    found = actions_ahead(plan)
+    sent = {recv_of(a) for actions in found for a in actions if a.kind in SENDS}
+    received = {a for actions in found for a in actions if a.kind in RECVS}
+    assert sent == received
+    for rank, actions in enumerate(found):
+        done = set()
+        for action in actions:
+            if action.kind is Kind.F:
+                assert action.stage < plan.num_stages - 1
+                needed = recv_before(plan, action)
+                before = Action(Kind.F, action.stage - 1, action.microbatch)
+                assert needed in done or before in done or action.stage == 0
+            done.add(action)
+        assert done <= {*plan[rank]}
+        in_plan = [action for action in plan[rank] if action in done]
+        assert [a for a in actions if a.kind not in RECVS] == [
+            a for a in in_plan if a.kind not in RECVS
+        ]
+
+
+def test_the_host_is_not_waited_for():
+    plan = lower(build("po_f", 4, 8))
+    kinds = {action.kind for actions in actions_ahead(plan) for action in actions}
+    assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.OFFLOAD}

@@ -7,7 +7,7 @@ microbatches are here, for the sake of time.
 
 import pytest
 
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, simulate
+from lightning_pipeoffload.schedule import Costs, build, simulate
 
 # p, m, (F, B, W, communication) in ms of a whole stage, chunks of 1F1B-I,
 # rates of 1f1b, interleaved_1f1b, zb_h1, zb_h2
@@ -25,7 +25,7 @@ ROWS = [
 
 def rate(name, p, m, times, v):
     f, b, w, c = times
-    schedule = SCHEDULES[name].builder(p, m, v)
+    schedule = build(name, p, m, v)
     timeline = simulate(schedule, Costs(f / v, b / v, w / v, communication=c))
     # A schedule that is a parallelogram in time counts on an optimizer without a barrier.
     return timeline.bubble_unsynchronized if name == "zb_h2" else timeline.bubble

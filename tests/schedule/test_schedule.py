@@ -1,17 +1,21 @@
+import json
 import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
+    Costs,
     Schedule,
     ScheduleError,
     add_reductions,
     build,
     lower,
+    offload_activations,
 )
-from tests.support.plans import plan
+from lightning_pipeoffload.schedule.placement import loop, stages_on, v
+from lightning_pipeoffload.schedule.schedule import from_numbers, to_numbers
+from tests.support.plans import SHAPES, plan
 
 TWO_RANKS = """
 0F0 0F1 0BW0 0BW1
@@ -66,7 +70,7 @@ def test_it_survives_pickling():
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_csv_gives_the_schedule_back(name, tmp_path):
     schedule = build(name, num_ranks=4, num_microbatches=8)
     schedule.to_csv(tmp_path / "mine.csv")
@@ -115,3 +119,40 @@ def test_csv_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "s.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ScheduleError, match=r"s\.csv has no rows of text, one for each rank"):
         Schedule.from_csv(tmp_path / "s.csv")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "po_f"])
+def test_a_plan_comes_back_through_json_as_it_was(name):
+    plan = build(name, 3, 6)
+    read = from_numbers(json.loads(json.dumps(to_numbers(plan))), name)
+    assert read == plan
+    assert read[0][0].kind is plan[0][0].kind
+
+
+def test_so_do_copies_and_messages():
+    costs = Costs(1, 1, 1, offload=0.5, reload=0.5, weight_input=0.3)
+    plan = lower(offload_activations(build("zb_h1", 2, 4), costs, "full")[0])
+    assert from_numbers(to_numbers(plan), plan.name) == plan
+
+
+def test_numbers_that_are_not_three_for_each_action_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        from_numbers([[0, 0, 0, 1]], "cut off")
+
+
+def test_loop_goes_round():
+    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
+
+
+def test_v_goes_down_and_back_up():
+    assert v(3) == (0, 1, 2, 2, 1, 0)
+    assert v(2, 3) == (0, 1, 1, 0, 0, 1)
+
+
+def test_one_rank_holds_every_stage():
+    assert loop(1, 3) == v(1, 3) == (0, 0, 0)
+
+
+def test_stages_on_a_rank_are_in_model_order():
+    assert stages_on(loop(4, 2), 1) == [1, 5]
+    assert stages_on(v(4), 0) == [0, 7]

@@ -18,8 +18,6 @@ __all__ = [
     "late_weight_gradients",
     "one_f_one_b",
     "one_forward_one_backward",
-    "zb_h1",
-    "zb_h2",
 ]
 
 
@@ -30,7 +28,7 @@ def one_forward_one_backward(
 
     Args:
         forwards: The forwards, in order.
-        backwards: What each backward consists of, in order; as many as there are forwards.
+        backwards: The actions of each backward, in order; as many as there are forwards.
         num_warm_up: How many forwards run before the first pair; more than there are means all.
     """
     paired = forwards[num_warm_up:]
@@ -126,46 +124,34 @@ def _in_groups(
     ]
 
 
-def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """A third of 1F1B's bubble in the memory of 1F1B (ZB-H1).
+def late_weight_gradients(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, depth: int, sooner: int = 0
+) -> Schedule:
+    """B and W apart: ``depth`` forwards more in the warm-up for each later rank (ZB-H1, ZB-H2).
 
-    The bubble is (p - 1)(F + B - W) seconds; the first rank keeps p activations.
+    W runs ``depth`` B's late for each earlier rank, so that all ranks have equally many forwards in
+    flight without their W. The W that are late at the end come last.
+
+    ZB-H1 has ``depth`` 1. The bubble is (p - 1)(F + B - W) seconds, a third of 1F1B's; the first
+    rank keeps p activations, as under 1F1B.
 
     ``draw(build("zb_h1", 3, 4))``::
 
         rank 0 F0 F1 F2 ......B0 W0 F3 B1 W1 B2 W2 B3 W3
         rank 1 ...F0 F1 ...B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         rank 2 ......F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    """
-    return late_weight_gradients(num_ranks, num_microbatches, depth=1)
 
-
-def zb_h2(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """No bubble for equal times and an optimizer without barrier, in twice the memory (ZB-H2).
-
-    The longest rank takes (p - 1)(F + B - 2W) seconds more than its work; the first rank keeps
-    2p - 1 activations. The ranks end one after the other, as they began.
+    ZB-H2 has ``depth`` 2, and no bubble for equal times and an optimizer without barrier: the ranks
+    end one after the other, as they began. The longest rank takes (p - 1)(F + B - 2W) seconds more
+    than its work; the first rank keeps 2p - 1 activations.
 
     ``draw(build("zb_h2", 3, 5))``::
 
         rank 0 F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 ......
         rank 1 ...F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 ...
         rank 2 ......F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
-    """
-    return late_weight_gradients(num_ranks, num_microbatches, depth=2)
-
-
-def late_weight_gradients(
-    num_ranks: int, num_microbatches: int, depth: int, sooner: int = 0
-) -> Schedule:
-    """Warm up with ``depth`` forwards per later rank, and run W ``depth`` late per earlier rank.
-
-    Forwards in flight without their W are then equally many on all ranks. The W that are late at
-    the end, all of them where microbatches are few, come last.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
         depth: 1 for ZB-H1, 2 for ZB-H2.
         sooner: By how many B each W runs sooner than that, which takes less memory and more time.
     """

@@ -28,42 +28,32 @@ from ..search.order_rules import FixedOrder
 from ..search.problem import Problem
 from ..simulation.memory import peak_memory
 
-__all__ = ["UNMEASURED", "gis", "gis_h", "grouped", "po_f", "po_h", "uniform"]
+__all__ = ["UNMEASURED", "grouped", "offloaded", "repeated"]
 
 
-def gis(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Groups of ``num_ranks``: the bubble of ZB-H1 in the memory of 1F1B (GIS).
+def repeated(num_ranks: int, num_microbatches: int, num_chunks: int, *, group: str) -> Schedule:
+    """Groups of one size: GIS, GIS-H, and PipeOffload's uniform block.
 
-    The bubble is (p - 1)(F + B) seconds of a stage, which is a v-th of a rank; the first rank keeps
-    p * v activations of a stage.
+    GIS has groups of all ranks' number: the bubble of ZB-H1, (p - 1)(F + B) seconds of a stage,
+    which is a v-th of a rank, in the memory of 1F1B: the first rank keeps p * v activations of a
+    stage.
 
     ``draw(build("gis", 2, 3))``::
 
         rank 0 0F0 0F1 2F0 2F1 ....2B0 2W0 0F2 2B1 2W1 2F2 0B0 0W0 0B1 2B2 0W1 0B2 2W2 0W2
         rank 1 ....1F0 1F1 3F0 3B0 3F1 3B1 3W0 1F2 1B0 3W1 3F2 1B1 3B2 1W0 1B2 1W1 3W2 1W2
-    """
-    return _repeated(num_ranks, num_microbatches, num_chunks, num_ranks)
 
-
-def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Groups of half as many, the smallest whose first gradient returns in time (GIS-H).
-
-    The first rank keeps about half as many activations as under GIS, for a bubble that is larger by
-    (v - 1) * p / 2 times F + B - W of a stage.
+    GIS-H has groups of half of it, the smallest whose first gradient returns in time: about half as
+    many activations, for a bubble that is larger by (v - 1) * p / 2 times F + B - W of a stage.
 
     ``draw(build("gis_h", 2, 3))``::
 
         rank 0 0F0 ....2F0 0F1 ....2B0 2W0 2F1 0B0 0W0 0F2 2B1 2W1 2F2 0B1 0W1 ....2B2 2W2 0B2 0W2
         rank 1 ....1F0 ....3F0 3B0 3W0 1F1 1B0 1W0 3F1 3B1 3W1 1F2 1B1 1W1 3F2 3B2 3W2 1B2 1W2 ....
-    """
-    return _repeated(num_ranks, num_microbatches, num_chunks, _half(num_ranks))
 
-
-def uniform(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Every microbatch a group: PipeOffload's block, for activations that are offloaded.
-
-    Without offload it takes about the memory of GIS-H, but the first stages of a rank hold most of
-    it: half of the stages offloaded frees three quarters.
+    The uniform block has groups of one, for activations that are offloaded. Without offload it
+    takes about the memory of GIS-H, but the first stages of a rank hold most of it: half of the
+    stages offloaded frees three quarters.
 
     ``draw(build("uniform", 4, 4))``::
 
@@ -71,8 +61,12 @@ def uniform(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
         rank 1 ..F F ....F F F ....B W F ..F B W ..B W F B W ..B W B W B W B W ..
         rank 2 ....F F ....F F ..B W F ..F B W F B W ..B W F B W B W B W B W ....
         rank 3 ......F F ....F B W F ..F B W F B W F B W B W F B W B W B W ......
+
+    Args:
+        group: "all", "half" or "one".
     """
-    return _repeated(num_ranks, num_microbatches, num_chunks, group_size=1)
+    sizes = {"all": num_ranks, "half": _half(num_ranks), "one": 1}
+    return _repeated(num_ranks, num_microbatches, num_chunks, sizes[group])
 
 
 def grouped(
@@ -94,12 +88,8 @@ def grouped(
     down the stages and back.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: Stages per rank.
         group_size: Microbatches of a group; None: the most that ``memory_limit`` allows.
-        costs: What an activation takes of ``memory_limit``.
-        memory_limit: The most memory of a rank.
+        costs: The memory of an activation.
 
     Raises:
         ScheduleError: The groups are too small or too large.
@@ -144,7 +134,7 @@ class _Group(NamedTuple):
 
 
 def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
-    """Repeat the building block for one group after the other, and drop what stays empty.
+    """Repeat the building block for one group after the other, and drop the slots that stay empty.
 
     A slot of a rank has room for one F and for one B with its W. The gradient of the first
     microbatch comes back to a rank one slot later for each rank after it.
@@ -230,38 +220,25 @@ UNMEASURED = Costs(1.0, 1.0, 1.0, offload=1.5, reload=1.5)
 """Before anything is known: k = 1, at which copies of everything are just about hidden."""
 
 
-def po_h(
-    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+def offloaded(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    amount: str,
+    costs: Costs | None = None,
 ) -> Schedule:
-    """Build PO-H: half of each rank's stages are offloaded, those that live longest.
+    """The uniform block with half of each rank's stages offloaded, or all of them (PO-H, PO-F).
 
-    Of two ranks with two stages each, the first does this; a copy that OFFLOAD or RELOAD starts
-    runs on a lane of its own, beside the F, B and W that follow::
+    Half are the stages that live longest. Of two ranks with two stages each, the first does this
+    in PO-H; a copy that OFFLOAD or RELOAD starts runs on a lane of its own, beside the F, B and W
+    that follow::
 
         0F0 0OFFLOAD0 2F0 0FREE0 0F1 0OFFLOAD1 2B0 0RELOAD0 2W0 0FREE1 2F1 0B0 0W0 0RELOAD1 ...
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: Stages per rank, 2 or more.
+        amount: "half", or "full": everything that comes back in time.
         costs: The costs of the stages, copies among them; None: k = 1.
     """
-    return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "half")
-
-
-def po_f(
-    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
-) -> Schedule:
-    """Build PO-F: everything is offloaded that comes back in time.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: Stages per rank, 2 or more.
-        costs: The costs of the stages, copies among them; None: k = 1.
-    """
-    return _offloaded(uniform(num_ranks, num_microbatches, num_chunks), costs, "full")
-
-
-def _offloaded(schedule: Schedule, costs: Costs | None, amount: str) -> Schedule:
-    return offload_activations(schedule, costs or UNMEASURED, amount)[0]
+    uniform = _repeated(num_ranks, num_microbatches, num_chunks, group_size=1)
+    return offload_activations(uniform, costs or UNMEASURED, amount)[0]

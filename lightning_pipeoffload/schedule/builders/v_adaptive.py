@@ -93,10 +93,7 @@ def v(
     ``best_schedule``.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 2.
-        costs: What the stages cost; None: equal times, and an activation of 1.
+        costs: The costs of the stages; None: equal times, and an activation of 1.
         memory_limit: The most memory of a rank, in the unit of the costs; None: as much as
             ``2 * num_ranks`` activations, as 1F1B.
 

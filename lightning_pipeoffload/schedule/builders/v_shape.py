@@ -32,10 +32,7 @@ def v_min(
         rank 2 ........2F0 3F0 2F1 3F1 ........3B0 2B0 3B1 2B1 3W0 2W0 3W1 2W1
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 2.
-        costs: What the stages cost, to search for a better block in the same memory where the
+        costs: The costs of the stages, to search for a better block in the same memory where the
             times differ; None: equal times, and the paper's block.
     """
     f_to_b = 3 if num_ranks % 3 == 0 else 1
@@ -54,10 +51,7 @@ def v_half(
         rank 1 ....1F0 2F0 1F1 2F1 2B0 1B0 2W0 1F2 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 2.
-        costs: What the stages cost, to search for a better block in the same memory where the
+        costs: The costs of the stages, to search for a better block in the same memory where the
             times differ; None: equal times, and the paper's block.
     """
     f_to_b = 4 if num_ranks % 2 == 0 else 1
@@ -76,10 +70,7 @@ def one_f_one_b_v(
         rank 1 ....1F0 2F0 1F1 2F1 ....2BW0    1BW0    2BW1    1BW1    ........
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 2.
-        costs: What the stages cost, to choose the order of warm-up and cool-down; None: equal.
+        costs: The costs of the stages, to choose the order of warm-up and cool-down; None: equal.
     """
     f_to_b = 5 if num_ranks % 3 == 0 else 2
     forwards = (1,) * (2 * num_ranks - 1)

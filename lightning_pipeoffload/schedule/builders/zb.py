@@ -17,7 +17,7 @@ from ..search.list_schedule import Search
 from ..search.order_rules import InFlight
 from ..search.problem import Problem
 
-__all__ = ["zb", "zb_1p", "zb_2p"]
+__all__ = ["zb", "zb_in_activations"]
 
 # Shares of an F that a rank may idle before its first B, rather than make that B late by one more
 # F. Rounding down leaves a small wait on every rank; rounding up adds up from rank to rank.
@@ -25,28 +25,19 @@ IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 MOST_ACTIONS = 1_000_000
 
 
-def zb_1p(
-    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
+def zb_in_activations(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    multiple: int,
+    costs: Costs | None = None,
 ) -> Schedule:
-    """The shortest schedule in the memory of 1F1B: p activations of the first stage (ZB-1p).
+    """The shortest schedule in a multiple of the memory of 1F1B (ZB-1p, ZB-2p).
 
-    For equal times it is ZB-H1: see :func:`~.classic.zb_h1` for its drawing.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 1.
-        costs: Times and memory of the stages; None: ``Costs.unit()``.
-    """
-    return _in_activations(1, num_ranks, num_microbatches, costs)
-
-
-def zb_2p(
-    num_ranks: int, num_microbatches: int, num_chunks: int, *, costs: Costs | None = None
-) -> Schedule:
-    """Next to no bubble in twice the memory of 1F1B: 2p activations of the first stage (ZB-2p).
-
-    It counts on an optimizer without barrier: the ranks end one after the other, as they began.
+    That is, of p activations of the first stage. ZB-1p is ZB-H1 for equal times. ZB-2p has next to
+    no bubble, and counts on an optimizer without barrier: the ranks end one after the other, as
+    they began.
 
     ``draw(build("zb_2p", 3, 5))``::
 
@@ -54,13 +45,17 @@ def zb_2p(
         rank 1 ...F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 ...
         rank 2 ......F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
 
+    Where the residue is larger than the activation it counts in its stead. A later stage may need
+    more than this for a single microbatch; then that is the limit.
+
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 1.
-        costs: Times and memory of the stages; None: ``Costs.unit()``.
+        multiple: 1 for ZB-1p, 2 for ZB-2p.
     """
-    return _in_activations(2, num_ranks, num_microbatches, costs)
+    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    names = ("activation", "weight_residue")
+    held = max(problem.costs.per_stage(name, num_ranks)[0] for name in names)
+    limit = max(multiple * num_ranks * held, problem.smallest_limit)
+    return _shortest(problem.limited_to(limit, f"zb_{multiple}p"))
 
 
 def zb(
@@ -79,10 +74,6 @@ def zb(
     all.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 1.
-        costs: Times and memory of the stages; None: ``Costs.unit()``.
         memory_limit: The most memory of a rank, in the unit of ``costs``; None: that of ``zb_2p``,
             where more memory hardly shortens anything.
 
@@ -90,24 +81,9 @@ def zb(
         ScheduleError: The limit is too small for a single microbatch.
     """
     if memory_limit is None:
-        return zb_2p(num_ranks, num_microbatches, num_chunks, costs=costs)
+        return zb_in_activations(num_ranks, num_microbatches, num_chunks, multiple=2, costs=costs)
     problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
     return _shortest(problem.limited_to(memory_limit, "zb"))
-
-
-def _in_activations(
-    multiple: int, num_ranks: int, num_microbatches: int, costs: Costs | None
-) -> Schedule:
-    """Limit the memory to a multiple of what p microbatches hold on the first stage.
-
-    Where the residue is larger than the activation it is what a microbatch holds. A later stage
-    may need more than this for a single microbatch; then that is the limit.
-    """
-    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
-    names = ("activation", "weight_residue")
-    held = max(problem.costs.per_stage(name, num_ranks)[0] for name in names)
-    limit = max(multiple * num_ranks * held, problem.smallest_limit)
-    return _shortest(problem.limited_to(limit, f"zb_{multiple}p"))
 
 
 def _shortest(problem: Problem) -> Schedule:
@@ -136,7 +112,6 @@ def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int
     """Return how many F fit before the first B of every rank, from the last rank to the first.
 
     Args:
-        problem: The pipeline.
         limits: The most F without B of every rank.
         idle_share: The share of an F that a rank may rather idle than run one more F.
     """

@@ -1,6 +1,6 @@
 """ZB-V: two stages per rank in a V, no bubble at equal times, and the same memory on every rank.
 
-What a search finds for a few microbatches per rank holds for any larger number: warm-up and
+A schedule that is found for a few microbatches per rank serves any larger number: warm-up and
 cool-down stay, and so does the bubble that they leave; the steady middle is repeated.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
@@ -121,10 +121,6 @@ def zb_v(
     repeated.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
-        num_chunks: 2.
-        costs: Times and memory of the stages; None: ``Costs.unit()``.
         memory_limit: The most memory of a rank, in the unit of ``costs``; None: what p microbatches
             hold on a rank, which is the memory of 1F1B.
 

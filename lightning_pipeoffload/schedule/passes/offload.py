@@ -27,7 +27,7 @@ from .rank_offload import RankOffload, RankPlan, postponed
 __all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
 
 SLOWDOWN_ALLOWED = 1.03
-"""What the makespan may grow by before less is offloaded."""
+"""The makespan may grow by this factor before less is offloaded."""
 
 _ROUNDING_ERROR = 1e-9  # Activations: so little above 3 counts as 3.
 _NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
@@ -38,7 +38,7 @@ _LITTLE = 1e-6  # Of the longest time.
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What an offload pass has done.
+    """The result of offloading from a schedule.
 
     Attributes:
         wanted: How many activations of each rank were to be offloaded in a step.
@@ -89,7 +89,7 @@ def offload_activations(
     hidden keep it.
 
     Args:
-        schedule: What to offload from; lower it afterwards.
+        schedule: The schedule; lower it afterwards.
         costs: Seconds and memory, ``offload`` and ``reload`` among them.
         amount: ``"none"``, ``"half"`` (of an odd number of stages the larger half, where that
             leaves a smaller peak) or ``"full"``, a share of each rank's activations from 0 to 1, or
@@ -245,7 +245,7 @@ class _Planner:
 
 
 def _told_apart(costs: Costs, num_stages: int) -> Costs:
-    """Return the same costs in a unit in which times differ by more than what counts as equal.
+    """Return the same costs in a unit in which no two times count as equal that are not.
 
     Compute takes a little, for copies go by time to their places in the order.
     """
@@ -279,7 +279,7 @@ def _reason(plans: list[RankPlan]) -> str:
 
 
 def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadReport:
-    """Say what was wanted before less was, so that the step would not take longer."""
+    """Count against the amount that was asked for, where less was planned to save time."""
     less = tuple(asked - tried for asked, tried in zip(wanted, report.wanted, strict=True))
     if not any(less):
         return report

@@ -1,8 +1,8 @@
 """Copies for an order that a memory limit is too small for, at the cost of time.
 
-As a machine pages memory: where there is no room, what is needed last goes to the host; it comes
-back before what needs it, earlier if there is room. The rank may wait for these copies; but where
-no plan hides them, it is one, and a solver can start from it.
+As a machine pages memory: where there is no room, the part that is needed last goes to the host; it
+comes back before the action that needs it, earlier if there is room. Ranks may wait for these
+copies; but where no plan hides them, a solver can start from this one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Paging:
                 yield action._replace(kind=copy)
 
     def _make_room(self, index: int, action: Action) -> None:
-        """Make room for an action, and for what it needs."""
+        """Make room for an action and its inputs."""
         place, size, row = action[1:], self._sizes[action.stage], KINDS[action.kind]
         # B keeps what W alone needs on the device.
         before = ACTIVATION if action.kind is Kind.B else row.needs
@@ -88,7 +88,7 @@ class _Paging:
         return sum(self._sizes[p[0]][parts] for p, parts in self._device.items() if p != but)
 
     def _evict(self, but: _Place, now: int) -> None:
-        """Copy to the host what is needed last."""
+        """Copy the part that is needed last to the host."""
         held = (place for place, parts in self._device.items() if place != but and parts)
         place = max(held, key=self._next_use)
         is_before_b = now <= self._index[Action(Kind.B, *place)]

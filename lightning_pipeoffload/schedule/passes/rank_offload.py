@@ -57,7 +57,7 @@ _Route = tuple[_Leg, ...]
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What a stage keeps of a microbatch.
+    """The activation of a stage and microbatch.
 
     Attributes:
         stage: The stage.
@@ -71,7 +71,7 @@ class _Kept:
 
 
 def _kept_values(events: list[Event], costs: Costs, num_stages: int) -> Iterator[_Kept]:
-    """Yield what a rank keeps, in the order in which B or BW comes to it."""
+    """Yield the activations of a rank, in the order of their B or BW."""
     sizes = part_sizes(costs, num_stages)
     there = costs.per_stage("offload", num_stages)
     back = costs.per_stage("reload", num_stages)
@@ -172,7 +172,7 @@ _WHOLE = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 _PARTS = _WHOLE | {Kind.RELOAD_B, Kind.RELOAD_W}
 
 _FREED_BY = {copy: kind for kind in COPIES for copy in KINDS[kind].follows if not KINDS[kind].lane}
-"""What frees on the device what a copy has brought to the host."""
+"""For each copy to the host, the kind that frees its original on the device."""
 
 
 class RankOffload:
@@ -184,7 +184,7 @@ class RankOffload:
 
     Args:
         rank: The rank.
-        events: When the rank computes what.
+        events: The rank's compute actions in time.
         costs: The costs of the stages.
         num_stages: The number of stages of all ranks.
     """
@@ -349,7 +349,7 @@ class RankOffload:
         return bisect_right(self._ends, copy.start + TOLERANCE)
 
     def _place_of_end(self, copy: _Copy) -> int:
-        """Return before which action the device is rid of what was copied."""
+        """Return before which action the copied memory is free on the device."""
         return bisect_left(self._starts, copy.end + self._slack - TOLERANCE)
 
     def _merged(self, copies: Iterable[_Copy]) -> list[Action]:

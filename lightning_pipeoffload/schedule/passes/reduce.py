@@ -1,4 +1,4 @@
-"""REDUCE behind the last W of each stage, and what may run parameter by parameter before it.
+"""REDUCE behind the last W of each stage, and the W's before it that may run by parameter.
 
 Where several W's of a stage stand right before its REDUCE, they need not run microbatch by
 microbatch. Taken together parameter by parameter, each completes a share of the gradients, which
@@ -55,7 +55,7 @@ def _with_reductions(actions: Sequence[Action]) -> Iterator[Action]:
 
 
 class Tail(NamedTuple):
-    """A REDUCE, and what may run parameter by parameter before it.
+    """A REDUCE, and the W's before it that may run parameter by parameter.
 
     Attributes:
         weights: The W's of its stage that stand right before it, in order; none behind a BW.

@@ -36,7 +36,7 @@ def split_fused_backward(schedule: Schedule) -> Schedule:
 
 
 def split_every_backward(schedule: Schedule) -> Schedule:
-    """Split every BW, so that what B and what W needs can be copied at times of their own."""
+    """Split every BW, so that the inputs of B and of W can be copied at times of their own."""
     return _split(schedule, lambda action: True)
 
 
@@ -51,7 +51,7 @@ def _split(schedule: Schedule, is_wanted: Callable[[Action], bool]) -> Schedule:
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Put a SEND right after what is sent, and a RECV right before what needs it.
+    """Put a SEND right after the action whose result it sends, and a RECV right before its user.
 
     Only between stages of different ranks. A directed edge between two ranks is a queue: where the
     sender sends another message before the one that is needed, the RECV of that one comes first. It
@@ -88,9 +88,9 @@ def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
-    """Let every rank finish a microbatch before it begins the next one, without copies.
+    """Return an order in which ranks finish each microbatch before the next one, without copies.
 
-    No order needs less memory, and none is slower: for steps that measure what others would take.
+    No order needs less memory, and none is slower: for steps that measure memory.
     """
     ranks = (
         sorted((a for a in rank if a.kind in COMPUTE), key=_by_microbatch) for rank in schedule

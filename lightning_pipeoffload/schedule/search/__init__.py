@@ -1,1 +1,1 @@
-"""What searches for an order of actions, and what they search with."""
+"""Searches for an order of actions."""

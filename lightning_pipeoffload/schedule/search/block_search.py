@@ -30,13 +30,13 @@ FEWEST = 3
 
 
 class SearchSetting(NamedTuple):
-    """Where a schedule is to run, and what it may use.
+    """The pipeline of a search, and its memory.
 
     Attributes:
         placement: The rank of every stage of the pipeline.
         costs: Seconds of the stages.
         memory: The most memory of a rank, in activations.
-        residue: What is alive from the end of B to the end of W, in activations.
+        residue: Memory from the end of B to the end of W, in activations.
         is_fused: Whether B and W are one action, BW.
     """
 
@@ -74,9 +74,8 @@ def best_schedule(
     squeezes does.
 
     Args:
-        blocks: What to try, the most promising first; none may need more than the memory.
+        blocks: The blocks to try, the most promising first; none may need more than the memory.
         setting: Where the schedule is to run.
-        num_microbatches: Microbatches of one step.
     """
     few = min(num_microbatches, len(setting.placement) + 4)
     operations = Operations(setting.placement, setting.costs, setting.is_fused)

@@ -35,12 +35,7 @@ class BuildingBlock:
     interval: int
 
     def repeat(self, placement: Sequence[int], num_microbatches: int) -> Order:
-        """Return the order of each rank's F and B when every microbatch follows the block.
-
-        Args:
-            placement: The rank of every stage.
-            num_microbatches: How often to repeat the block.
-        """
+        """Return the order of each rank's F and B when every microbatch follows the block."""
         timed: list[list[tuple[int, int, int]]] = [[] for _ in range(1 + max(placement))]
         for step, (slot, rank) in enumerate(
             zip(self.slots, (*placement, *reversed(placement)), strict=True)
@@ -52,11 +47,7 @@ class BuildingBlock:
         return [[(step, microbatch) for _, step, microbatch in sorted(rank)] for rank in timed]
 
     def peak(self, placement: Sequence[int]) -> int:
-        """Return the most activations on any rank, were W always the slot after B.
-
-        Args:
-            placement: The rank of every stage.
-        """
+        """Return the most activations on any rank, were W always the slot after B."""
         lives: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(placement))]
         for stage, rank in enumerate(placement):
             lives[rank].append((self.slots[stage], self.slots[-1 - stage] + 1))

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class ListScheduler:
-    """Runs F, B and W of all ranks; what has an earlier key, by default a time, comes first.
+    """Runs F, B and W of all ranks; the rank with the lowest key, by default a time, comes first.
 
     A stage takes its microbatches in order.
 
@@ -42,7 +42,7 @@ class ListScheduler:
         clock: When every rank has ended what it runs.
         memory: Memory of every rank.
         idle: Seconds that every rank has waited since it first started something.
-        done: What every rank has run.
+        done: The passes that every rank has run.
         longest: The least that the longest span of a rank comes to.
     """
 
@@ -106,17 +106,17 @@ class ListScheduler:
         return end
 
     def arrived(self, rank: int, arrival: float) -> None:
-        """Let a rank have its turn when something arrives; while it computes it has one anyway."""
+        """Give a rank a turn when something arrives; a busy one has a turn when it is free."""
         if arrival >= self.clock[rank]:
             heappush(self._agenda, (arrival, rank))
 
     def again(self, rank: int) -> None:
-        """Let a rank have its turn when it has ended what it runs."""
+        """Give a rank a turn when it is free."""
         heappush(self._agenda, (self.clock[rank], rank))
 
 
 class Wanted(NamedTuple):
-    """What a rank runs next.
+    """The next operation of a rank.
 
     Attributes:
         operation: An F or B of the rank; -1: W.
@@ -176,7 +176,7 @@ class Filler(ListScheduler):
         return self._seconds[self.pending[rank][0][0]] <= seconds
 
     def span(self, rank: int) -> float:
-        """Return what a rank has idled and all of its work: the least that its span can come to."""
+        """Return a rank's idle time so far plus all of its work: its least possible span."""
         return self.idle[rank] + self.problem.work[rank]
 
     def filled(self) -> Filled:
@@ -239,7 +239,6 @@ def fill_gaps(
     Takes time proportional to the number of actions: about 10 microseconds each.
 
     Args:
-        problem: The pipeline.
         rule: Which F or B is next on each rank; used up by the run.
         patience: How many seconds, in all, a rank waits through gaps that are too short for W; more
             as long as another rank's span stays the longest. None: it never waits, but runs W, and
@@ -309,7 +308,6 @@ def fill_rounds(
     Takes time proportional to the number of actions.
 
     Args:
-        problem: The pipeline.
         rule: The order, in which no B may overtake; used up by the run.
         is_patient_before_b: Whether a rank waits for B through every gap that is too short for W.
         shorter_than: The run is given up when the longest span reaches this many seconds.
@@ -335,7 +333,6 @@ class Search:
         """Start without a candidate.
 
         Args:
-            problem: The pipeline.
             num_actions: How many actions all candidates after the first complete one may place.
         """
         self.best: Order | None = None

@@ -1,4 +1,4 @@
-"""Which F or B a rank runs next: as written down beforehand, or by a limit on what is in flight."""
+"""Which F or B a rank runs next: by a fixed order, or by a limit on the microbatches in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class FixedOrder:
     Where that is allowed, and the rank would wait for long, B of another of its stages overtakes.
 
     Args:
-        problem: The pipeline.
         ranks: Every F and B of each rank; the k-th of an operation is microbatch k.
         overtaking: Whether B may overtake.
     """
@@ -72,7 +71,6 @@ class InFlight:
     later stages, so that ranks never wait for each other's memory.
 
     Args:
-        problem: The pipeline.
         depths: The most F without B of every rank, at least its number of stages.
         punctuality: Seconds that a rank may have waited, in all, rather than start an F that makes
             the next B late.

@@ -1,4 +1,4 @@
-"""What a search for a schedule starts from: stages with their costs, ranks with a memory limit.
+"""The problem of a search for a schedule: stages with their costs, ranks with a memory limit.
 
 A search works on integers. F and B of the stages are operations in the order of a microbatch's way
 through the pipeline, so that each waits for the one before it; W follows in the order of B. Three
@@ -33,7 +33,7 @@ Order = list[list[Pass]]
 
 
 class Operations:
-    """The operations of a pipeline, and what they take.
+    """The operations of a pipeline, and their seconds.
 
     Attributes:
         num_stages: Stages on all ranks together.
@@ -88,7 +88,6 @@ class Problem:
 
     Attributes:
         placement: The rank of every stage, in model order.
-        num_microbatches: Microbatches of one step.
         costs: Seconds and memory of the stages.
         memory_limit: The most memory of a rank, in the unit of the costs.
     """

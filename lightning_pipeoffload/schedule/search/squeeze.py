@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 
 
 class Policy(NamedTuple):
-    """What a rank does when there is a choice.
+    """The choices of a rank.
 
     Attributes:
         forwards_overtake: Whether F may overtake the order after the warm-up too, which ends with
@@ -73,7 +73,7 @@ def squeeze(
         operations: Their seconds.
         memory: The most memory of a rank, in activations; at least what is in flight in ``order``.
         residue: Memory from the end of B to the end of W, in activations; at most 1.
-        policy: What a rank does when there is a choice.
+        policy: The choices of a rank.
     """
     squeezed = _Squeeze(order, operations, memory, residue, policy)
     squeezed.run()
@@ -81,7 +81,7 @@ def squeeze(
 
 
 class _Rank:
-    """What is left of the order of a rank, and what is in flight on it."""
+    """The rest of a rank's order, and its activations in flight."""
 
     def __init__(self, order: list[Pass], num_stages: int) -> None:
         self.order = order

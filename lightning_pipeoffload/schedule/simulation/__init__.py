@@ -1,1 +1,1 @@
-"""What a plan costs before it runs: seconds of every lane, bytes of every rank."""
+"""Simulation of a plan before it runs: seconds of every lane, memory of every rank."""

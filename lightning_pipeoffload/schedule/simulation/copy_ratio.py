@@ -86,7 +86,7 @@ def copy_ratios(costs: Costs, num_stages: int) -> tuple[float, ...]:
 def free_share(costs: Costs, num_stages: int) -> float:
     """Return which share of its activations every rank can copy while it computes: 1 for all.
 
-    By the time of the copies alone; what is copied must also be away for long enough.
+    By the time of the copies alone; an activation must also be away for long enough.
     """
     stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
     return min(1 / max(1.0, _ratio(_busy(costs, *copies), compute)) for copies, compute in stages)

@@ -41,7 +41,7 @@ PartSizes = list[float]
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Return the largest sum of live activations and residues on each rank's device.
 
-    What an action adds in all counts at its start, what it takes away at its end. Only the order of
+    An action's change counts at its start if it is positive, else at its end. So only the order of
     a rank's actions matters, not when they run.
     """
     sizes = part_sizes(costs, schedule.num_stages)
@@ -49,7 +49,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def peak_host_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the largest sum of what each rank has on the host."""
+    """Return the largest memory of each rank on the host."""
     if not schedule.has_copies:
         return (0.0,) * schedule.num_ranks
     sizes = part_sizes(costs, schedule.num_stages)
@@ -60,7 +60,7 @@ def part_sizes(costs: Costs, num_stages: int) -> list[PartSizes]:
     """Return the memory of every set of parts, for every stage.
 
     Raises:
-        ScheduleError: What W needs is more than the activation or the residue that it is part of.
+        ScheduleError: ``weight_input`` exceeds the activation or residue that it is part of.
     """
     names = ("activation", "weight_input", "weight_residue")
     stages = zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
@@ -87,11 +87,11 @@ def memory_changes(
     sizes: list[PartSizes],
     effects: Mapping[Kind, MemoryEffect],
 ) -> Iterator[float]:
-    """Yield what each action of a rank adds to its memory, negative for what it takes away.
+    """Yield the change of a rank's memory by each of its actions.
 
     Args:
         actions: The actions of one rank, in order.
-        sizes: What ``part_sizes`` gave.
+        sizes: The result of ``part_sizes``.
         effects: ``MEMORY_EFFECTS`` or ``HOST_EFFECTS``.
     """
     masks = {kind: (int(puts), ~int(drops)) for kind, (puts, drops) in effects.items()}
@@ -118,17 +118,17 @@ Curve = list[tuple[float, float]]
 def memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
     """Return for each rank the times at which its memory changes, and the memory from then on.
 
-    What an action adds in all counts at its start, what it takes away at its end.
+    An action's change counts at its start if it is positive, else at its end.
 
     Args:
-        timeline: What ``simulate`` gave for these costs.
+        timeline: The timeline by ``simulate`` for these costs.
         costs: Memory of an activation and of a weight residue.
     """
     return _curves(timeline, costs, MEMORY_EFFECTS)
 
 
 def host_memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
-    """Return the same for what each rank has on the host, from the start of the copy there on."""
+    """Return the same for the host, where memory is taken from the start of a copy on."""
     return _curves(timeline, costs, HOST_EFFECTS)
 
 
@@ -156,7 +156,7 @@ def _changes_of_rank(
 
 
 def _summed(changes: Curve) -> Curve:
-    """Add up the changes; of those at one time only the sum and what is highest are kept."""
+    """Add up the changes; of those at one time the curve has the highest sum and the last."""
     curve = [(0.0, 0.0)]
     for time, change in changes:
         memory = curve[-1][1] + change
@@ -173,7 +173,6 @@ def peak_message_memory(plan: Schedule, size: Callable[[Action], float]) -> tupl
     posted receive until the action that needs it.
 
     Args:
-        plan: A lowered plan.
         size: Returns the memory of the message of a SEND.
     """
     return tuple(

@@ -64,7 +64,7 @@ def _timeline(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Time
 
 
 class _Beside(NamedTuple):
-    """What an action has to do with the lanes beside compute.
+    """The waits and the lane of an action that involves lanes beside compute.
 
     Attributes:
         waits: The places in the replay of the copies that it waits for, and the seconds at the end
@@ -126,19 +126,19 @@ class Simulation:
         taken: Mapping[Kind, Sequence[float]],
         copies: tuple[Mapping[Action, float], Mapping[Action, float]],
     ) -> list[_Beside | None]:
-        """Return for each action of the replay what it has to do with other lanes."""
+        """Return the waits and lanes of the actions of the replay; None for those without."""
         copy_seconds, for_w = copies
         place = {action: n for n, action in enumerate(self.actions)}
         weights = {tail.reduction: tail.weights for rank in self._schedule for tail in tails(rank)}
         found: list[_Beside | None] = []
-        for rank, action in zip(self._replay.ranks, self.actions, strict=True):
+        for n, (rank, action) in enumerate(zip(self._replay.ranks, self.actions, strict=True)):
             kind = action.kind
             row = KINDS[kind]
             started = (action._replace(kind=other) for other in _WAITS_FOR[kind])
             waits = tuple(
                 (place[copy], 0.0 if row.needs & Part.FOR_W else for_w.get(copy, 0.0))
                 for copy in started
-                if copy in place
+                if place.get(copy, n) < n
             )
             if kind in _BACKGROUND:
                 lane, link = self._lane_of(rank, row.lane)
@@ -289,7 +289,7 @@ def steady_period(schedule: Schedule, costs: Costs, has_barrier: bool) -> float:
         gained = [end - start for start, end in zip(*ends[-2:], strict=True)]
         if isclose(min(gained), max(gained), rel_tol=TOLERANCE):
             return max(gained)
-    # They take turns at being late: what counts is the mean.
+    # They take turns at being late, so the period is the mean.
     middle = ends[_MOST_STEPS // 2]
     return max(b - a for a, b in zip(middle, ends[-1], strict=True)) / (_MOST_STEPS // 2)
 

@@ -1,1 +1,1 @@
-"""A solver that decides order and copies together, and what it starts from."""
+"""A solver that decides order and copies together."""

@@ -1,4 +1,4 @@
-"""OptPipe: a solver decides the order of F, B and W together with what is offloaded, and when.
+"""OptPipe: a solver decides the order of F, B and W together with the copies to the host.
 
 Source of the idea: Li et al., "OptPipe", arXiv 2510.05186. Here the solver is OR-tools' CP-SAT. It
 starts from the best plan that the families of schedules have, and so never gives a slower one.
@@ -34,7 +34,6 @@ __all__ = [
     "Improvement",
     "SolvedPlans",
     "best_of_families",
-    "best_start",
     "check_solver",
     "check_solver_seconds",
     "optpipe",
@@ -50,19 +49,15 @@ _MOST_STEPS = 8  # orders between two families that are tried
 def best_of_families(problem: PlanProblem) -> Schedule:
     """Return the fastest plan that ``auto`` would find within a limit, with W apart from B.
 
-    Of equal ones it is that which keeps least.
-
-    Args:
-        problem: What it is sought for.
+    Of equal ones it is that which needs least memory.
 
     Raises:
         ScheduleError: No family has a plan within the limit.
     """
     asked = options([problem.num_microbatches], num_chunks=problem.num_chunks)
-    wanted = [o for o in asked if o.placement(problem.num_ranks) == problem.placement]
     request = PlanRequest(
         problem.num_ranks,
-        wanted,
+        [o for o in asked if o.placement(problem.num_ranks) == problem.placement],
         lambda option: problem.costs,
         problem.memory_limit,
         has_barrier=lambda option: problem.has_barrier,
@@ -81,45 +76,35 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     return min(fast, key=lambda plan: max(peak_memory(plan, problem.costs)))
 
 
-def best_start(problem: PlanProblem, known: Schedule) -> Schedule:
-    """Return the fastest of a plan and those between families, which take longer to try.
-
-    Args:
-        problem: What it is sought for.
-        known: A plan that keeps the limit.
-    """
+def _best_between_families(problem: PlanProblem, known: Schedule) -> Schedule:
+    """Return the fastest of a plan and those between families, which take longer to try."""
     if problem.num_chunks > 1 or problem.memory_limit is None:
         return known
     steps = range(0, problem.num_ranks, max(1, problem.num_ranks // _MOST_STEPS))
-    sizes = problem.num_ranks, problem.num_microbatches
-    between = (late_weight_gradients(*sizes, *late) for late in product((1, 2), steps))
-    plans = (_within(problem, order) for order in between)
-    return min((known, *filter(None, plans)), key=problem.seconds)
-
-
-def _within(problem: PlanProblem, order: Schedule) -> Schedule | None:
-    if problem.keeps(order):
-        return order
-    try:
-        return offload_activations(order, problem.costs, "auto", problem.memory_limit)[0]
-    except ScheduleError:
-        return None
-
-
-_ENOUGH = 1 + 1e-6  # times what no plan is faster than
+    plans = [known]
+    for depth, sooner in product((1, 2), steps):
+        sizes = problem.num_ranks, problem.num_microbatches
+        plan = late_weight_gradients(*sizes, depth=depth, sooner=sooner)
+        if not problem.keeps(plan):
+            try:
+                plan, _ = offload_activations(plan, problem.costs, "auto", problem.memory_limit)
+            except ScheduleError:
+                continue
+        plans.append(plan)
+    return min(plans, key=problem.seconds)
 
 
 class Improvement:
     """The best plan so far of a problem.
 
     Args:
-        problem: What the plan is for.
+        problem: The problem.
         start: A plan that keeps the limit, with B and W apart.
         on_better: Called with every plan that is better than all before.
 
     Attributes:
         plan: The best plan.
-        seconds: How long it takes.
+        seconds: Its seconds.
         is_final: Whether none is shorter, as far as times are told apart.
     """
 
@@ -131,17 +116,13 @@ class Improvement:
     ) -> None:
         self._problem, self._on_better = problem, on_better
         self.plan, self.seconds = start, problem.seconds(start)
-        self._enough = problem.lower_bound * _ENOUGH
+        self._enough = problem.lower_bound * _ABOUT_EQUAL
         self.is_final = self.seconds <= self._enough
 
     def go_on(self, seconds: float) -> None:
-        """Look for better plans.
-
-        Args:
-            seconds: What it may take.
-        """
+        """Look for better plans, for some seconds at most."""
         deadline = monotonic() + seconds
-        self._consider(best_start(self._problem, self.plan))
+        self._consider(_best_between_families(self._problem, self.plan))
         if self.is_final or monotonic() >= deadline:
             return
         costs = self._problem.costs
@@ -162,16 +143,12 @@ class Improvement:
         return not self.is_final
 
     def _is_right(self, plan: Schedule) -> bool:
-        # The solver counts in whole numbers, and what they hide is seen here.
+        # The solver counts in whole numbers, so its plans are checked by the real costs.
         try:
             validate(plan)
         except ScheduleError:
             return False
         return self._problem.keeps(plan)
-
-
-# A plan that was sought for about as long is not sought again.
-_ABOUT_AS_LONG = 0.9
 
 
 def optpipe(
@@ -187,12 +164,10 @@ def optpipe(
     """The shortest plan that a solver finds in some time, copies among its actions (OptPipe).
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one step.
         num_chunks: Stages per rank; two go down the ranks and back up, more go round.
         costs: Seconds and memory of the stages; None: F, B, W and an activation are 1.
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
-        solver_seconds: What the solver may take; it ends sooner where nothing is left to gain.
+        solver_seconds: The most that the solver takes; it ends sooner where no plan is better.
         plan_cache: Folder of the plans that were found; None: one in the user's cache folder.
 
     Raises:
@@ -227,7 +202,7 @@ def optpipe_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def check_solver_seconds(seconds: Any) -> None:
-    """Check what the solver may take.
+    """Check the seconds that the solver may take.
 
     Raises:
         ScheduleError: It is no number of seconds.
@@ -237,13 +212,12 @@ def check_solver_seconds(seconds: Any) -> None:
         raise ScheduleError(f"solver_seconds ({seconds!r}) must be a number from 0 on, such as 60")
 
 
-class SolvedPlans:
-    """What a cache has of a problem.
+# A plan that was sought for about as long is not sought again.
+_ABOUT_AS_LONG = 0.9
 
-    Args:
-        cache: The folder of plans.
-        problem: What a plan is sought for.
-    """
+
+class SolvedPlans:
+    """The plan of a problem that a cache has."""
 
     def __init__(self, cache: PlanCache, problem: PlanProblem) -> None:
         self._cache, self._problem = cache, problem
@@ -286,11 +260,6 @@ class SolvedPlans:
         return min((best, found.schedule), key=self._problem.seconds)
 
     def keep(self, improvement: Improvement, solver_seconds: float) -> None:
-        """Put what was found into the cache.
-
-        Args:
-            improvement: What was found.
-            solver_seconds: What it has taken.
-        """
+        """Store a plan with the seconds that it was sought for."""
         remarks = {"solver_seconds": solver_seconds, "is_final": improvement.is_final}
         self._cache.store(self._question, improvement.plan, remarks)

@@ -1,4 +1,4 @@
-"""What a solver is asked, and what no plan can be faster than."""
+"""A problem for the solver, and bounds that no plan is faster than."""
 
 from __future__ import annotations
 
@@ -18,38 +18,32 @@ __all__ = ["PlanProblem", "earliest_end", "earliest_starts", "most_work"]
 
 
 _Seconds = Mapping[Kind, Sequence[float]]
+"""Seconds of F, B and W of every stage."""
 
 
 def earliest_starts(seconds: _Seconds, hops: Sequence[float]) -> dict[Kind, list[float]]:
     """Return when each stage can start its first F, B and W at the earliest.
 
     Args:
-        seconds: What F, B and W of every stage take.
-        hops: What the message after each stage takes.
+        seconds: Seconds of F, B and W of every stage.
+        hops: Seconds of the message after each stage.
     """
     forward = [0.0]
     for second, hop in zip(seconds[Kind.F], hops, strict=True):
         forward.append(forward[-1] + second + hop)
     last = len(hops) - 1
-    backward = {last: forward[last] + seconds[Kind.F][last]}
+    backward = [forward[last] + seconds[Kind.F][last]]
     for stage in range(last - 1, -1, -1):
-        backward[stage] = backward[stage + 1] + seconds[Kind.B][stage + 1] + hops[stage]
-    backwards = [backward[stage] for stage in range(len(hops))]
-    weights = [start + b for start, b in zip(backwards, seconds[Kind.B], strict=True)]
-    return {Kind.F: forward[:-1], Kind.B: backwards, Kind.W: weights}
+        backward.append(backward[-1] + seconds[Kind.B][stage + 1] + hops[stage])
+    backward.reverse()
+    weights = [start + b for start, b in zip(backward, seconds[Kind.B], strict=True)]
+    return {Kind.F: forward[:-1], Kind.B: backward, Kind.W: weights}
 
 
 def earliest_end(
     seconds: _Seconds, hops: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
-    """Return when a step can end at the earliest: when every rank has begun, and done its work.
-
-    Args:
-        seconds: What F, B and W of every stage take.
-        hops: What the message after each stage takes.
-        placement: The rank of every stage.
-        num_microbatches: Microbatches of one step.
-    """
+    """Return when a step can end at the earliest: when every rank has begun, and done its work."""
     first = earliest_starts(seconds, hops)[Kind.F]
 
     def end(rank: int) -> float:
@@ -60,13 +54,7 @@ def earliest_end(
 
 
 def most_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: int) -> float:
-    """Return what a step's work takes on the rank that has most of it.
-
-    Args:
-        seconds: What F, B and W of every stage take.
-        placement: The rank of every stage.
-        num_microbatches: Microbatches of one step.
-    """
+    """Return the seconds of a step's work on the rank that has most of it."""
     ranks = range(max(placement) + 1)
     return num_microbatches * max(_work(seconds, placement, rank) for rank in ranks)
 
@@ -78,15 +66,15 @@ def _work(seconds: _Seconds, placement: tuple[int, ...], rank: int) -> float:
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What a plan is sought for.
+    """A pipeline whose fastest plan is sought.
 
     Attributes:
         num_microbatches: Microbatches of one step.
         placement: The rank of every stage.
         costs: The costs of the stages.
         memory_limit: The most memory of a rank; None: any.
-        has_barrier: Whether no rank begins a step before all have ended the one before. Where they
-            do not wait, what counts is the time from one step to the next.
+        has_barrier: Whether no rank begins a step before all have ended the one before. If not,
+            the time from one step to the next is what counts.
     """
 
     num_microbatches: int
@@ -119,7 +107,7 @@ class PlanProblem:
         return earliest_end(seconds, hops, self.placement, self.num_microbatches)
 
     def seconds(self, plan: Schedule) -> float:
-        """Return how long a plan takes, from one step to the next."""
+        """Return the seconds from one step to the next."""
         if not self.has_barrier:
             return steady_period(plan, self.costs, has_barrier=False)
         return simulate(plan, self.costs).makespan

@@ -1,7 +1,7 @@
-"""A solver in a process of its own, which whoever started it asks by standard input.
+"""A solver in a process of its own, which reads one request from standard input.
 
-It gets one line with the problem, answers with a line for each plan that is better than all before,
-and ends when it is done, when its input ends, or when whoever started it has.
+It writes a line for each plan that is better than all before, and exits when it is done, when its
+input ends, or when its parent process has exited.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ package = sys.modules["alone"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 importlib.import_module("alone.solver.serve").main()
 """
-"""What such a process runs, with the folder of the schedule package as its argument."""
+"""The program of such a process; its argument is the folder of the schedule package."""
 
 _LOWEST_PRIORITY = 19
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def request(problem: PlanProblem, start: Schedule, seconds: float, folder: str | None) -> str:
-    """Return the line that asks for plans.
+    """Return the line that asks for plans that are better than one, for some seconds.
 
     Args:
-        problem: What they are for.
+        problem: The problem.
         start: The plan that there is.
-        seconds: What the solver may take.
+        seconds: The most that the solver takes.
         folder: The folder of plans that were found; None: the user's.
     """
     costs = {field.name: getattr(problem.costs, field.name) for field in fields(Costs)}
@@ -62,12 +62,7 @@ def request(problem: PlanProblem, start: Schedule, seconds: float, folder: str |
 
 
 def answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
-    """Look for plans.
-
-    Args:
-        asked: The request.
-        tell: Called with every plan that is better than all before.
-    """
+    """Look for plans; ``tell`` is called with every plan that is better than all before."""
     problem = PlanProblem(
         asked["num_microbatches"],
         tuple(asked["placement"]),
@@ -115,7 +110,7 @@ def _end_with_input() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End where another process has inherited the other end of the input, and keeps it open."""
+    """Exit although another process has inherited the other end of the input and keeps it open."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     os._exit(0)

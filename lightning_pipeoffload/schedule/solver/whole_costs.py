@@ -26,7 +26,6 @@ class WholeCosts:
     """What the stages of a placement cost, in ticks and grains.
 
     Attributes:
-        placement: The rank of every stage.
         seconds: The ticks of F, B and W of every stage.
         hops: The ticks from each stage to the next one.
         offload: The ticks of each stage's copies to the host, by the parts that are copied.

@@ -3,7 +3,6 @@
 import pytest
 
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
     Costs,
     Kind,
     ScheduleError,
@@ -16,9 +15,9 @@ from lightning_pipeoffload.schedule import (
     tails,
     validate,
 )
-from tests.support.plans import plan
+from tests.support.plans import SHAPES, plan
 
-PLANS = [lower(build(name, p, 8)) for name in SCHEDULES for p in (1, 2, 4)]
+PLANS = [lower(build("1f1b", 1, 8)), *(lower(build(name, 4, 8)) for name in SHAPES)]
 
 
 @pytest.mark.parametrize("lowered", PLANS, ids=repr)

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
     Costs,
     ScheduleError,
     add_reductions,
@@ -13,7 +12,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     tails,
 )
-from tests.support.plans import plan
+from tests.support.plans import SHAPES, plan
 
 UNIT = Costs.unit()
 UNEQUAL = Costs(3, 4, 2, communication=0.5, activation=10, weight_residue=7)
@@ -56,7 +55,7 @@ def test_every_stage_has_its_own_costs():
     assert times(timeline)["0B0"] == (8, 11)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_spelling_the_transfers_out_changes_nothing(name):
     schedule = build(name, 4, 8)
     assert simulate(add_transfers(schedule), UNEQUAL) == simulate(schedule, UNEQUAL)
@@ -233,7 +232,7 @@ def test_one_that_stands_further_behind_starts_when_its_rank_comes_to_it():
     assert reduced("0F0 1F0 1B0 0B0 1W0 0W0 1REDUCE0 0REDUCE0", 1) == {1: (6, 7), 0: (7, 8)}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_nothing_waits_for_a_reduction(name):
     lowered, costs = lower(build(name, 4, 8)), replace(UNEQUAL, reduce=100)
     without, timeline = simulate(lowered, costs), simulate(add_reductions(lowered), costs)
