@@ -46,8 +46,8 @@ class Replay:
         starts: Sequence[float],
         beside: Iterable[Any] | None = None,
         reach: Callable[[Any, int, float, list[float]], float] | None = None,
-    ) -> tuple[list[float], list[float]]:
-        """Return when each action starts, and when it ends.
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return when each action starts, when it ends, and when each rank has ended its last.
 
         Args:
             seconds: Seconds of each action on its rank's compute lane.
@@ -73,7 +73,7 @@ class Replay:
             begins.append(start)
             end = clocks[rank] = start + taken
             ends.append(end)
-        return begins, ends
+        return begins, ends, clocks
 
 
 def replay_numbers(
@@ -93,6 +93,8 @@ def replay_numbers(
     """
     found = Replay(places=[0] * len(ranks))
     blocked = found.blocked
+    add_rank, add_operation = found.ranks.append, found.operations.append
+    add_awaited, count = found.awaited.append, 0
     where: dict[int, int] = {}
     runnable = deque(range(len(ranks)))
     while runnable:
@@ -108,11 +110,12 @@ def replay_numbers(
                     blocked.setdefault(action + wait, []).append(rank)
                     break
             result = action + results[operation]
-            where[result] = len(found.ranks)
-            found.ranks.append(rank)
-            found.operations.append(operation)
-            found.awaited.append(awaited)
-            if result in blocked:
+            where[result] = count
+            count += 1
+            add_rank(rank)
+            add_operation(operation)
+            add_awaited(awaited)
+            if blocked and result in blocked:
                 runnable.extend(blocked.pop(result))
             place += 1
         found.places[rank] = place

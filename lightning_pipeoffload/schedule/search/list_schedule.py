@@ -83,8 +83,9 @@ class ListScheduler:
 
     def start(self, rank: int, operation: int, time: float) -> None:
         """Run an F or B."""
-        microbatch = self.num_started[operation]
-        self.num_started[operation] += 1
+        num_started = self.num_started
+        microbatch = num_started[operation]
+        num_started[operation] = microbatch + 1
         end = self._run(rank, (operation, microbatch), time)
         if operation >= self._num_stages and not self.operations.is_fused:
             self.pending[rank].append((operation + self._num_stages, microbatch))
@@ -98,11 +99,12 @@ class ListScheduler:
         self._run(rank, self.pending[rank].popleft(), time)
 
     def _run(self, rank: int, started: Pass, time: float) -> float:
-        if self.done[rank]:
+        done, operation = self.done[rank], started[0]
+        if done:
             self.idle[rank] += time - self.clock[rank]
-        self.done[rank].append(started)
-        self.memory[rank] += self._growth[started[0]]
-        end = self.clock[rank] = time + self._seconds[started[0]]
+        done.append(started)
+        self.memory[rank] += self._growth[operation]
+        end = self.clock[rank] = time + self._seconds[operation]
         return end
 
     def arrived(self, rank: int, arrival: float) -> None:

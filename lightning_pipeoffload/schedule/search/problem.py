@@ -61,16 +61,12 @@ class Operations:
         delays = [0.0, *self.hops[:num_waiting], *[0.0] * self.num_stages]
         ranks = [[operation * count + m for operation, m in rank] for rank in order]
         found = replay_numbers(ranks, waits, [0] * len(waits), count)
-        begins, ends = found.time(
+        begins, _, last = found.time(
             [self.seconds[n] for n in found.operations],
             [delays[n] for n in found.operations],
             [0.0] * len(order),
         )
-        first, last = [-1.0] * len(order), [0.0] * len(order)
-        for rank, begin, end in zip(found.ranks, begins, ends, strict=True):
-            if first[rank] < 0:
-                first[rank] = begin
-            last[rank] = end
+        first = (begins[found.ranks.index(rank)] for rank in range(len(order)))
         return max(end - begin for begin, end in zip(first, last, strict=True))
 
     def as_schedule(self, order: Order) -> Schedule:

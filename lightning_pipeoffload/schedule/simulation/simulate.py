@@ -186,8 +186,9 @@ class Simulation:
             return start
 
         order = self._replay
-        begins, ends = order.time(self._seconds, self._delays, starts, self._beside, reach)
-        return self._events(begins, ends, spans), self._ends(starts, ends, free)
+        begins, ends, last = order.time(self._seconds, self._delays, starts, self._beside, reach)
+        last = [max(end, free.get((rank, REDUCE_LANE), end)) for rank, end in enumerate(last)]
+        return self._events(begins, ends, spans), last
 
     def _events(
         self, begins: list[float], ends: list[float], spans: dict[int, Interval]
@@ -199,14 +200,6 @@ class Simulation:
                 yield Event(rank, COMPUTE_LANE, action, begin, end)
             if place in spans:
                 yield Event(rank, KINDS[kind].lane, action, *spans[place])
-
-    def _ends(
-        self, starts: Sequence[float], ends: list[float], free: Mapping[Hashable, float]
-    ) -> list[float]:
-        last = [*starts]
-        for rank, end in zip(self._replay.ranks, ends, strict=True):
-            last[rank] = end
-        return [max(end, free.get((rank, REDUCE_LANE), end)) for rank, end in enumerate(last)]
 
 
 def _shares(beside: _Beside, ends: list[float], free: float) -> Interval:
