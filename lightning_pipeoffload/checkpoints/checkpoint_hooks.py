@@ -30,6 +30,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     read_states,
 )
 from lightning_pipeoffload.processes.processes import PipelineProcesses
+from lightning_pipeoffload.runtime.shapes.quantized_weight import load_quantization, quantization_in
 
 _SEED = "pipeoffload_seed"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
@@ -81,10 +82,16 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        quantization = quantization_in(module, state)
         if self._split is not None:
-            self._split.load_module(checkpoint["state_dict"], strict)
+            self._split.load_module(state, strict)
         else:
-            super().load_model_state_dict(checkpoint, strict)
+            beside = {key for entries in quantization.values() for key in entries}
+            plain = {key: value for key, value in state.items() if key not in beside}
+            super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
+        load_quantization(module, quantization)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord, WeightWrite
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.quantized_weight import carry_quantization
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
@@ -50,6 +51,7 @@ class StrippedModule:
                 continue
             trains = slot.tensor.requires_grad
             stand_in = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
+            carry_quantization(stand_in, slot)
             slot.put(stand_in)
             if slot.kind == "_parameters":
                 stand_in.is_weight = True  # type: ignore[attr-defined]

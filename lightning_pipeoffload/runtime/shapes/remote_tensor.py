@@ -12,6 +12,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
+from lightning_pipeoffload.runtime.shapes.quantized_weight import carry_quantization
 from lightning_pipeoffload.runtime.shapes.remote_gradient import (
     GRADIENT_OF,
     KnownSize,
@@ -68,6 +69,7 @@ class RemoteTensor(ShapeOnly):
         made = cls(meta, device, frozenset((origin,)), slot.tensor.requires_grad)
         # Private: isinstance(_, nn.Parameter) reads it.
         made._is_param = slot.kind == "_parameters"
+        carry_quantization(made, slot)
         return made
 
     @override
