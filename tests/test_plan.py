@@ -6,26 +6,20 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from lightning_pipeoffload.cli import configuration
 from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
     Costs,
     ScheduleError,
     add_reductions,
     build,
     simulate,
 )
+from tests.support.composed import composed
 
 CLIPS = "trainer.gradient_clip_val=1"
-
-
-def plan_config(*overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose("plan", overrides=list(overrides))
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def command(monkeypatch, capsys, tmp_path):
 
 
 def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
-    plan(plan_config("schedule=zb_h2", "format=json", "costs.communication=0.5"))
+    plan(composed("plan", "schedule=zb_h2", "format=json", "costs.communication=0.5"))
     timeline = simulate(build("zb_h2", 4, 8), Costs(1, 1, 1, communication=0.5))
     assert json.loads(capsys.readouterr().out) == {
         "schedule": "zb_h2",
@@ -74,7 +68,7 @@ COPIES = ("schedule=uniform", "costs.offload=1.05", "costs.reload=1.05")
 
 @pytest.mark.parametrize("amount", ["offload=full", "strategy.offload=1.0"])
 def test_offload_is_planned_and_reported(amount, capsys):
-    plan(plan_config(*COPIES, amount, "format=json"))
+    plan(composed("plan", *COPIES, amount, "format=json"))
     found = json.loads(capsys.readouterr().out)
     assert found["copy_ratio"] == pytest.approx(0.7)
     assert max(found["peak_memory"]) <= 4
@@ -83,20 +77,20 @@ def test_offload_is_planned_and_reported(amount, capsys):
 
 
 def test_text_says_what_k_allows(capsys):
-    plan(plan_config(*COPIES, "offload=half"))
+    plan(composed("plan", *COPIES, "offload=half"))
     printed = capsys.readouterr().out
     assert "k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n" in printed
 
 
 def test_offload_is_told_where_copies_take_no_time(capsys):
-    plan(plan_config("schedule=uniform", "offload=half"))
+    plan(composed("plan", "schedule=uniform", "offload=half"))
     printed = capsys.readouterr().out
     assert "k 0: copies that take no time; costs.offload and" in printed
     assert "rank 0: of 8 activations 8 leave" in printed
 
 
 def test_text_says_what_stays_and_why(capsys):
-    plan(plan_config("schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
+    plan(composed("plan", "schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
     printed = capsys.readouterr().out
     assert "k 2: copies of at most 50.0 % of the activations are hidden" in printed
     assert "stay: there is no time for more copies" in printed
@@ -107,7 +101,7 @@ def test_what_was_measured_is_told_in_seconds_and_mebibytes(capsys, tmp_path, wo
     path = tmp_path / "costs.json"
     seconds = dict.fromkeys(("forward", "backward_input", "backward_weight"), 0.012345678)
     path.write_text(json.dumps({"costs": {**seconds, "activation": 2.2e9}}))
-    plan(plan_config(words, f"costs_file={path}"))
+    plan(composed("plan", words, f"costs_file={path}"))
     printed = capsys.readouterr().out
     assert "MiB" in printed
     assert "e+" not in printed
@@ -117,9 +111,9 @@ def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
     path = tmp_path / "reduced.csv"
     add_reductions(build("zb_h1", 4, 8)).to_csv(path)
     for schedule in ("schedule=zb_h1", f"strategy.schedule={path}"):
-        plan(plan_config(schedule, "costs.reduce=5", "offload=none", "format=json"))
+        plan(composed("plan", schedule, "costs.reduce=5", "offload=none", "format=json"))
         assert json.loads(capsys.readouterr().out)["makespan"] == 27 + 5
-    plan(plan_config("schedule=zb_h1", "costs.reduce=[0,0,0,3]"))
+    plan(composed("plan", "schedule=zb_h1", "costs.reduce=[0,0,0,3]"))
     printed = capsys.readouterr().out
     assert "alone 27.75 units" in printed  # a quarter of it: the tail of rank 3 has four W's
     assert "\nreduce " in printed
@@ -129,13 +123,13 @@ LAYER = ("layer.hidden_size=4096", "layer.sequence_length=8192")
 
 
 def test_k_of_a_layer_comes_from_the_formula(capsys):
-    plan(plan_config(*LAYER, "costs.forward=[1,2,3,4]", "format=json"))
+    plan(composed("plan", *LAYER, "costs.forward=[1,2,3,4]", "format=json"))
     assert json.loads(capsys.readouterr().out)["copy_ratio"] == pytest.approx(1.49, abs=0.01)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_v", "po_h"])
 def test_text_has_a_table_and_a_drawing(name, capsys):
-    plan(plan_config(f"schedule={name}"))
+    plan(composed("plan", f"schedule={name}"))
     printed = capsys.readouterr().out
     assert "peak memory" in printed
     assert "a step every" in printed
@@ -143,7 +137,7 @@ def test_text_has_a_table_and_a_drawing(name, capsys):
 
 
 def test_costs_may_be_given_for_every_stage(capsys):
-    plan(plan_config("costs.forward=[1,2,3,4]", "costs.activation=[4,3,2,1]", "format=json"))
+    plan(composed("plan", "costs.forward=[1,2,3,4]", "costs.activation=[4,3,2,1]", "format=json"))
     assert json.loads(capsys.readouterr().out)["peak_memory"] == [16, 12, 8, 4]
 
 
@@ -179,7 +173,7 @@ def test_costs_may_be_given_for_every_stage(capsys):
 )
 def test_what_cannot_be_is_refused(override, message):
     with pytest.raises(ScheduleError, match=message):
-        plan(plan_config(override))
+        plan(composed("plan", override))
 
 
 @pytest.mark.parametrize(
@@ -193,32 +187,32 @@ def test_what_cannot_be_is_refused(override, message):
 )
 def test_what_cannot_be_is_refused_by_auto_too(override, message):
     with pytest.raises(ScheduleError, match=message):
-        plan(plan_config("schedule=auto", override))
+        plan(composed("plan", "schedule=auto", override))
 
 
 def test_a_schedule_that_offloads_is_not_offloaded_again():
     with pytest.raises(ScheduleError, match="po_h says itself what it offloads"):
-        plan(plan_config("schedule=po_h", "offload=half"))
+        plan(composed("plan", "schedule=po_h", "offload=half"))
 
 
 TIGHT = ("num_ranks=2", "memory_limit=1", "costs.offload=0.5", "costs.reload=0.5")
 
 
 def test_auto_takes_the_fastest_that_fits_and_says_what_it_has_tried(capsys):
-    plan(plan_config("schedule=auto", "format=json", *TIGHT))
+    plan(composed("plan", "schedule=auto", "format=json", *TIGHT))
     found = json.loads(capsys.readouterr().out)
     assert max(found["peak_memory"]) <= 1 < min(found["offloaded"])
     (taken,) = [c for c in found["candidates"] if c["fits"] and not c["reason"]]
     assert taken["schedule"] == found["schedule"]
     assert taken["makespan"] == pytest.approx(found["makespan"])
-    plan(plan_config("schedule=auto", "offload=none", "format=json", *TIGHT))
+    plan(composed("plan", "schedule=auto", "offload=none", "format=json", *TIGHT))
     without = json.loads(capsys.readouterr().out)
     assert without["makespan"] > found["makespan"]
     assert {c["offload"] for c in without["candidates"]} == {"none"}
 
 
 def test_auto_shows_a_table_of_what_fits(capsys):
-    plan(plan_config("schedule=auto", *TIGHT))
+    plan(composed("plan", "schedule=auto", *TIGHT))
     printed = capsys.readouterr().out
     assert "Plans that fit: " in printed
     assert " taken" in printed
@@ -236,7 +230,7 @@ def test_auto_says_what_the_least_is(command):
 def test_a_schedule_is_read_from_a_file(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     build("1f1b", 3, 6).to_csv(path)
-    plan(plan_config(f"strategy.schedule={path}", "format=json"))
+    plan(composed("plan", f"strategy.schedule={path}", "format=json"))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["schedule"], printed["num_ranks"], printed["makespan"]) == ("mine", 3, 24)
 
@@ -245,33 +239,33 @@ def test_a_schedule_from_a_file_keeps_the_memory_limit(tmp_path):
     path = tmp_path / "mine.csv"
     build("1f1b", 3, 6).to_csv(path)
     with pytest.raises(ScheduleError, match="less than the 3 that mine needs on rank 0"):
-        plan(plan_config(f"strategy.schedule={path}", "memory_limit=2"))
+        plan(composed("plan", f"strategy.schedule={path}", "memory_limit=2"))
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "json"])
 def test_a_picture_is_written(ending, capsys, tmp_path):
     path = tmp_path / f"plan.{ending}"
-    plan(plan_config("schedule=1f1b", f"picture={path}", "format=json"))
+    plan(composed("plan", "schedule=1f1b", f"picture={path}", "format=json"))
     assert path.stat().st_size > 1000
     assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
 
 
 def test_a_comparison_as_json(capsys):
-    plan(plan_config("compare=[1f1b,gis]", "format=json"))
+    plan(composed("plan", "compare=[1f1b,gis]", "format=json"))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["num_ranks"], printed["num_microbatches"]) == (4, 8)
     assert [row["makespan"] for row in printed["compare"]] == [33, 27]
 
 
 def test_a_comparison_as_text_says_why_a_schedule_cannot_be(capsys):
-    plan(plan_config("compare=[1f1b,zb_h2]", "memory_limit=4"))
+    plan(composed("plan", "compare=[1f1b,zb_h2]", "memory_limit=4"))
     printed = capsys.readouterr().out
     assert "27.3 %" in printed
     assert "zb_h2: memory_limit (4) is less than the 7" in printed
 
 
 def test_one_name_is_compared_as_well(capsys):
-    plan(plan_config("compare=1f1b", "format=json"))
+    plan(composed("plan", "compare=1f1b", "format=json"))
     assert len(json.loads(capsys.readouterr().out)["compare"]) == 1
 
 
@@ -284,7 +278,7 @@ def test_one_name_is_compared_as_well(capsys):
 )
 def test_what_a_comparison_has_no_place_for_is_refused(override, message):
     with pytest.raises(ScheduleError, match=message):
-        plan(plan_config("compare=[1f1b,grouped]", override))
+        plan(composed("plan", "compare=[1f1b,grouped]", override))
 
 
 def test_the_command_leaves_nothing_behind(command, tmp_path):
@@ -410,16 +404,16 @@ def test_help_has_the_groups_that_the_command_uses(command):
 def test_a_limit_means_the_same_alone_and_beside_others(name, capsys):
     sizes = ("num_ranks=4", "num_microbatches=8", "memory_limit=3", "format=json")
     sizes = sizes if name != "1f1b" else (*sizes[:2], "memory_limit=4", "format=json")
-    plan(plan_config(f"schedule={name}", *sizes))
+    plan(composed("plan", f"schedule={name}", *sizes))
     alone = json.loads(capsys.readouterr().out)
-    plan(plan_config(f"compare=[{name}]", *sizes))
+    plan(composed("plan", f"compare=[{name}]", *sizes))
     (beside,) = json.loads(capsys.readouterr().out)["compare"]
     assert {key: alone[key] for key in beside} == beside
 
 
 def test_the_unit_of_memory_is_in_both_tables(capsys):
     for overrides in (("schedule=zb_v",), ("compare=[zb_v]",)):
-        plan(plan_config(*overrides))
+        plan(composed("plan", *overrides))
         assert "activations" in capsys.readouterr().out
 
 
@@ -442,20 +436,20 @@ def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(comm
     ],
 )
 def test_the_period_is_told_as_steps_follow_each_other(given, period, capsys):
-    plan(plan_config("schedule=zb_h2", *given))
+    plan(composed("plan", "schedule=zb_h2", *given))
     printed = capsys.readouterr().out
     words = "with a barrier" if period == 27 else "without a barrier"
     assert f"a step every {period} units {words} between steps" in printed
-    plan(plan_config("compare=[zb_h2]", *given, "format=json"))
+    plan(composed("plan", "compare=[zb_h2]", *given, "format=json"))
     assert json.loads(capsys.readouterr().out)["compare"][0]["period"] == period
-    plan(plan_config("compare=[zb_h1,zb_h2]", *given))
+    plan(composed("plan", "compare=[zb_h1,zb_h2]", *given))
     assert "alone" in capsys.readouterr().out
 
 
 def test_auto_chooses_by_the_period(capsys):
     chosen = []
     for given in ([], [CLIPS]):
-        plan(plan_config("schedule=auto", "num_chunks=1", *given, "format=json"))
+        plan(composed("plan", "schedule=auto", "num_chunks=1", *given, "format=json"))
         chosen.append(json.loads(capsys.readouterr().out))
     assert [found["period"] for found in chosen] == [24, 27]
     assert max(chosen[0]["peak_memory"]) > max(chosen[1]["peak_memory"])
@@ -495,10 +489,10 @@ def test_a_part_to_show_needs_a_picture(command):
 def test_a_solver_starts_from_the_best_of_all_cuts(capsys, tmp_path):
     tight = "num_ranks=2", "num_microbatches=4", "memory_limit=2", "costs.offload=0.35"
     given = *tight, "costs.reload=0.35", "costs.copy_lanes=2", "format=json"
-    plan(plan_config("schedule=auto", *given))
+    plan(composed("plan", "schedule=auto", *given))
     auto = json.loads(capsys.readouterr().out)
     cache = f"+options.plan_cache={tmp_path}"
-    plan(plan_config("schedule=optpipe", "+options.solver_seconds=1", cache, *given))
+    plan(composed("plan", "schedule=optpipe", "+options.solver_seconds=1", cache, *given))
     solved = json.loads(capsys.readouterr().out)
     assert solved["period"] <= auto["period"] * (1 + 1e-9)
     assert max(solved["peak_memory"]) <= 2

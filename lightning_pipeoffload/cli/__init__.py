@@ -1,1 +1,1 @@
-"""What the commands are made of: their configuration, and what they print."""
+"""The commands: configuration, plans and output."""

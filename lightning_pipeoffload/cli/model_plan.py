@@ -64,7 +64,7 @@ _HEADINGS = (*ON_DEVICE, "device", "host")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the ranks of a plan need, and its bubble by counted operations."""
+    """The memory needs of a plan's ranks, and its figures by counted operations."""
 
     settings: PipelineSettings
     num_ranks: int

@@ -1,4 +1,4 @@
-"""What ``pipeoffload-plan`` prints of plans: tables and a drawing, or JSON."""
+"""The output of ``pipeoffload-plan``: tables and a drawing, or JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the demo trains: a plain GPT and text that every Python installation carries."""
+"""A demo: a plain GPT, and the text of Python's standard library."""

@@ -1,4 +1,4 @@
-"""How much memory a plan may take: as people write it, and as devices and hosts have it left."""
+"""Memory limits of plans: as users write them, and as devices and hosts have memory left."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def device_limit(device: torch.device, activation_bytes: int) -> int | None:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """How much memory the ranks' devices and hosts have for a plan.
+    """The memory of the ranks' devices and hosts for a plan.
 
     Attributes:
         device: Bytes that each device has left for activations; None: no limit.

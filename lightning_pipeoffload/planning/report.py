@@ -1,4 +1,4 @@
-"""What a run says of its pipeline: the report as a dict, and the lines that are printed.
+"""The report of a run as a dict, and the lines that a run prints.
 
 Lines go to standard output by way of the logger ``lightning_pipeoffload.report``: level DEBUG adds
 tables of plans, stages and ranks, WARNING silences all. Tables fit 80 columns.

@@ -51,7 +51,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How to pipeline; each attribute is an argument of PipeOffloadStrategy.
+    """The arguments of PipeOffloadStrategy that decide how a module is pipelined.
 
     Raises:
         ValueError: An argument has a value that it cannot have.
@@ -238,7 +238,7 @@ class PipelineSettings:
 
     @property
     def own_recipe(self) -> dict[str, Recipe]:
-        """How a schedule is built that was given and not named; empty: it was named."""
+        """The recipe of a schedule that was given and not named; empty: it was named."""
         return {} if _is_name(self.schedule) else dict([self._recipe])
 
     def make_schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -5,14 +5,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.cli.model_plan import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import options
 from lightning_pipeoffload.schedule.make_plan import make_plan
+from tests.support.composed import composed
 from tests.support.pairs import slow
 
 SIZES = ("data.batch_size=16", "num_microbatches=8", "format=json")
@@ -22,11 +21,6 @@ BY_SGD = (
     *("+model._target_=tests.cli.test_model_estimate.LateGPT", "+model.width=64"),
     *("data.context=256", *SIZES),
 )
-
-
-def configured(*overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose("plan", overrides=[*overrides])
 
 
 def needed(planner, config):
@@ -50,7 +44,7 @@ def fastest(planner, num_ranks):
 @pytest.mark.parametrize(
     ("model", "share", "asked"),
     [
-        (SMALL, 0.9, ["schedule=gpipe", "num_ranks=2"]),
+        slow((SMALL, 0.9, ["schedule=gpipe", "num_ranks=2"])),
         slow((SMALL, 0.75, ["schedule=zb_h2", "num_ranks=4"])),
         slow((SMALL, 0.85, ["schedule=zb_h1", "num_ranks=2", "device=h100"])),
         (WIDE, 0.6, ["schedule=1f1b", "num_ranks=2", "+strategy.data_parallel_size=2"]),
@@ -58,15 +52,15 @@ def fastest(planner, num_ranks):
     ],
 )
 def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, asked, capsys):
-    config = configured(*model, *asked)
+    config = composed("plan", *model, *asked)
     limit = int(share * needed(ModelPlanner(config), config))
     memory = f"device_memory={limit}"
     with pytest.raises(ScheduleError, match="; use .*: a step takes") as refusal:
-        plan(configured(*model, *asked, memory))
+        plan(composed("plan", *model, *asked, memory))
     words = re.search(r"; use (.*): a step takes", str(refusal.value))[1].split()
     assert not any("num_ranks" in word for word in words)
     given = asked[1:] if any(word.startswith("schedule=") for word in words) else asked
-    advised = configured(*model, *given, memory, *words)
+    advised = composed("plan", *model, *given, memory, *words)
     plan(advised)
     figures = json.loads(capsys.readouterr().out)
     if "memory" in figures:
@@ -83,7 +77,7 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
 
 def test_more_ranks_are_named_only_where_nothing_fits():
     sizes = "strategy.recompute=full", "num_microbatches=16"
-    config = configured(*SMALL, "num_ranks=8", "schedule=1f1b", *sizes)
+    config = composed("plan", *SMALL, "num_ranks=8", "schedule=1f1b", *sizes)
     memory = f"device_memory={int(1.1 * needed(ModelPlanner(config), config))}"
     with pytest.raises(ScheduleError, match="; use num_ranks=[48] "):
-        plan(configured(*SMALL, "num_ranks=2", "schedule=1f1b", memory))
+        plan(composed("plan", *SMALL, "num_ranks=2", "schedule=1f1b", memory))

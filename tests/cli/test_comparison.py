@@ -4,15 +4,14 @@ import json
 from dataclasses import fields
 
 import pytest
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.cli.plan_output import comparison_table
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.planning.figures import Units
 from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower
 from lightning_pipeoffload.schedule.messages import SENDS
+from tests.support.composed import composed
 
 SIZES = {"num_ranks": 4, "num_microbatches": 8}
 
@@ -26,9 +25,7 @@ def compare(capsys):
         given = {name: [*v] if isinstance(v, tuple) else v for name, v in given.items()}
         words = [f"costs.{name}={value}" for name, value in given.items() if value is not None]
         words += [f"{name}={value}" for name, value in sizes.items()]
-        with initialize_config_dir(str(configuration_directory()), version_base=None):
-            config = compose("plan", [*words, f"compare=[{','.join(names)}]", "format=json"])
-        plan(config)
+        plan(composed("plan", *words, f"compare=[{','.join(names)}]", "format=json"))
         return json.loads(capsys.readouterr().out)["compare"]
 
     return rows

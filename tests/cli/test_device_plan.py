@@ -4,17 +4,16 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeoffload.cli.configuration import build as make
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.cli.devices import DEVICES, kind_of_precision
 from lightning_pipeoffload.cli.model_plan import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option
+from tests.support.composed import composed
 
 SMALL = (
     *("model=gpt_tiny", "model.width=64", "model.heads=2", "model.dropout=0", "data.context=32"),
@@ -27,8 +26,7 @@ AUTO = ("schedule=auto", "num_chunks=1")
 
 
 def plan_config(*overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose("plan", overrides=[*SMALL, *overrides])
+    return composed("plan", *SMALL, *overrides)
 
 
 def planned(capsys, *overrides):
@@ -101,10 +99,8 @@ def test_what_cannot_be_is_refused(overrides, message):
 
 
 def test_without_a_model_there_is_nothing_to_count():
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        config = compose("plan", overrides=["device=h100"])
     with pytest.raises(ScheduleError, match=r"device \(h100\) is for a model"):
-        plan(config)
+        plan(composed("plan", "device=h100"))
 
 
 def test_a_precision_has_its_rate():

@@ -8,11 +8,10 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.plan import main, plan
 from lightning_pipeoffload.schedule import SCHEDULES, ScheduleError
+from tests.support.composed import composed
 
 SMALL = ("schedule=auto", "num_ranks=2", "num_microbatches=4")
 COPIES = ("costs.offload=0.5", "costs.reload=0.5")
@@ -20,23 +19,18 @@ SWEEP = (*SMALL, *COPIES, "sweep=memory_limit")
 FEW = "memory_limit=[2]"
 
 
-def plan_config(*overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose("plan", overrides=list(overrides))
-
-
 @pytest.fixture(scope="module")
 def found():
     """Return what JSON says of round limits."""
     printed = io.StringIO()
     with redirect_stdout(printed):
-        plan(plan_config(*SWEEP, "format=json"))
+        plan(composed("plan", *SWEEP, "format=json"))
     return json.loads(printed.getvalue())
 
 
 def test_the_fastest_under_a_limit_is_no_slower_than_what_auto_takes(found, capsys):
     limit, fastest = found["limits"][1], found["fastest"][1]
-    plan(plan_config(*SMALL, *COPIES, f"memory_limit={limit}", "format=json"))
+    plan(composed("plan", *SMALL, *COPIES, f"memory_limit={limit}", "format=json"))
     alone = json.loads(capsys.readouterr().out)
     assert fastest["peak_memory"] <= limit
     assert fastest["period"] <= alone["period"] * (1 + 1e-3)
@@ -54,7 +48,7 @@ def test_every_family_is_there_and_more_memory_makes_none_slower(found):
 
 
 def test_the_table_has_a_row_for_each_family_and_what_fits_nowhere(capsys):
-    plan(plan_config(*SWEEP, "memory_limit=[2,1]", "offload=none"))
+    plan(composed("plan", *SWEEP, "memory_limit=[2,1]", "offload=none"))
     printed = capsys.readouterr().out
     rows = {words[0]: words[1:] for words in map(str.split, printed.splitlines()[1:]) if words}
     assert rows["limit"] == ["1", "2"]
@@ -96,4 +90,4 @@ def test_what_has_no_sweep_is_one_line_and_status_2(words, said, monkeypatch, ca
 
 def test_several_limits_are_for_a_sweep():
     with pytest.raises(ScheduleError, match="memory_limit"):
-        plan(plan_config("memory_limit=[1,2]"))
+        plan(composed("plan", "memory_limit=[1,2]"))

@@ -6,13 +6,12 @@ import re
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch import nn
 
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import ScheduleError, build
+from tests.support.composed import composed
 
 SMALL = [
     *("model=gpt_tiny", "model.width=64", "model.heads=2", "model.dropout=0", "data.context=32"),
@@ -20,13 +19,8 @@ SMALL = [
 ]
 
 
-def plan_config(*overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose("plan", overrides=list(overrides))
-
-
 def estimate(capsys, *overrides):
-    plan(plan_config(*SMALL, *overrides))
+    plan(composed("plan", *SMALL, *overrides))
     return json.loads(capsys.readouterr().out)
 
 
@@ -60,7 +54,7 @@ class LateGPT(L.LightningModule):
 @pytest.mark.parametrize("words", ["schedule=auto", "costs_file=costs.json"])
 def test_what_takes_seconds_is_refused(words):
     with pytest.raises(ScheduleError, match="a model's shapes tell no seconds"):
-        plan(plan_config(*SMALL, words))
+        plan(composed("plan", *SMALL, words))
 
 
 def test_figures_are_those_of_a_run(capsys):
@@ -121,7 +115,7 @@ def test_what_fits_no_device_is_refused_with_the_smallest_change(capsys):
 
 def test_layers_of_configure_model_are_made_of_shapes(capsys):
     late = f"+model._target_={__name__}.LateGPT", "+model.width=4096", "num_ranks=4"
-    plan(plan_config(*late, "data.batch_size=8", "data.context=32", "format=json"))
+    plan(composed("plan", *late, "data.batch_size=8", "data.context=32", "format=json"))
     memory = json.loads(capsys.readouterr().out)["memory"]
     block = 4 * (4096 * 4096 + 4096)
     assert memory["parameters"][1:3] == [block, block]
@@ -144,4 +138,4 @@ def test_wrong_input_is_refused(capsys, override, said):
 
 def test_a_limit_in_bytes_is_for_a_model():
     with pytest.raises(ScheduleError, match=r"device_memory \(80GiB\) is for a model"):
-        plan(plan_config("device_memory=80GiB"))
+        plan(composed("plan", "device_memory=80GiB"))

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from lightning_pipeoffload.cli.configuration import configuration_directory
 from lightning_pipeoffload.cli.rehearse import rehearse
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from tests.cli.test_model_estimate import LateGPT  # noqa: F401 - named in a configuration
+from tests.support.composed import composed
 
 SMALL = [
     *("model.width=32", "model.heads=2", "model.dropout=0", "data.context=32", "device=cpu"),
@@ -17,13 +16,8 @@ SMALL = [
 ]
 
 
-def config(name, *overrides):
-    with initialize_config_dir(str(configuration_directory()), version_base=None):
-        return compose(name, overrides=list(overrides))
-
-
 def rehearsed(capsys, *overrides):
-    rehearse(config("rehearse", *SMALL, *overrides, "format=json"))
+    rehearse(composed("rehearse", *SMALL, *overrides, "format=json"))
     return json.loads(capsys.readouterr().out)
 
 
@@ -45,7 +39,7 @@ def test_a_rank_alone_keeps_what_its_plan_says(capsys, rank, overrides):
 def test_a_module_made_in_configure_model_is_rehearsed(capsys):
     late = ["~model", f"+model._target_={__name__}.LateGPT", "+model.width=32"]
     others = [word for word in SMALL if not word.startswith("model.")]
-    rehearse(config("rehearse", *others, *late, "rank=1", "format=json"))
+    rehearse(composed("rehearse", *others, *late, "rank=1", "format=json"))
     found = json.loads(capsys.readouterr().out)
     assert found["peak_bytes"] == found["planned_peak_bytes"] > 0
 
@@ -72,14 +66,14 @@ def test_a_plan_is_made_with_what_was_measured(capsys, tmp_path):
     path = tmp_path / "costs.json"
     found = rehearsed(capsys, "schedule=zb_h1", f"costs_file={path}")
     sizes = ["num_ranks=2", "num_microbatches=4", "format=json"]
-    plan(config("plan", f"costs_file={path}", "schedule=auto", *sizes))
+    plan(composed("plan", f"costs_file={path}", "schedule=auto", *sizes))
     planned = json.loads(capsys.readouterr().out)
     assert 0.2 < planned["makespan"] / found["planned_seconds"] < 5
     with pytest.raises(ScheduleError, match="pipeoffload-rehearse writes one"):
-        plan(config("plan", f"costs_file={path}.not"))
+        plan(composed("plan", f"costs_file={path}.not"))
     path.write_text("[]")
     with pytest.raises(ScheduleError, match="has no costs in it"):
-        plan(config("plan", f"costs_file={path}"))
+        plan(composed("plan", f"costs_file={path}"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,7 @@ def test_what_cannot_be_rehearsed_is_refused(capsys, overrides, message):
 
 
 def test_text_says_whether_it_fits(capsys):
-    rehearse(config("rehearse", *SMALL, "strategy.memory_limit=1GiB"))
+    rehearse(composed("rehearse", *SMALL, "strategy.memory_limit=1GiB"))
     printed = " ".join(capsys.readouterr().out.split())
     assert "zb_h1: rank 0 of 2, 4 microbatches" in printed
     assert "of 1,024.00 MiB, planned were" in printed
