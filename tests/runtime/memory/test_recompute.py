@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.schedule import build
 from tests.support.offloaded import memory_of_all
-from tests.support.pairs import pairs, slow
+from tests.support.pairs import first, pairs, slow
 from tests.support.small_modules import (
     MODELS,
     Case,
@@ -88,7 +88,7 @@ def test_nothing_changes(how, name, schedule):
     assert_equal(run(name, schedule, how), plain_run(name, schedule))
 
 
-@pytest.mark.parametrize(("name", "schedule"), pairs(["mlp", "cnn"], SCHEDULES))
+@pytest.mark.parametrize(("name", "schedule"), first(2, pairs(["mlp", "cnn"], SCHEDULES[::-1])))
 def test_blocks_that_write_in_place(name, schedule):
     assert_equal(run(name, schedule, "cheap"), plain_run(name, schedule))
     with pytest.raises(ValueError, match="cannot run ReLU again, which writes its input in place"):
