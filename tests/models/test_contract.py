@@ -81,6 +81,20 @@ class CountsBehindAndReadsBefore(CountsBehind):
         return x * (1 + self.count)
 
 
+class CountsOnItsBlocks(Step):
+    """An attribute and a buffer of each block, which the step writes before it calls the block."""
+
+    def prepare(self):
+        for block in self.blocks:
+            block.count = 0
+            block.register_buffer("scale", torch.ones(()))
+
+    def call(self, block, x):
+        block.count += 1
+        block.scale = block.scale * 0.9
+        return super().call(block, x * block.count * block.scale)
+
+
 class CountsInAnArray(Step):
     def prepare(self):
         self.counts = np.zeros(2)
@@ -261,7 +275,13 @@ class WritesItsBatch(Step):
         return x.mul_(2).sub_(x.mean())
 
 
-# 7. Spectral norm
+# 7. A weight that is written where it is used, and spectral norm
+
+
+class ScalesItsWeights(Step):
+    def call(self, block, x):
+        block.weight.data.mul_(0.9)
+        return super().call(block, x)
 
 
 class Spectral(Step):
@@ -369,6 +389,7 @@ TRAINS = [
     CountsInsideOfATupleBefore,
     CountsBefore,
     CountsBehind,
+    CountsOnItsBlocks,
     CountsInAnArray,
     Averages,
     AveragesInABuffer,
@@ -376,6 +397,7 @@ TRAINS = [
     QueuesBefore,
     CheckpointedWithAnArgument,
     WritesItsBatch,
+    ScalesItsWeights,
     Spectral,
     CachesInAGlobal,
     ReadsGradients,
@@ -408,6 +430,7 @@ DOCUMENTED = {
     "draws from a generator": [Draws],
     "checkpoints a block that reads": [Checkpointed],
     "writes its batch": [WritesItsBatch],
+    "writes a weight or a buffer": [ScalesItsWeights],
     "has layers with `spectral_norm`": [Spectral],
     "reads or writes an open file": [Reads, WritesALog],
     "appends to a list of a Python module": [FillsAGlobal, FillsItsClass],

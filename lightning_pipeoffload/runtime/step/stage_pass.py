@@ -150,7 +150,8 @@ class StagePass:
         context, generators = self._context, self._generators
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
-        with context.writes.of_stage(context.stage.index), generators.kept():
+        hiding = context.writes.hiding(context.stage, context.ownership)
+        with context.writes.of_stage(context.stage.index), hiding, generators.kept():
             generators.seed(seed)
             if context.is_first:
                 context.ownership.show(context.stage.index)

@@ -6,10 +6,11 @@ is, in a backward, an attribute that other microbatches' forwards have written s
 
 Each stage of a rank runs the beginning of the step on the rank's one module, and would count every
 microbatch once more. So each stage has its own values of the attributes that it has written. The
-module has those of the rank's last stage; another stage's are exchanged for them while that stage
-runs. When all stages have run the same number of microbatches, only the last stage's values remain,
-so that what hooks write between steps holds for every stage. What the first pass makes for all
-later ones, a flag or a cache, is made once.
+modules have those of their home: the rank's last stage, but for a block the stage that runs it.
+Another stage's values are exchanged for them while that stage runs. When all stages have run the
+same number of microbatches, only those of the homes remain, so that what hooks write between steps
+holds for every stage. What the first pass makes for all later ones, a flag or a cache, is made
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import eq, is_
 from typing import Any
 
@@ -67,7 +68,8 @@ class StepWrites:
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
         self._chain = chain
         inside = {id(child) for block in chain.blocks for child in block.modules()}
-        self._modules = dict.fromkeys(c for c in module.modules() if id(c) not in inside)
+        self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
+        self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
         self._num_passes = dict.fromkeys(stages, 0)
         self._own: dict[int, list[tuple[_SpaceOf, str, Any, Any]]] = {}
         self._in_place: set[Attribute] = set()
@@ -94,8 +96,14 @@ class StepWrites:
         self._weights.update(write.name for write in record.weight_writes)
         self._saved.update(record.saved_and_written)
         self._in_place.update(record.written_in_place)
+        for stage in self._num_passes:
+            for block in stages[stage].blocks:
+                modules = self._chain.blocks[block].modules()
+                self._homes.update(dict.fromkeys(map(id, modules), stage))
+        self._modules.update((id(child), child) for child, _ in record.written_in_place)
         for write in record.writes:
             self._written[write.variable.key] = write.variable
+            self._modules[id(write.variable.part)] = write.variable.part
             if write.is_users:
                 self._by_users[write.variable.key] = write.variable
                 if write.point.is_in_block:
@@ -132,10 +140,21 @@ class StepWrites:
             if slot.name in self._weights and stage in ownership.owners[slot.name]
         ]
         # The other stages of the rank have their own buffers and attributes in each F.
-        others = self._saved if stage == self.last_stage else ()
-        held = [vars(m).get(name, m._buffers.get(name)) for m, name in others]
+        own = [(m, name) for m, name in self._saved if self._home_of(m) == stage]
+        held = [vars(m).get(name, m._buffers.get(name)) for m, name in own]
         found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
         return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
+
+    def hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[None]:
+        """Hide the blocks of the rank's other stages whose weights the step writes itself.
+
+        Else each stage of the rank would write them.
+        """
+        if not self._weights or len(self._num_passes) == 1:
+            return _NOTHING
+        found = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
+        others = [block for block in found if block is not None and block not in stage.blocks]
+        return _hiding([self._chain.block_name(block) for block in others], ownership)
 
     def of_stage(self, stage: int) -> AbstractContextManager[None]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
@@ -201,8 +220,7 @@ class StepWrites:
 
     @contextmanager
     def _taking_turns(self, stage: int) -> Iterator[None]:
-        missing = _standing_for(self._missing[stage].values())
-        with _NOTHING if stage == self.last_stage else self._exchanged(stage), missing:
+        with self._exchanged(stage), _standing_for(self._missing[stage].values()):
             yield
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:
@@ -210,13 +228,13 @@ class StepWrites:
 
     @contextmanager
     def _exchanged(self, stage: int) -> Iterator[None]:
-        before = [(*place, _space(*place).copy()) for place in self._spaces()]
+        before = [(*place, _space(*place).copy()) for place in self._spaces(stage)]
         made = [(name, value, fingerprint(value)) for name, value in self._made_once.values()]
         for place, name, value, _ in self._own.get(stage, ()):
             _put(place, name, value)
         for child, name in self._in_place:
             for space in (child.__dict__, child.__dict__["_buffers"]):
-                if name in space:
+                if name in space and self._home_of(child) != stage:
                     space[name] = private_copy(space[name])
         try:
             yield
@@ -232,13 +250,17 @@ class StepWrites:
                     f"stage of a rank: each stage of the rank would; make it in __init__"
                 )
 
-    def _spaces(self) -> Iterator[_SpaceOf]:
-        """Yield attributes, and buffers of modules that write some in place outside of blocks."""
-        for child in self._modules:
-            yield child, False
-        for child in {child for child, _ in self._in_place}:
-            if child in self._modules:  # those of a block are its stage's alone
-                yield child, True
+    def _home_of(self, child: nn.Module) -> int:
+        return self._homes.get(id(child), self.last_stage)
+
+    def _spaces(self, stage: int) -> Iterator[_SpaceOf]:
+        """Yield the attributes, and the buffers that are written in place, of other homes."""
+        in_place = {id(child) for child, _ in self._in_place}
+        for key, child in self._modules.items():
+            if self._home_of(child) != stage:
+                yield child, False
+                if key in in_place:
+                    yield child, True
 
     def _written_in(
         self, child: nn.Module, is_buffers: bool, before: _Values
@@ -260,6 +282,14 @@ class StepWrites:
                 yield (child, is_buffers), name, value, old
             else:
                 self._made_once[id(value)] = name, value
+
+
+@contextmanager
+def _hiding(blocks: Iterable[str], ownership: Ownership) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(ownership.hiding(block))
+        yield
 
 
 # autograd's error for a saved tensor that was written since: its shape, and its version now.
