@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.sources import Generators, is_generator
@@ -28,7 +29,8 @@ from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
 GONE = object()  # the value of an attribute that does not exist
 _DEPTH = 3
 _LARGEST = 1 << 24  # bytes of an array; a larger one is data
-_NOT_COLLECTIONS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+# Optimizers are narrowed to the rank's parameters in the middle of a step.
+_NOT_COLLECTIONS = (nn.Module, Tensor, Optimizer, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, set, deque)
 _VALUES = (dict.values, OrderedDict.values)
 _WRITTEN = (Tensor, np.ndarray)
