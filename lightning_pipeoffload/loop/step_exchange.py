@@ -321,7 +321,8 @@ class Clocks:
         interval = self._trainer._val_check_time_interval  # private, and the other: as Lightning
         if interval is not None:
             is_due = time.monotonic() - self._trainer._last_val_time >= interval
-            self._validates = self._is_due(self._OF_VALIDATION, is_due)
+            # An interval of no length is over on all ranks.
+            self._validates = not interval or self._is_due(self._OF_VALIDATION, is_due)
         return self._due
 
     @contextmanager

@@ -127,15 +127,17 @@ def test_all_save_after_the_same_batch(ranks, tmp_path, seconds, steps):
     assert saved[1] == saved[0]
 
 
-def validate_by_time(rank):
+def validate_by_time(rank, days):
     elapsed = Elapsed(rank, "validates")
-    fit(elapsed, max_epochs=1, val_check_interval=timedelta(days=1))
+    fit(elapsed, max_epochs=1, val_check_interval=timedelta(days))
     return elapsed.validated
 
 
-@pytest.mark.parametrize(("rank", "steps"), [(0, [3]), (1, [])])
-def test_all_validate_a_batch_later_than_global_rank_0s_clock(ranks, rank, steps):
-    assert ranks(2).run(validate_by_time, rank) == [steps, steps]
+@pytest.mark.parametrize(
+    ("rank", "days", "steps"), [(0, 1, [3]), (0, 0, [1, 2, 3, 4, 5]), slow((1, 1, []))]
+)
+def test_all_validate_a_batch_later_than_global_rank_0s_clock(ranks, rank, days, steps):
+    assert ranks(2).run(validate_by_time, rank, days) == [steps, steps]
 
 
 def end_by_time(rank):
