@@ -61,7 +61,7 @@ class Stage:
         ends = self.blocks.start, self.blocks.stop
         cuts = [block for block in ends if 0 < block < len(record.outputs)]
         return StageUse(
-            draws=any(self.comes_to(place, record) for place in record.draws),
+            draws=any(self.comes_to(point, record) for point in record.draws),
             draws_beside_torch=record.draws_beside_torch,
             carries=any(record.carried_over(block) for block in cuts),
             writes=record.writes_anything,

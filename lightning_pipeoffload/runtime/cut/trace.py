@@ -112,7 +112,7 @@ class StepTrace:
         return self._values.segment
 
     @property
-    def place(self) -> StepPoint:
+    def point(self) -> StepPoint:
         """Where the step is."""
         return StepPoint(self.segment, self._is_in_block)
 
@@ -371,11 +371,11 @@ class _DrawsAndSizes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        place = self._trace.place
+        point = self._trace.point
         if _may_draw(func, args, kwargs or {}):
-            self._trace.record.draws.add(place)
-        if not place.is_in_block and place.segment < len(self._trace.chain):
-            self._note_sizes(func, args, result, place.segment)
+            self._trace.record.draws.add(point)
+        if not point.is_in_block and point.segment < len(self._trace.chain):
+            self._note_sizes(func, args, result, point.segment)
         return result
 
     def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, segment: int) -> None:
