@@ -13,7 +13,7 @@ import pytest
 from tests.support import failing
 from tests.support.failing import HOOKS, STEPS
 from tests.support.forked_runs import Run, run_forked
-from tests.support.pairs import pairs, some
+from tests.support.pairs import first, pairs, slow, some
 
 BATCH = ("--hook", "on_train_batch_start", "--act")
 
@@ -63,7 +63,7 @@ def test_an_exception_in_a_hook_stops_all(hook, tmp_path):
     assert_told_once(run, rank, "RuntimeError: on purpose")
 
 
-@pytest.mark.parametrize(("hook", "rank"), some(pairs(sorted(STEPS), [0, 1]), 2))
+@pytest.mark.parametrize(("hook", "rank"), first(1, pairs(sorted(STEPS), [0, 1])))
 def test_an_exception_in_a_step_names_the_place(hook, rank):
     run = run_failing("--hook", hook, "--act", "raise", "--rank", str(rank))
     stage = 1 - rank  # the last stage is on global rank 0
@@ -77,11 +77,13 @@ def test_an_exception_in_a_backward_names_the_place(rank):
     assert_told_once(run, rank, out_of_memory, f"stage {1 - rank}, B of microbatch 0")
 
 
+@pytest.mark.slow
 def test_a_user_who_starts_it_sees_the_same():
     run = start("--hook", "training_step", "--act", "raise", "--rank", "1")
     assert_told_once(run, 1, "RuntimeError: on purpose", "stage 0, F of microbatch 0")
 
 
+@pytest.mark.slow
 def test_all_others_of_four_ranks_say_because_of_whom():
     run = run_failing("--devices", "4", "--hook", "training_step", "--act", "oom", "--rank", "2")
     cause = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -90,6 +92,7 @@ def test_all_others_of_four_ranks_say_because_of_whom():
     assert sorted(run.lines) == sorted([f"[pipeoffload] global rank 2 failed in {place}", *others])
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_callback_stops_all():
     run = run_failing("--act", "callback", "--rank", "1")
     assert_told_once(run, 1, "RuntimeError: on purpose")
@@ -111,6 +114,7 @@ def test_ranks_that_read_other_batches_are_reported():
     assert "global ranks [1] read another batch in training_step than global rank 0" in run.errors
 
 
+@pytest.mark.slow
 def test_ranks_that_freeze_other_parameters_are_reported():
     run = run_failing("--act", "freeze", "--rank", "1")
     assert run.status == 1
@@ -127,7 +131,7 @@ def test_a_refusal_on_one_rank_ends_a_rank_that_waits_with_the_same_status(rank)
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"), [(0, ", which is gone"), (1, ", which was killed by SIGKILL")]
+    ("rank", "how"), [slow((0, ", which is gone")), (1, ", which was killed by SIGKILL")]
 )
 def test_a_killed_rank_stops_all(rank, how):
     run = run_failing(*BATCH, "kill", "--rank", str(rank), "--workers", "2")
@@ -162,7 +166,7 @@ def test_a_rank_that_exits_in_a_hook_stops_all(act, code, rank):
     }
 
 
-@pytest.mark.parametrize("devices", some([4, 2], 2))
+@pytest.mark.parametrize("devices", some([2, 4], 2))
 def test_ctrl_c_ends_all_with_the_status_of_a_shell(devices, tmp_path):
     run = run_failing(
         *(*BATCH, "interrupt", "--rank", "1", "--devices", str(devices), "--workers", "2"),
@@ -182,7 +186,8 @@ def test_ctrl_c_in_a_terminal():
     assert len(run.lines) <= 1
 
 
-@pytest.mark.parametrize("ranks", some(["0 1", "0", "1"], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["0 1", "0", "1"])
 def test_an_exception_in_a_worker_of_a_dataloader_stops_all(ranks):
     run = run_failing("--workers", "2", "--bad-samples-on", *ranks.split())
     assert run.status == 1
@@ -202,8 +207,8 @@ def test_a_killed_worker_of_a_dataloader_stops_all(rank):
 @pytest.mark.parametrize(
     ("act", "how"),
     [
-        ("raise", "ended with status 1"),
-        ("exit_0", "ended with status 0"),
+        slow(("raise", "ended with status 1")),
+        slow(("exit_0", "ended with status 0")),
         ("kill", "was killed by SIGKILL"),
     ],
 )
@@ -213,6 +218,7 @@ def test_a_rank_that_ends_before_the_ranks_connect_stops_the_others(act, how):
     assert run.lines == [because(1, f", which {how}")]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_launcher_is_gone_before_the_ranks_connect_ends():
     run = run_failing("--before", "connecting", "--act", "kill", "--rank", "0")
     assert run.status == 137
@@ -223,8 +229,8 @@ def test_a_rank_whose_launcher_is_gone_before_the_ranks_connect_ends():
     ("then", "act", "rank", "how"),
     [
         ("call", "raise", 1, ", which ended with status 1"),
-        ("call", "kill", 0, ", which is gone"),
-        ("wait", "exit", 1, ", which ended with status 3"),
+        slow(("call", "kill", 0, ", which is gone")),
+        slow(("wait", "exit", 1, ", which ended with status 3")),
     ],
 )
 def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, how):
@@ -246,6 +252,7 @@ def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
     assert time.monotonic() - started < 150
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_differently_do_not_wait_for_each_other():
     started = time.monotonic()
     run = run_failing(*BATCH, "own", "--rank", "0", "--rank-too", "1")
@@ -261,7 +268,8 @@ def test_what_all_raise_and_nobody_catches_is_shown_once():
     assert len(run.lines) == 1
 
 
-@pytest.mark.parametrize(("kind", "rank"), some([("train", 1), ("train", 0), ("val", 1)], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), [("train", 1), ("train", 0), ("val", 1)])
 def test_a_rank_with_fewer_batches_is_named(kind, rank):
     run = run_failing("--fewer", kind, "--rank", str(rank))
     assert run.status == 1
@@ -289,6 +297,7 @@ def test_a_rank_of_a_replica_that_fails_is_named_with_its_replica():
     assert sorted(run.lines[1:]) == [because(3, cause, other) for other in (0, 1, 2)]
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_replica_that_is_killed_is_named_with_its_replica():
     run = run_failing(
         "--devices", "4", "--replicas", "2", "--hook", "backward", "--act", "kill", "--rank", "3"

@@ -1,6 +1,6 @@
 """Faults at points drawn by a seed: all processes are gone in time, with a status and one cause.
 
-The suite runs a handful; all of them: ``pytest -m faults tests/processes/test_seeded_faults.py``.
+None is in the default run: ``pytest -m faults tests/processes/test_seeded_faults.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ ACTS = {
 }
 STATUSES = {"kill": {1, 137}, "stop": {1, 137}, "terminate": {143}, "exit": {3}, "exit_0": {1}}
 NUM_POINTS = 30
-NUM_IN_SUITE = 2
 NUM_OVER_REPLICAS = 20
 
 
@@ -43,13 +42,8 @@ def over_replicas(point: int) -> tuple[str, ...]:
     return ("--replicas", "2", "--sharding", sharding)
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        pytest.param(point, marks=[pytest.mark.faults] if point >= NUM_IN_SUITE else [])
-        for point in range(NUM_POINTS + NUM_OVER_REPLICAS)
-    ],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("point", range(NUM_POINTS + NUM_OVER_REPLICAS))
 def test_a_fault_ends_all_in_time(point, tmp_path):
     act, hook, rank, num_devices = draw(point)
     arguments = ("--hook", hook, "--act", act, "--rank", str(rank), "--devices", str(num_devices))
