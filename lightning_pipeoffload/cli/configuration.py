@@ -39,6 +39,7 @@ _HELP = """\
 Arguments are NAME=VALUE, behind each its default.{groups}
 
 {values}
+
 --cfg job prints the configuration that a command line composes, --hydra-help Hydra's own options.
 """
 
