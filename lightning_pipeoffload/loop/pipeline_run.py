@@ -255,7 +255,7 @@ class PipelineRun:
         """Compare the batch with the other ranks'; return each slice's samples and its share."""
         self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
         parts = [cut.part for cut in slices]
-        sizes = [*map(batch_size, parts)]
+        sizes = [cut.num_samples for cut in slices]
         return sizes, self._weights.shares(parts, sizes)
 
     def check_weights(self) -> None:

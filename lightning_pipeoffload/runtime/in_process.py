@@ -82,7 +82,7 @@ class InProcessPipeline:
             own = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
             slices = pipeline.cut_batch(own, size, step, "train", seed)
-            weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
+            weights = [cut.num_samples / batch_size(batch) for cut in slices]
             microbatches = make_microbatches(slices, weights)
             executor.stages = pipeline.stages
             runs.append(_actions(executor, self.plan, microbatches))

@@ -46,13 +46,12 @@ def batch_size(batch: Any) -> int:
     return sizes.pop()
 
 
-def split_batch(batch: Any, size: int) -> list[Any]:
-    """Split a batch into microbatches of ``size`` samples, the last one possibly smaller.
+def split_batch(batch: Any, size: int, total: int) -> list[Any]:
+    """Split a batch of ``total`` samples into microbatches of ``size``, the last one maybe smaller.
 
     Tensors, arrays, lists of plain values and tuples of strings with an entry for each sample are
     split; each microbatch gets all others whole.
     """
-    total = batch_size(batch)
     if size < total:
         _refuse_lists_of_numbers(batch, total)
 

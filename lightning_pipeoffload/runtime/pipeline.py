@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
@@ -196,9 +196,11 @@ class Pipeline:
         self.is_new = False
         self.batch_records = records = []
         slices: list[BatchSlice] = []
-        parts = split_batch(batch, size)
+        total = batch_size(batch)
+        parts = split_batch(batch, size, total)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
+            num_samples = min(size, total - index * size)
             record = self.records.find(kind, part, step, own_seed)
             if not record.is_known:
                 self._take_in(record)
@@ -208,7 +210,7 @@ class Pipeline:
             if record.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
                 run = CallOnCopies(step, own, len(self.stages))
-            slices.append(BatchSlice(part, run, record, self.device, own_seed))
+            slices.append(BatchSlice(part, num_samples, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
         self.is_new = not all(record.has_run for record in records)

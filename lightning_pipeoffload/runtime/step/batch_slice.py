@@ -19,6 +19,7 @@ class BatchSlice:
 
     Attributes:
         part: Its samples.
+        num_samples: The number of these.
         run: Calls the user's step on it.
         record: What the trace of its shapes has recorded.
         device: The device of its tensors.
@@ -26,6 +27,7 @@ class BatchSlice:
     """
 
     part: Any
+    num_samples: int
     run: Callable[[StepCall], Any]
     record: StepRecord
     device: torch.device
@@ -64,7 +66,15 @@ def make_microbatches(
     pairs = enumerate(zip(slices, weights, strict=True))
     return [
         Microbatch(
-            cut.part, cut.run, cut.record, cut.device, cut.seed, index, weight, differentiate
+            cut.part,
+            cut.num_samples,
+            cut.run,
+            cut.record,
+            cut.device,
+            cut.seed,
+            index,
+            weight,
+            differentiate,
         )
         for index, (cut, weight) in pairs
     ]
