@@ -46,12 +46,15 @@ def batch_size(batch: Any) -> int:
     return sizes.pop()
 
 
-def split_batch(batch: Any, size: int, total: int) -> list[Any]:
-    """Split a batch of ``total`` samples into microbatches of ``size``, the last one maybe smaller.
+def split_batch(batch: Any, size: int, total: int | None = None) -> list[Any]:
+    """Split a batch into microbatches of ``size`` samples, the last one possibly smaller.
+
+    ``total`` is the number of samples; None: it is counted.
 
     Tensors, arrays, lists of plain values and tuples of strings with an entry for each sample are
     split; each microbatch gets all others whole.
     """
+    total = batch_size(batch) if total is None else total
     if size < total:
         _refuse_lists_of_numbers(batch, total)
 

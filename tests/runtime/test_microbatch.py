@@ -104,7 +104,7 @@ def same(left, right):
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_batches_of_any_kind_are_cut(make):
     batch = make(X, NAMES)
-    parts = split_batch(batch, 2, batch_size(batch))
+    parts = split_batch(batch, 2)
     assert batch_size(batch) == 5
     expected = [make(X[k : k + 2], NAMES[k : k + 2]) for k in (0, 2, 4)]
     assert all(map(same, parts, expected))
@@ -112,25 +112,22 @@ def test_batches_of_any_kind_are_cut(make):
 
 
 def test_a_tensor_is_cut():
-    assert [part.tolist() for part in split_batch(X, 3, 5)] == [[0, 1, 2], [3, 4]]
+    assert [part.tolist() for part in split_batch(X, 3)] == [[0, 1, 2], [3, 4]]
 
 
 def test_a_tuple_of_strings_is_cut_as_lightning_collates_it():
     batch = torch.utils.data.default_collate(list(zip(X, NAMES, strict=True)))
-    assert [part[1] for part in split_batch(batch, 3, batch_size(batch))] == [
-        ("a", "b", "c"),
-        ("d", "e"),
-    ]
+    assert [part[1] for part in split_batch(batch, 3)] == [("a", "b", "c"), ("d", "e")]
 
 
 def test_what_all_samples_share_goes_to_each():
     shared = {"mask": torch.ones(1, 3), "scale": torch.tensor(2.0), "classes": ["cat", "dog"]}
-    for part in split_batch({"x": X, **shared}, 2, 5):
+    for part in split_batch({"x": X, **shared}, 2):
         assert all(same(part[name], value) for name, value in shared.items())
 
 
 def test_a_default_stays_one():
-    part = split_batch(defaultdict(list, x=X), 2, 5)[0]
+    part = split_batch(defaultdict(list, x=X), 2)[0]
     assert part["others"] == []
 
 
@@ -145,22 +142,22 @@ def test_a_default_stays_one():
 )
 def test_a_list_of_numbers_as_long_as_the_batch_is_refused(batch, name):
     with pytest.raises(ValueError, match="list of 5 numbers") as raised:
-        split_batch(batch, 2, batch_size(batch))
+        split_batch(batch, 2)
     assert str(raised.value) == (
         f"{name} is a list of 5 numbers, and the batch has as many samples: there is no telling "
         f"whether it has one for each; let collate_fn make it a tensor if so, and a tuple if not"
     )
-    assert same(split_batch(batch, 5, batch_size(batch)), [batch])
+    assert same(split_batch(batch, 5), [batch])
 
 
 def test_numbers_that_are_not_for_samples_go_to_each():
     shared = {"five": (1.0, 2.0, 3.0, 4.0, 5.0), "four": [1.0, 2.0, 3.0, 4.0], "one": 1.0}
-    for part in split_batch({"x": X, **shared}, 2, 5):
+    for part in split_batch({"x": X, **shared}, 2):
         assert all(part[name] == value for name, value in shared.items())
 
 
 def test_parts_are_views():
-    assert split_batch(X, 2, 5)[1].data_ptr() == X[2:].data_ptr()
+    assert split_batch(X, 2)[1].data_ptr() == X[2:].data_ptr()
 
 
 @pytest.mark.parametrize("batch", [{}, "text", (torch.tensor(1.0), ["a"])])
