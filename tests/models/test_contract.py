@@ -426,7 +426,7 @@ DOCUMENTED = {
     "counts behind the blocks, and reads": [CountsBehindAndReadsBefore],
     "averages the loss": [Averages, AveragesInABuffer],
     "fills a queue behind the blocks and reads it there": [QueuesBehind],
-    "fills a queue behind the blocks and consumes it": [FillsBehindAndConsumesBefore],
+    "fills a queue behind the blocks and reads it before": [FillsBehindAndConsumesBefore],
     "draws from a generator": [Draws],
     "checkpoints a block that reads": [Checkpointed],
     "writes its batch": [WritesItsBatch],
@@ -434,7 +434,8 @@ DOCUMENTED = {
     "has layers with `spectral_norm`": [Spectral],
     "reads or writes an open file": [Reads, WritesALog],
     "appends to a list of a Python module": [FillsAGlobal, FillsItsClass],
-    "has a hook on parameters that reads": [ReadsGradients],
+    "registers a hook on a parameter": [ReadsGradients],
+    "has a Lightning hook": [],  # tests/loop/hooks/test_gradient_hooks.py
 }
 
 
