@@ -1,4 +1,4 @@
-"""An autograd function that is applied without torch's questions about transforms of torch.func."""
+"""An autograd function whose ``apply`` skips torch.func's checks when no transform is active."""
 
 from __future__ import annotations
 

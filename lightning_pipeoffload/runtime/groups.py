@@ -25,9 +25,9 @@ from lightning_pipeoffload.schedule import Schedule
 
 
 class _Shared(NamedTuple):
-    """A parameter of this rank that ``ranks`` have too; ``is_first``: this is the first of them.
+    """A parameter that all of ``ranks`` have; ``is_first``: this rank is ``ranks[0]``.
 
-    ``always_trains`` says whether each step gives one of them a gradient.
+    ``always_trains()``: whether every training step gives it a gradient on at least one rank.
     """
 
     parameter: Tensor
@@ -79,7 +79,7 @@ class PipelineGroup(RankMesh, HostGroup):
         self._ranks_group = self.device_group()
 
     def renew(self) -> None:
-        """Connect anew, on all ranks, after their pending exchanges were broken off."""
+        """Abort the device groups and create all groups again, on all ranks, after an error."""
         self.abort_device_groups()
         self._connect()
         self._sharing = {ranks: self.device_group(ranks) for ranks in self._sharing}
@@ -132,7 +132,7 @@ class PipelineGroup(RankMesh, HostGroup):
         found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if is_source:
             found.copy_(tensor.detach())
-        with blaming_peers("lost a rank while weights were lent"):
+        with blaming_peers("lost a rank while broadcasting weights"):
             dist.broadcast(as_bytes(found), source, group=self._ranks_group)
         return tensor if is_source and tensor.device == self.device else found
 
@@ -153,7 +153,10 @@ class PipelineGroup(RankMesh, HostGroup):
             _broadcast(buffer, self.root, self._ranks_group)
 
     def sum_shared_gradients(self) -> None:
-        """Give all owners of a parameter the sum of their gradients; None where none has one."""
+        """All-reduce the gradient of each shared parameter over the ranks that have it.
+
+        Where no rank has a gradient, ``.grad`` stays None.
+        """
         with blaming_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
                 parameter, group = shared.parameter, self._sharing[shared.ranks]

@@ -58,7 +58,7 @@ class HostGroup:
         work = self.side_group.broadcast(box, dist.get_group_rank(self.side_group, src))
 
         def wait() -> int:
-            with blaming_peers("lost a rank while agreeing with it"):
+            with blaming_peers("lost a rank while deciding together"):
                 work.wait()
             return int(box)
 

@@ -143,7 +143,7 @@ def _actions(
 
 
 def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:
-    """Let each rank go on until what it needs has not been sent yet, again and again.
+    """Run the ranks in turns, each until a receive whose message has not arrived.
 
     Args:
         ranks: The actions of each rank.

@@ -153,7 +153,7 @@ class RankMesh:
         return self._make_groups([[rank for row in self._table for rank in row]], options)
 
     def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
-        """Return the group of a directed edge of each replica over the device's backend."""
+        """Create the group of ``edge`` in each replica, on the device; return this replica's."""
         return self._device_group("edge", self._rows(edge), options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:

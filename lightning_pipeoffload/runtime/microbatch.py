@@ -1,6 +1,6 @@
 """Splitting of a batch into microbatches, and merging of their results.
 
-``torch.distributed.pipelining.microbatch`` does so for positional arguments and tensors; a
+``torch.distributed.pipelining.microbatch`` splits positional arguments and tensors; a
 LightningModule's batch is one object of any structure, with strings in it.
 """
 

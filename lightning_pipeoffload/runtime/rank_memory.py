@@ -114,7 +114,7 @@ class ActivationMemory:
         self._stores.clear()
 
     def take_back(self) -> None:
-        """Discard everything that this step has saved; it starts anew."""
+        """Discard everything that this step has saved, because the step restarts."""
         for store in self._stores.values():
             store.drop()
         self._stores.clear()

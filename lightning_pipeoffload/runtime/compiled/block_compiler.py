@@ -104,7 +104,7 @@ def _has_checkpoint(module: fx.GraphModule) -> bool:
 
 def _uncompiled(module: fx.GraphModule) -> Region:
     if any(node.op == "get_attr" for node in module.graph.nodes):
-        raise SkipFrame("a graph with others inside, as checkpoints have, is for compilers only")
+        raise SkipFrame("subgraphs, of activation checkpoints say, cannot run without a compiler")
     return module.forward
 
 

@@ -84,7 +84,7 @@ class WeightFinder:
         self._indices = {node: index for index, node in enumerate(placeholders)}
 
     def find(self, node: Any, dtype: torch.dtype) -> WeightSource | None:
-        """Return the source of ``node``; None if it is made of no weight that may wait for W."""
+        """Return the source of ``node``; None if it is no view or cast of a deferred weight."""
         views: list[Callable[[Any], Any]] = []
         while isinstance(node, fx.Node) and len(views) <= _LONGEST_VIEW:
             if node in self._indices:

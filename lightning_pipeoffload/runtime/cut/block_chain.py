@@ -117,8 +117,7 @@ class _Running:
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:
     """Find the ModuleList or Sequential to cut.
 
-    The one that has the most parameters outside of its largest entry, that is, the one whose cut
-    can spread the most; a container around it that holds it as one entry loses to it.
+    Without a name this is the container with the most parameters outside of its largest entry.
 
     Args:
         module: The user's module.
@@ -140,9 +139,8 @@ def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
         # Private, both: what torch.compile(module) and module.compile() leave behind.
         if around and (hasattr(child, "_orig_mod") or child._compiled_call_impl is not None):
             raise ValueError(
-                f"{path} is compiled as a whole, its blocks {chain.name} inside of it, of which "
-                f"each stage runs its own only; compile the blocks instead, block.compile() for "
-                f"each"
+                f"{path} is compiled as a whole and contains the blocks {chain.name}; a stage runs "
+                f"only its own blocks, so compile the blocks instead, block.compile() for each"
             )
 
 

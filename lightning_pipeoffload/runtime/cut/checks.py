@@ -297,7 +297,7 @@ def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
             stages = " and ".join(map(str, weight.stages))
             raise ValueError(
                 f"a hook is registered on {' = '.join(weight.names)}, a weight that stages "
-                f"{stages} use: each of them has a part of its gradient only, and would call the "
-                f"hook with that; do it in on_after_backward or on_before_optimizer_step, where "
-                f"the parts are summed"
+                f"{stages} use: each stage computes a part of its gradient only, and would call "
+                f"the hook with that; use on_after_backward or on_before_optimizer_step, where the "
+                f"parts are summed"
             )

@@ -132,7 +132,7 @@ class ModuleCopies:
         self.resume()
 
     def pause(self) -> None:
-        """Find no copies for a while: the module is being made, maybe from copies of layers."""
+        """Stop tracking deep copies until :meth:`resume`: making a module may copy layers."""
         for part in self._module.modules():
             part.__dict__.pop(_MARK, None)
 

@@ -118,7 +118,7 @@ class StrippedModule:
         return saved_tensors_hooks(note, lambda packed: packed)
 
     def find_saved_attributes(self) -> None:
-        """Find the attributes, beside buffers, with tensors that autograd has saved."""
+        """Collect the attributes, other than buffers, with tensors that autograd has saved."""
         for part in self._module.modules():
             for name in vars(part).keys() - REGISTRIES:
                 tensors = tensors_in(vars(part)[name])

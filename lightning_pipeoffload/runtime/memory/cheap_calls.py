@@ -56,7 +56,7 @@ class Store(Protocol):
 
 
 class ValueSource:
-    """The origin of a value: a tensor that can only be saved, or result ``index`` of a call."""
+    """The origin of a value: a tensor that must be saved, or result ``index`` of a call."""
 
     def __init__(
         self, tensor: Tensor | None = None, call: CheapCall | None = None, index: int = 0
@@ -102,7 +102,10 @@ class ValueSource:
         return self.tensor is None or self.tensor._version == self.version
 
     def claim(self, store: Store, for_w: bool) -> None:
-        """Announce one more use of the value, in W or else in B."""
+        """Register one future use of the value, in W if ``for_w``, else in B.
+
+        The tensors that it is computed from are saved in ``store``.
+        """
         if self.call is not None:
             self.call.claim(store, for_w)
         elif self.tensor is not None:

@@ -112,7 +112,7 @@ class HostMemory:
             slab.give_back()
 
     def give_back(self, pieces: list[Tensor]) -> None:
-        """Return pieces to the pool; the compute lane has waited for their last copy."""
+        """Return pieces to the pool, once the compute stream waits for their last copy."""
         for piece in pieces:
             self._free[piece.numel()].append(piece)
 
@@ -169,7 +169,7 @@ class Slab:
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Split into powers of two, largest first; the last one covers the rest."""
+    """Split ``num_bytes`` into powers of two, largest first; the last one is rounded up."""
     sizes: list[int] = []
     while num_bytes > 0:
         last = len(sizes) == _MOST_PIECES - 1 or num_bytes <= _SMALLEST_PIECE

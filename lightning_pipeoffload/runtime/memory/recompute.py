@@ -179,7 +179,7 @@ class CheapRecompute(WeightInputKeeper):
         return self._pass_on(tensor, is_weight_input)
 
     def _pass_on(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
-        """Save a tensor in the surrounding hooks, without the graph that it is a part of."""
+        """Save a tensor with the enclosing saved-tensors hooks, detached from its graph."""
         # A node that held its own output would never be freed.
         is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
         # The hooks tell by its node that a cast parameter need not be saved.

@@ -140,10 +140,10 @@ def remove_draws() -> None:
 
 
 class EqualIsSame(TorchFunctionMode):
-    """Lets ``torch.equal`` compare by identity.
+    """Makes ``torch.equal`` compare identity.
 
-    Lightning's BaseFinetuning calls it to find out whether an optimizer has a parameter already.
-    Values are not on every rank, and those of two new norm layers are equal.
+    Lightning's BaseFinetuning finds by it the parameters that an optimizer already has. Their
+    values may be on other ranks, and two new norm layers have equal values.
     """
 
     @override

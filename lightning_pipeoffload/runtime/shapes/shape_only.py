@@ -160,7 +160,7 @@ class ShapeOnly(Tensor):
         )
 
     def tolist(self) -> Any:
-        """Raise ``ValueNeededError``, or return made-up values."""
+        """Return placeholder values where the step rules allow it; else raise ValueNeededError."""
         return self._imagined("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -175,7 +175,7 @@ class ShapeOnly(Tensor):
         return RemovableHandle(OrderedDict())
 
     def retain_grad(self) -> None:
-        """Retain it on the stage that has the value alone."""
+        """Do nothing where there is no gradient: it exists on the stage that has the value."""
         if self.requires_grad:
             super().retain_grad()
 

@@ -94,7 +94,7 @@ class CarriedValues(CallCounter):
         self._awaited.clear()
 
     def to_hand_on(self) -> list[Tensor]:
-        """Return what the next stage gets beside the payload.
+        """Return the tensors that the next stage gets in addition to the payload.
 
         Raises:
             RuntimeError: The step has not made one of these values, unlike in its first run.

@@ -215,9 +215,9 @@ class StageRunner:
         for name, weight, before in hooked:
             if not torch.equal(weight.detach(), before):
                 raise ValueError(
-                    f"a hook on {name} writes the weight itself in the backward, but other "
-                    f"microbatches' forwards have run with the old one and others have not; let "
-                    f"the optimizer do it, or on_before_optimizer_step()"
+                    f"a hook on {name} writes the weight itself in the backward, between forwards "
+                    f"of this step, which use the old value or the new one by the schedule; write "
+                    f"it in the optimizer or in on_before_optimizer_step()"
                 )
 
     def _keep_seen(self) -> None:

@@ -271,8 +271,8 @@ class StagePass:
             loss_in(result)  # raises the same message on every stage
         raise ValueError(
             f"the step returned before it called "
-            f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, which it has "
-            f"called for other batches of this shape; a pipeline needs each entry of "
+            f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, but called it "
+            f"for another batch of this shape; a pipeline needs each entry of "
             f"{self._context.chain.name} called once and in order, in every step"
         )
 

@@ -316,7 +316,11 @@ def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
 
 
 class _Lacking(Elsewhere):
-    """Stands for an attribute that another stage writes; a container may be added to."""
+    """Placeholder for an attribute that another stage writes.
+
+    Adding elements to a container (``append``, ``update``, ``d[k] = v``, ``+=``) acts on the real
+    container; every other use raises.
+    """
 
     __slots__ = ("_variable",)
 

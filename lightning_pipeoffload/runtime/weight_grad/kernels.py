@@ -150,7 +150,7 @@ _libraries: dict[str, torch.library.Library] = {}
 def install_kernels(device_type: str) -> None:
     """Install the kernels for one type of device, once.
 
-    They cost 2 to 4 us a call while nothing is deferred, so :func:`remove_kernels` after training.
+    They cost 2 to 4 us a call while nothing is deferred; :func:`remove_kernels` removes them.
     """
     if device_type in _libraries:
         return

@@ -159,10 +159,10 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _widened(cast: Tensor) -> Tensor | None:
-    """Return the parameter of which ``cast`` is a cast to a narrower dtype, with no hooks on it.
+    """Return the parameter that ``cast`` was cast from; None if ``cast`` has hooks or is wider.
 
-    Its gradient is that of ``cast``, exactly. Under bf16-mixed each weight is such a cast, and a
-    run of autograd's engine costs more than the addition.
+    The gradient of ``cast`` is exact in the parameter's dtype, so it can be added directly, which
+    costs less than a run of autograd's engine. Under bf16-mixed each weight is such a cast.
     """
     node: Any = cast.grad_fn
     if node.name() != "ToCopyBackward0" or cast._backward_hooks or cast.retains_grad:

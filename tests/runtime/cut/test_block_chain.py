@@ -124,8 +124,8 @@ def compiled_in_place():
 )
 def test_a_compiled_module_around_the_blocks_is_refused(make, blocks):
     message = (
-        f"net is compiled as a whole, its blocks {blocks} inside of it, of which each stage runs "
-        f"its own only; compile the blocks instead, block.compile() for each"
+        f"net is compiled as a whole and contains the blocks {blocks}; a stage runs only its own "
+        f"blocks, so compile the blocks instead, block.compile() for each"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         find_chain(Outer(make()))
