@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         if self._split is not None:
             self._split.load_module(state, strict)
         else:
-            beside = {key for entries in quantization.values() for key in entries}
-            plain = {key: value for key, value in state.items() if key not in beside}
+            plain = copy.copy(state)  # with its attribute: the versions that modules load by
+            for key in [key for entries in quantization.values() for key in entries]:
+                del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
         load_quantization(module, quantization)
 

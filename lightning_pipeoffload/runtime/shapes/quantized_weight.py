@@ -24,7 +24,7 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
         ValueError: The weight was never quantized, or to 8 bits.
     """
     state = getattr(slot.tensor, "quant_state", None) or getattr(slot.module, "quant_state", None)
-    if slot.kind == "_parameters" and state is not None:
+    if slot.attribute == "weight" and state is not None:
         stand_in.quant_state = _without_scales(state, stand_in)  # type: ignore[attr-defined]
     elif hasattr(slot.tensor, "bnb_quantized"):
         raise ValueError(
