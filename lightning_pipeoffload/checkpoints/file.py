@@ -111,7 +111,11 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
         return deepcopy(leaf, copied)
 
     mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
-    return tree_map_with_path(load, mapped)
+    found = tree_map_with_path(load, mapped)
+    for key, part in mapped.items() if isinstance(mapped, dict) else ():
+        if hasattr(part, "_metadata"):  # private: the versions that modules load a state dict by
+            found[key]._metadata = part._metadata
+    return found
 
 
 def stored(mapped: Tensor) -> StoredTensor:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import sharded_fits
+from tests.support.fits import SILENT
 from tests.support.pairs import first, slow
 from tests.support.saving_fits import count_values, fit_from
 
@@ -96,3 +102,49 @@ def sharded(ranks, tmp_path_factory):
     found = ranks(2).run(sharded_fits.fit, "sharded", path, False, {})
     assert found[0] == pytest.approx(losses[:EPOCH], rel=1e-9)
     return path, losses
+
+
+class Versioned(nn.Module):
+    """A layer that loads by its version, as BatchNorm does."""
+
+    _version = 3
+    loaded = None
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class WithVersions(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Versioned() for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_loads_by_the_version_that_one_device_has_saved(tmp_path):
+    batches = DataLoader(torch.ones(4, 4), batch_size=2)
+    fitted = []
+    pipeline = PipeOffloadStrategy(num_microbatches=2)
+    for epochs, path, strategy in ((1, None, "auto"), (2, tmp_path / "last.ckpt", pipeline)):
+        trainer = L.Trainer(
+            **SILENT, strategy=strategy, max_epochs=epochs, enable_checkpointing=False
+        )
+        fitted.append(WithVersions())
+        trainer.fit(fitted[-1], batches, ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert [block.loaded for block in fitted[-1].blocks] == [3, 3]
