@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, permutations
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -55,29 +55,6 @@ class Stage:
         is_before = point.segment < self.blocks.start
         runs_remote = is_before and not record.shapes_suffice(point.segment)
         return point.segment in self.blocks or runs_remote
-
-    def use_of(self, record: StepRecord) -> StageUse:
-        """Return what running the stage takes beside its blocks and what they hand on."""
-        ends = self.blocks.start, self.blocks.stop
-        cuts = [block for block in ends if 0 < block < len(record.outputs)]
-        return StageUse(
-            draws=any(self.comes_to(point, record) for point in record.draws),
-            draws_beside_torch=record.draws_beside_torch,
-            carries=any(record.carried_over(block) for block in cuts),
-            writes=record.writes_anything,
-        )
-
-
-class StageUse(NamedTuple):
-    """What running a stage takes beside its blocks and what they hand on.
-
-    In the run that was traced: a dropout whose rate is 0 until a later epoch draws nothing in it.
-    """
-
-    draws: bool  # the stage, from torch's generators, global or of modules
-    draws_beside_torch: bool  # the step, from numpy's or Python's global generator
-    carries: bool  # values cross the cuts around the stage beside the payload
-    writes: bool  # any stage, to attributes, buffers that all stages have, parameters or the batch
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
+from lightning_pipeoffload.runtime.users_code.attributes import Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 
@@ -101,8 +101,6 @@ class StepRecord:
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
 
     # Random numbers.
-    draws: set[StepPoint] = field(default_factory=set)
-    """Where the step draws from torch's generators, global or of modules, in this one run."""
     draws_beside_torch: bool = False
     """Whether it draws from numpy's or Python's global generator."""
 
@@ -145,12 +143,6 @@ class StepRecord:
     def leaves_trace(self) -> bool:
         """Whether the step changes what no snapshot restores: it cannot run again."""
         return bool(self.weight_writes or self.changes_batch)
-
-    @property
-    def writes_anything(self) -> bool:
-        """Whether the step writes attributes, common buffers, parameters or its batch."""
-        found = (self.writes, self.written_in_place, self.weight_writes)
-        return any(found) or self.changes_batch
 
     def shapes_suffice(self, block: int) -> bool:
         """Whether the stages behind a block need nothing of it but the shapes of its output."""

@@ -96,7 +96,7 @@ class StepTrace:
         self.record = StepRecord(len(chain) + 1, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
         self._stripped = StrippedModule(module, device, self._values, self.record)
-        self._draws_and_sizes = _DrawsAndSizes(self)
+        self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain)
         self._device_type = device.type
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
@@ -118,7 +118,7 @@ class StepTrace:
 
     def sizes_before(self, block: int) -> tuple[Any, ...]:
         """Return the sizes that depend on values up to a block, and its arguments' shapes."""
-        found = self._draws_and_sizes.found
+        found = self._sizes.found
         if block >= len(self._before_block):
             return *found, None
         count, arguments = self._before_block[block]
@@ -174,7 +174,7 @@ class StepTrace:
             stack.enter_context(self._values)
             if self._observes:
                 stack.enter_context(self._writes.watching())
-            stack.enter_context(self._draws_and_sizes)
+            stack.enter_context(self._sizes)
             yield
         # Not the registries, in which shapes were put and taken out again.
         written = {place for place in written if place[1] not in REGISTRIES}
@@ -187,7 +187,7 @@ class StepTrace:
         Raises:
             StageExit: It is the one at which the step is left.
         """
-        self._before_block.append((len(self._draws_and_sizes.found), shape_signature(arguments)))
+        self._before_block.append((len(self._sizes.found), shape_signature(arguments)))
         if index == self._until:
             raise StageExit([])
         self._checks.check(index, self.segment)
@@ -264,7 +264,7 @@ class StepTrace:
 
     def _finish(self) -> None:
         """Complete the record when the step is over, before all is put back."""
-        record, last = self.record, self._draws_and_sizes.last
+        record, last = self.record, self._sizes.last
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
         self._compare_attributes(StepPoint(self.segment, is_in_block=False))
@@ -349,8 +349,8 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
     return int(formula(*args, out_val=result)) if formula else 0
 
 
-class _DrawsAndSizes(TorchDispatchMode):
-    """Notes where a step draws from torch's generators, and sizes that depend on values.
+class _SizesByValues(TorchDispatchMode):
+    """Notes sizes that depend on values.
 
     Attributes:
         found: Shapes between the blocks, and answers to questions.
@@ -372,8 +372,6 @@ class _DrawsAndSizes(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         point = self._trace.point
-        if _may_draw(func, args, kwargs or {}):
-            self._trace.record.draws.add(point)
         if not point.is_in_block and point.segment < len(self._trace.chain):
             self._note_sizes(func, args, result, point.segment)
         return result
@@ -389,16 +387,3 @@ class _DrawsAndSizes(TorchDispatchMode):
             is_answer = isinstance(result, bool)
             self.found.append(result if is_answer else None)
             self.last = self.last if is_answer else segment
-
-
-_NAMESPACES = {"aten", "prim", "prims"}  # whose operations are tagged where they draw
-
-
-def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers; one of a library's own is taken to."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return func.namespace not in _NAMESPACES
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":  # of attention, which is tagged with or without dropout
-            return bool(args[place] if place < len(args) else kwargs.get(argument.name))
-    return True

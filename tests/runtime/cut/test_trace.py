@@ -5,11 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, StageUse, cut
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
@@ -106,42 +103,6 @@ def test_products_of_activations_have_no_weight_gradient():
 
     found = traced(Step(attend), torch.ones(2, 4))
     assert (found.forward_flops[4], found.weight_flops[4]) == (2 * 2 * 4 * 2, 0)
-
-
-def noisy(m, x):
-    m.count = 1
-    x = F.dropout(x + m.blocks[0](x))
-    skip = m.blocks[1](x)
-    attended = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
-    return loss_of(m, through(m.blocks[2:], skip + x + attended))
-
-
-def plain(m, x):
-    return loss_of(m, through(m.blocks, F.scaled_dot_product_attention(x[None], x[None], x[None])))
-
-
-def noise_behind(m, x):
-    return loss_of(m, through(m.blocks, x) + np.random.rand()) + torch.rand(())
-
-
-@pytest.mark.parametrize(
-    ("step", "all_stages", "stages_own"),
-    [
-        (plain, "", [set()] * 4),
-        (noisy, "writes", [set(), {"draws", "carries"}, {"draws", "carries"}, {"draws"}]),
-        (noise_behind, "draws_beside_torch", [set()] * 3 + [{"draws"}]),
-    ],
-)
-def test_what_a_stage_does_beside_its_blocks(step, all_stages, stages_own):
-    module = Step(step)
-    chain = find_chain(module)
-    chain.intercept()
-    records = StepRecords(module, chain, CPU, is_cut=True)
-    record = records.find("train", torch.ones(2, 4), lambda x, call: call_step(module, x))
-    stages = cut(chain, SegmentCosts((), (), (), ()), range(4), "even")
-    for stage, own in zip(stages, stages_own, strict=True):
-        expected = {name: name == all_stages or name in own for name in StageUse._fields}
-        assert stage.use_of(record)._asdict() == expected
 
 
 @pytest.mark.parametrize(
