@@ -31,6 +31,7 @@ from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.run_checks import check_run
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
     ScheduleLike,
@@ -45,7 +46,7 @@ from lightning_pipeoffload.schedule import Schedule
 # What belongs to this process, and is left out of a trainer that is saved after a fit.
 _OF_THIS_PROCESS = frozenset({
     *("_group", "_world", "_board", "_metrics_store", "_meeting", "_launched"),
-    *("_run", "_fit", "_parameters", "_state"),
+    *("_run", "_fit", "_parameters", "_state", "_masters"),
 })  # fmt: skip
 
 
@@ -101,6 +102,11 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         per_parameter_optimizer: True for an optimizer that is not among the known ones, and whose
             result for a parameter depends on nothing but that parameter's value, gradient and state
             and its group's numbers; else it is refused.
+        optimizer_offload: Whether optimizers step on the host, where their state stays: the device
+            keeps weights and gradients only.
+        master_weights: "float32": the optimizer steps float32 copies, on the host, of parameters in
+            bfloat16 or float16, which are the copies, rounded; checkpoints have the copies. With
+            ``optimizer_offload`` only. None: it steps parameters as they are.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` for
             that; a block that the user has compiled stays as it is. Weight gradients wait for W as
             they do without it.
@@ -146,6 +152,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         microbatch_weight: str | Callable[[Any], float] = "samples",
         optimizer_sync: str = "barrier",
         per_parameter_optimizer: bool = False,
+        optimizer_offload: bool = False,
+        master_weights: str | None = None,
         compile: bool | Mapping[str, Any] = False,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,
@@ -177,6 +185,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             microbatch_weight=microbatch_weight,
             optimizer_sync=optimizer_sync,
             per_parameter_optimizer=per_parameter_optimizer,
+            optimizer_offload=optimizer_offload,
+            master_weights=master_weights,
             offload=offload,
             recompute=recompute,
             memory_limit=memory_limit,
@@ -282,13 +292,17 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     def _forget_module(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
-        self._run, self._state = None, None
+        self._run, self._state, self._masters = None, None, self._no_masters()
         self.optimizers, self.lr_scheduler_configs = [], []
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._fit = FitRun(self)
+        self._masters = self._masters or self._no_masters()
+
+    def _no_masters(self) -> MasterWeights | None:
+        return None if self.settings.master_weights is None else MasterWeights()
 
     @override
     @contextmanager

@@ -24,6 +24,7 @@ from lightning_pipeoffload.checkpoints.folder import (
 )
 from lightning_pipeoffload.checkpoints.saved_values import SavedValues, shapes_of
 from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     name_optimizer_state,
@@ -48,6 +49,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     _loaded_seed: int | None = None
     _parameters: OptimizedParameters
     _state: SplitState | None = None
+    _masters: MasterWeights | None = None
 
     @property
     def _module(self) -> LightningModule:
@@ -79,6 +81,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             return self._split.of_module()
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()
+        if self._masters is not None:
+            self._masters.replace_in(state, self._module)
         return state if self.is_global_zero else shapes_of(state, global_rank=0)
 
     @override
@@ -93,6 +97,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             for key in [key for entries in quantization.values() for key in entries]:
                 del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
+        if self._masters is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._masters.expect(state)
         load_quantization(module, quantization)
 
     @override
@@ -116,9 +122,11 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self._seed
-        if not self._is_split:  # states that are not read yet may be in the file that is replaced
+        if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
+            if self._masters is not None:
+                self._masters.read()
         if self._save_distributed_checkpoint:
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
@@ -157,4 +165,5 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             return
         # This rank's part is read, and moves to the parameters' devices, when the module is split.
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
-            optimizer.load_state_dict(number_optimizer_state(state, names))
+            with self._parameters.loading_state(optimizer):
+                optimizer.load_state_dict(number_optimizer_state(state, names))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
@@ -41,13 +42,18 @@ class SplitState:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
         parameters: The parameters of the optimizers.
+        masters: The masters of parameters, which are saved in their place; None: there are none.
     """
 
     def __init__(
-        self, pipeline: Pipeline, group: PipelineGroup, parameters: OptimizedParameters
+        self,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        parameters: OptimizedParameters,
+        masters: MasterWeights | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._parameters = parameters
+        self._parameters, self._masters = parameters, masters
         self._group = group
 
     @property
@@ -60,7 +66,13 @@ class SplitState:
 
         Tensors that another rank writes are shape-only.
         """
-        found = self._of_all(self._part(), self._group)
+        part: dict[str, Any] = self._part()
+        ranks: HostGroup = self._group
+        if self._masters is not None:
+            self._masters.replace_in(part, self._pipeline.module)
+            if self._group.num_replicas > 1:  # which may step some of the masters each
+                ranks = self._group.world
+        found = self._of_all(part, ranks)
         place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
         return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
 
@@ -68,6 +80,10 @@ class SplitState:
         """Return the entries that this rank can write: its own, and those of no stage."""
         state = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
+        if self._masters is not None:
+            kept = self._pipeline.module.state_dict(keep_vars=True)
+            of_others = [n for n, value in kept.items() if self._parameters.is_of_another(value)]
+            state = {name: value for name, value in state.items() if name not in of_others}
         return {
             name: value
             for name, value in state.items()
@@ -143,7 +159,8 @@ class SplitState:
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             shares = self._parameters.shares_of(optimizer)
-            load_optimizer_state(optimizer, state, names, own, shares)
+            with self._parameters.loading_state(optimizer):
+                load_optimizer_state(optimizer, state, names, own, shares)
 
 
 def make_whole(module: nn.Module, group: PipelineGroup) -> None:

@@ -132,7 +132,7 @@ class FitRun:
         self._at_end.callback(self.run.leave)
         pipeline = self.run.pipeline
         self.exchange = StepExchange(pipeline, group, strategy.root_device.type != "cpu")
-        self.boundary = StepBoundary(self._trainer, pipeline, group)
+        self.boundary = StepBoundary(self._trainer, pipeline, group, strategy._masters)
         self.run.join(self.exchange, self.boundary)
         self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
@@ -150,8 +150,12 @@ class FitRun:
             lambda: strategy.optimizers,
             settings.num_sharing(group.num_replicas),
             settings.per_parameter_optimizer,
+            settings.optimizer_offload,
+            strategy._masters,
         )
-        strategy._state = SplitState(self.run.pipeline, group, strategy._parameters)
+        strategy._state = SplitState(
+            self.run.pipeline, group, strategy._parameters, strategy._masters
+        )
 
     def setup(self) -> None:
         """Bring the trainer and the pipeline together."""

@@ -24,6 +24,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     without_forward_hooks,
 )
 from lightning_pipeoffload.loop.post_validation import PostValidation, clips_by_norm, is_watched
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -44,15 +45,27 @@ _HOOKS_BETWEEN = (
 class StepBoundary:
     """This rank's weights between the steps of a run.
 
+    Args:
+        trainer: The trainer.
+        pipeline: This rank's part of the module.
+        group: The pipeline's processes.
+        masters: The masters of parameters; None: there are none.
+
     Attributes:
         validation: What takes steps back that were wrong.
         gradient_hooks: The hooks that may read gradients; None: there are none.
     """
 
-    def __init__(self, trainer: Trainer, pipeline: Pipeline, group: PipelineGroup) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        masters: MasterWeights | None = None,
+    ) -> None:
         self._trainer: Any = trainer
         self._module = trainer.lightning_module
-        self._pipeline, self._group = pipeline, group
+        self._pipeline, self._group, self._masters = pipeline, group, masters
         self.validation = PostValidation(trainer, group, pipeline.gradient_age)
         self.gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
@@ -78,7 +91,7 @@ class StepBoundary:
     def _start_validation(self) -> None:
         may_start = _may_step_ahead(self._trainer, self._group.reports)
         if self._group.world.agree(may_start, unanimous=True):
-            self.validation.start(OptimizerSnapshot(self._trainer.optimizers[0]))
+            self.validation.start(OptimizerSnapshot(self._trainer.optimizers[0], self._masters))
             found = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(found, unanimous=False)
 

@@ -7,6 +7,9 @@ Inside the closure, in which hooks run, they are whole again::
     optimizer.step(closure)   groups:  this rank's   | in the closure: all |   this rank's
     hooks, schedulers         groups:  all
 
+With ``optimizer_offload=True`` the host's tensors take the place of this rank's parameters there;
+see :class:`~lightning_pipeoffload.optimizers.host_step.HostStep`.
+
 With ``sharding="optimizer"`` the replicas of a rank divide its step: each parameter is stepped by
 one replica, the largest first by the replica that has least, and then sent to the others::
 
@@ -24,6 +27,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.host_step import HostStep
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets, share_out
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
@@ -59,6 +63,10 @@ class StepShares:
     def is_own(self, parameter: Tensor) -> bool:
         """Whether this replica steps a parameter, and has its state."""
         return self._owners.get(parameter) == self._group.replica
+
+    def is_of_another(self, parameter: Tensor) -> bool:
+        """Whether another replica steps a parameter."""
+        return self._owners.get(parameter, self._group.replica) != self._group.replica
 
     def start_step(self) -> None:
         """Forget the parameters of the last step, which may have ended in an error."""
@@ -150,17 +158,22 @@ class NarrowedOptimizer:
         optimizer: That optimizer.
         age: The age of those parameters' gradients.
         shares: The parameters of each replica; None: all replicas step all.
+        host: Steps on the host; None: the device does.
     """
 
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
         self.optimizer = optimizer
         self.age = age
         self.shares: StepShares | None = None
+        self.host: HostStep | None = None
         self._adopted: list[Tensor] = []
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._whole: list[tuple[dict[str, Any], list[Any]]] = []
-        optimizer.register_step_post_hook(self._end_step)
+        ended = optimizer.register_step_post_hook(self._end_step)
+        # Private: before the user's hooks after a step, so that they see whole groups.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(ended.id, last=False)
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
 
     def adopt(self) -> None:
@@ -223,12 +236,16 @@ class NarrowedOptimizer:
         if self.shares is not None:
             self.shares.start_step()
         self._narrow(self.shares)
+        if self.host is not None and not any(map(callable, (*given, *kwargs.values()))):
+            self.host.start()
         return (
             (step, *map(self._among_whole, given)),
             {name: self._among_whole(value) for name, value in kwargs.items()},
         )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.host is not None:
+            self.host.finish()
         self._widen()
         if self.shares is not None:
             self.shares.gather()
@@ -247,6 +264,8 @@ class NarrowedOptimizer:
             group["params"] = own if shares is None else shares.own_of(own)
 
     def _widen(self) -> None:
+        if self.host is not None:
+            self.host.put_back()
         for group, members in self._whole:
             group["params"] = members
         self._whole.clear()
@@ -256,9 +275,13 @@ class NarrowedOptimizer:
 
     def _calling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
+            if self.host is not None:  # the optimizer may call its closure again
+                self.host.finish()
             self._widen()
             result = closure()
             self._narrow(self.shares)
+            if self.host is not None:
+                self.host.start()
             return result
 
         return call

@@ -8,9 +8,13 @@ other ranks as shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.host_step import HostStep, state_on_host
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import (
     NarrowedOptimizer,
     StepShares,
@@ -24,7 +28,11 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     name_groups,
     read_states,
 )
-from lightning_pipeoffload.optimizers.optimizer_table import refuse_optimizer
+from lightning_pipeoffload.optimizers.optimizer_table import (
+    may_step_by_bucket,
+    refuse_on_host,
+    refuse_optimizer,
+)
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
@@ -39,6 +47,8 @@ class OptimizedParameters:
         optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
         num_sharing: The number of replicas that divide steps and optimizer state.
         is_declared: The user's ``per_parameter_optimizer``.
+        on_host: Whether optimizers step on the host.
+        masters: The masters that they step there; None: parameters are stepped as they are.
     """
 
     def __init__(
@@ -48,6 +58,8 @@ class OptimizedParameters:
         optimizers: Callable[[], list[Optimizer]],
         num_sharing: int = 1,
         is_declared: bool = False,
+        on_host: bool = False,
+        masters: MasterWeights | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._group = group
@@ -55,6 +67,7 @@ class OptimizedParameters:
         self._narrowed: list[NarrowedOptimizer] = []
         self._num_sharing = num_sharing
         self._is_declared = is_declared
+        self._on_host, self._masters = on_host, masters
 
     @property
     def names(self) -> list[GroupNames]:
@@ -75,15 +88,36 @@ class OptimizedParameters:
         """Narrow steps to this rank's parameters, even where a closure splits the module.
 
         Raises:
-            ValueError: An optimizer's step may depend on its other parameters.
+            ValueError: An optimizer's step may depend on its other parameters, or cannot run on the
+                host where it is to.
         """
-        if self._group.world_size == 1:
+        if self._group.world_size == 1 and not self._on_host:
             return
         num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
         for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
             refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
+        for narrowed in self._narrowed:
+            narrowed.host = self._make_host_step(narrowed.optimizer)
+
+    def _make_host_step(self, optimizer: Optimizer) -> HostStep | None:
+        if not self._on_host:
+            return None
+        refuse_on_host(optimizer)
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._masters is not None and members and not any(map(is_half, members)):
+            raise ValueError(
+                f'master_weights="float32" is for parameters in bfloat16 or float16, and those of '
+                f"{type(optimizer).__name__} are in {members[0].dtype}; leave it out, or use "
+                f'Trainer(precision="bf16-true")'
+            )
+        by_bucket = may_step_by_bucket(optimizer)
+        return HostStep(optimizer, self._pipeline.device, by_bucket, self._masters)
+
+    def loading_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return the context in which an optimizer loads state: to where it steps."""
+        return state_on_host(optimizer, self._masters) if self._on_host else nullcontext()
 
     def start_training(self) -> None:
         """Run after the hooks that were registered with the optimizers since."""
@@ -101,7 +135,13 @@ class OptimizedParameters:
         for optimizer in self._optimizers():
             read_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
-                follow_parameters(optimizer)
+                with self.loading_state(optimizer):
+                    follow_parameters(optimizer)
+
+    def is_of_another(self, parameter: Tensor) -> bool:
+        """Whether another replica steps a parameter of this rank."""
+        shares = [n.shares for n in self._narrowed if n.shares is not None]
+        return any(each.is_of_another(parameter) for each in shares)
 
     def _adopt(self) -> None:
         """Put parameters into the groups that the first batch has brought to this rank."""
@@ -128,6 +168,9 @@ class OptimizedParameters:
             for narrowed in self._narrowed:
                 is_shared_out = self._num_sharing > 1 and narrowed.optimizer.param_groups
                 narrowed.share_out(StepShares(self._group) if is_shared_out else None)
+            if self._masters is not None:
+                parameters = self._pipeline.tensors.canonical_parameters().items()
+                self._masters.begin({n: p for n, p in parameters if not self.is_of_another(p)})
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
         """Return the parameters of each replica; None where all replicas step all."""

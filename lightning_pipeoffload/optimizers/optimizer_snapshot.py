@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import own_members
 
 _NO_STATE: dict[str, Any] = {}
@@ -41,18 +42,21 @@ def is_torchs(optimizer: Optimizer) -> bool:
 class OptimizerSnapshot:
     """Weights, state and, where a step writes into them, gradients before an optimizer's last step.
 
-    The copies are on the device if it has room for them, else on the host.
+    The copies are on the device if it has room for them, else on the host, as are those of what is
+    there.
 
     Args:
         optimizer: An optimizer for which :func:`has_snapshots` is true.
+        masters: The masters that it steps in place of parameters; None: there are none.
 
     Attributes:
         optimizer: The optimizer.
         has_room: Whether the device has room for the copies; None before the first are made.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None = None) -> None:
         self.optimizer = optimizer
+        self._masters = masters
         self.has_room: bool | None = None
         self._weights, self._states, self._gradients = _Copies(), _Copies(), _Copies()
         self._changes_gradients = True
@@ -73,7 +77,8 @@ class OptimizerSnapshot:
             self._find_room()  # most optimizers have no state before their first step
         self._num_values = num_values
         on_host = not self.has_room
-        self._weights.take(self._stepping, on_host)
+        self._stepped = [self._stepped_for(p) for p in self._stepping]
+        self._weights.take(self._stepped, on_host)
         self._states.take(_tensors_of(self._states_before), on_host)
         self._versions = self._versions_now()
         self._notice_branches()
@@ -137,6 +142,15 @@ class OptimizerSnapshot:
             changed.restore(self.optimizer.state)
         for copies in (self._weights, self._states, self._gradients):
             copies.restore()
+        for parameter, stepped in zip(self._stepping, self._stepped, strict=True):
+            if self._masters is not None and stepped is not parameter:
+                parameter.copy_(stepped)
+                self._masters.put(parameter, stepped)
+
+    def _stepped_for(self, parameter: Tensor) -> Tensor:
+        if self._masters is None or not is_half(parameter):
+            return parameter
+        return self._masters.current(parameter)
 
     @contextmanager
     def _keeping_later_changes(self) -> Iterator[None]:
@@ -160,6 +174,7 @@ class OptimizerSnapshot:
         tensors = [p for group in self.optimizer.param_groups for p in own_members(group)]
         copied = tensors + _tensors_of([*self.optimizer.state.values()])
         device = tensors[0].device if tensors else _CPU
+        copied = [tensor for tensor in copied if tensor.device == device]
         there = self._weights.num_bytes(device) + self._states.num_bytes(device)
         num_bytes = sum(tensor.nbytes for tensor in copied) - there
         self.has_room = num_bytes <= _bytes_left(device)

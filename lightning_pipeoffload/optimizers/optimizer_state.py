@@ -159,5 +159,5 @@ def read_states(optimizer: Optimizer) -> None:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters; step counts stay on the host."""
+    """Move an optimizer's state to where ``load_state_dict`` does; step counts stay on the host."""
     optimizer.load_state_dict(optimizer.state_dict())

@@ -35,6 +35,7 @@ class Row(NamedTuple):
         elementwise: Whether an element's new value depends on that element alone.
         may_step_by_bucket: Whether several steps, each with some of the parameters, are one step
             with all of them; not where a group counts its steps.
+        of_device: Whether it steps by kernels that the host has not.
         obstacle: From an optimizer: why its options make its steps depend on other parameters,
             else "".
     """
@@ -42,6 +43,7 @@ class Row(NamedTuple):
     state_bytes: StateBytes
     elementwise: bool = True
     may_step_by_bucket: bool = True
+    of_device: bool = False
     obstacle: Callable[[Any], str] = lambda optimizer: ""
 
 
@@ -133,7 +135,7 @@ _TWO, _ONE = Row(_copies(2)), Row(_copies(1))
 _LION = Row(_copies(1), elementwise=False)  # options take norms of a gradient
 _CAME = Row(_factorized(lambda group: 1, pairs=2), elementwise=False)
 _SOAP = Row(_preconditioned(copies=2, per_side=2), elementwise=False, obstacle=_rounding_of_soap)
-_TORCHAO = Row(_blocks_of_torchao, elementwise=False, obstacle=_rounding)
+_TORCHAO = Row(_blocks_of_torchao, elementwise=False, of_device=True, obstacle=_rounding)
 _FREE = Row(_copies(2), may_step_by_bucket=False)
 
 TABLE: dict[str, Row] = {
@@ -157,7 +159,7 @@ TABLE: dict[str, Row] = {
         _factorized(lambda group: group.get("beta1") is not None), elementwise=False
     ),
     "bitsandbytes.optim.optimizer.Optimizer8bit": Row(
-        _blocks_of_bitsandbytes, elementwise=False, obstacle=_overrides
+        _blocks_of_bitsandbytes, elementwise=False, of_device=True, obstacle=_overrides
     ),
     "torchao.optim.adam._AdamBase": _TORCHAO,
     "torchao.prototype.low_bit_optim.adam._AdamBase": _TORCHAO,
@@ -185,7 +187,10 @@ TABLE: dict[str, Row] = {
     "schedulefree.radam_schedulefree.RAdamScheduleFree": _FREE,
     "schedulefree.sgd_schedulefree.SGDScheduleFree": _FREE._replace(state_bytes=_copies(1)),
     "apex.optimizers.fused_adam.FusedAdam": Row(
-        lambda o, group, p: 2 * 4 * p.numel(), may_step_by_bucket=False, obstacle=_masters
+        lambda o, group, p: 2 * 4 * p.numel(),
+        may_step_by_bucket=False,
+        of_device=True,
+        obstacle=_masters,
     ),
 }
 """Classes whose ``step`` is per parameter, by module and name."""
@@ -254,6 +259,39 @@ def refuse_optimizer(
             f"parameter's value, gradient and state and the numbers of its group, say so by "
             f"PipeOffloadStrategy(per_parameter_optimizer=True); else {instead}"
         )
+
+
+def refuse_on_host(optimizer: Any) -> None:
+    """Refuse an optimizer that cannot step tensors that take the places of its parameters.
+
+    Raises:
+        ValueError: The message has its class, the reason, and what to do.
+    """
+    row, reason = TABLE.get(_step_of(optimizer)), ""
+    if any(kind.__name__ in _OVER_ALL for kind in type(optimizer).__mro__):
+        reason = "keeps more of its parameters than state by parameter"
+    elif row is not None and row.of_device:
+        reason = "steps by kernels of the device"
+    elif hasattr(optimizer, "eval"):
+        reason = "makes weights for evaluation of the device's and of its state"
+    elif any(group.get("capturable") for group in optimizer.param_groups):
+        reason = "counts its steps on the device with capturable=True"
+    if reason:
+        raise ValueError(
+            f"optimizer_offload=True steps on the host, and {type(optimizer).__name__} {reason}; "
+            f"use torch.optim.AdamW, whose fused=True has kernels of the host, or "
+            f"optimizer_offload=False"
+        )
+
+
+def may_step_by_bucket(optimizer: Any) -> bool:
+    """Whether several steps, each with some of the parameters, are known to be one step."""
+    row, own = TABLE.get(_step_of(optimizer)), vars(optimizer).get("step")
+    is_replaced = own is not None and inspect.unwrap(own) is not inspect.unwrap(
+        type(optimizer).step
+    )
+    is_own = is_replaced or bool(_changed_helpers(type(optimizer)))
+    return row is not None and row.may_step_by_bucket and not is_own
 
 
 def _step_of(optimizer: Any) -> str:

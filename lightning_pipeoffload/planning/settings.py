@@ -69,6 +69,8 @@ class PipelineSettings:
     microbatch_weight: str | Callable[[Any], float] = "samples"
     optimizer_sync: str = "barrier"
     per_parameter_optimizer: bool = False
+    optimizer_offload: bool = False
+    master_weights: str | None = None
     offload: str | float = "auto"
     recompute: str = "none"
     memory_limit: int | str | None = None
@@ -85,6 +87,14 @@ class PipelineSettings:
             value = getattr(self, name)
             _require(value in [*meanings], name, " or ".join(words), value)
         check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
+        check_flag("optimizer_offload", self.optimizer_offload)
+        is_known = self.master_weights in (None, "float32")
+        _require(is_known, "master_weights", '"float32" or None', self.master_weights)
+        if self.master_weights is not None and not self.optimizer_offload:
+            raise ValueError(
+                f'master_weights="{self.master_weights}" is kept where the optimizer steps on the '
+                f"host only; set optimizer_offload=True, or leave it out"
+            )
         check_recompute(self.recompute)
         for name in ("memory_limit", "host_memory_limit"):
             if getattr(self, name) is not None:

@@ -21,6 +21,8 @@ BAD_ARGUMENTS = {
     "split": ("evenly", 'split must be "auto", "even" or a list of block counts, not \'evenly\''),
     "offload": (1.5, r"offload \(1.5\) must be none, half, full, auto, or a share"),
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
+    "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
+    "master_weights": ("float32", 'master_weights="float32" .* set optimizer_offload=True'),
     "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
     "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
     "microbatch_weight": ("words", "or a callable of the microbatch, not 'words'"),
@@ -39,6 +41,7 @@ ALSO_BAD = [
     ("split", 4),
     ("process_group_backend", "cpu:gloo,cuda:ncc"),
     ("timeout", timedelta(0)),
+    ("master_weights", "float64"),
 ]
 
 

@@ -82,6 +82,9 @@ class LastMomentLane:
     def mark(self) -> Moment:
         return Moment(self, len(self._row))
 
+    def finish(self, moment: Moment) -> None:
+        self.run(moment.place)
+
     def hold_compute(self, moment: Moment) -> None:
         self.num_late += self._done < moment.place
         self.run(moment.place)

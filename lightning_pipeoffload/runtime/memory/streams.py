@@ -45,6 +45,9 @@ class Lane:
     def mark(self) -> Any:
         """Return an event that is reached when the copies started so far are done."""
 
+    def finish(self, event: Any) -> None:
+        """Make the host wait for an event of this lane."""
+
     def hold_compute(self, event: Any) -> None:
         """Make the compute lane wait for an event of this lane.
 
@@ -71,6 +74,9 @@ class StreamLane(Lane):
 
     def mark(self) -> torch.Event:
         return self._stream.record_event()
+
+    def finish(self, event: torch.Event) -> None:
+        event.synchronize()
 
     def hold_compute(self, event: torch.Event) -> None:
         torch.accelerator.current_stream().wait_event(event)

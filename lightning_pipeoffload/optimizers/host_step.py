@@ -1,0 +1,254 @@
+"""An optimizer's step in host memory, where its state stays.
+
+The user's own optimizer steps tensors of the host, which take the places of its parameters while it
+does. Gradients and weights pass through two staging buffers, a bucket of parameters at a time::
+
+    to the host     [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
+    STEP                        [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
+    to the device                           [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
+
+An optimizer that has to see all its parameters at once has one bucket. The optimizer's own call of
+``step`` computes the last one, so hooks, schedulers and counters count one step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
+from lightning_pipeoffload.runtime.memory.streams import make_lanes
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+BUCKET_BYTES = 64 << 20
+_ALIGNMENT = 64  # of tensors in a buffer, in bytes
+
+
+class _Staged(NamedTuple):
+    """A parameter in a staging buffer.
+
+    Attributes:
+        weight: Room for its value, on its way to the host and back.
+        gradient: Room for its gradient.
+    """
+
+    parameter: Tensor
+    weight: Tensor
+    gradient: Tensor
+
+
+class _Buffer:
+    """A staging buffer, for one bucket at a time."""
+
+    def __init__(self, num_bytes: int, is_pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.filled: Any = None  # reached when the bucket is on the host
+        self.left: Any = None  # reached when its weights are back on the device
+
+    def stage(self, parameters: Sequence[Tensor]) -> list[_Staged]:
+        """Give each parameter and its gradient room."""
+        start, staged = 0, []
+        for parameter in parameters:
+            room = []
+            for tensor in (parameter, _gradient_of(parameter)):
+                part = self._memory[start : start + tensor.nbytes]
+                room.append(part.view(tensor.dtype).view(tensor.shape))
+                start += _padded(tensor)
+            staged.append(_Staged(parameter, *room))
+        return staged
+
+
+class HostStep:
+    """Steps an optimizer on the host.
+
+    Args:
+        optimizer: The user's optimizer.
+        device: The device of its parameters.
+        by_bucket: Whether it may step some of the parameters at a time.
+        masters: The masters of its parameters in half precision; None: those are stepped as they
+            are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        by_bucket: bool,
+        masters: MasterWeights | None = None,
+    ) -> None:
+        self._optimizer, self._masters = optimizer, masters
+        self._by_bucket = by_bucket
+        self._is_pinned = device.type != "cpu" and by_bucket
+        self._lanes = make_lanes(device)
+        self._buffers: list[_Buffer] = []
+        self._standing: dict[Tensor, Tensor] = {}
+        self._staged: list[_Staged] = []
+        self._state: Any = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Step all buckets but the last, which is in the optimizer's groups then."""
+        self._own = [group["params"] for group in self._optimizer.param_groups]
+        stepping = [p for own in self._own for p in own if p.grad is not None]
+        buckets = [*_in_buckets(stepping, self._by_bucket)]
+        if not buckets:
+            return
+        self._make_buffers(max(map(_bytes_of, buckets)), min(len(buckets), 2))
+        self._lanes.d2h.wait_for_compute()
+        coming = self._bring(buckets, 0)
+        for number in range(1, len(buckets)):
+            staged, coming = coming, self._bring(buckets, number)
+            self._stand_in(staged, number - 1, is_last=False)
+            _plain_step(self._optimizer)
+            self._write_back()
+        self._stand_in(coming, len(buckets) - 1, is_last=True)
+
+    def finish(self) -> None:
+        """Send the last bucket's weights to the device, after the optimizer has stepped them."""
+        if self._standing:
+            self._write_back()
+            self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
+
+    def put_back(self) -> None:
+        """Leave the optimizer with its own parameters, after an error in its step too."""
+        if not self._standing:
+            return
+        of_host, own = self._optimizer.state, {h: p for p, h in self._standing.items()}
+        self._optimizer.state = self._state
+        for key, state in of_host.items():
+            self._state[own.get(key, key)] = state
+        for group, members in zip(self._optimizer.param_groups, self._own, strict=True):
+            group["params"] = members
+        self._standing, self._state = {}, None
+
+    def _make_buffers(self, num_bytes: int, number: int) -> None:
+        if len(self._buffers) < number or self._buffers[0].num_bytes < num_bytes:
+            self._buffers = []  # freed before new ones are made
+            self._buffers = [_Buffer(num_bytes, self._is_pinned) for _ in range(number)]
+
+    def _bring(self, buckets: Sequence[list[Tensor]], number: int) -> list[_Staged]:
+        """Start to copy a bucket to the host."""
+        lane, buffer = self._lanes.d2h, self._buffers[number % 2]
+        if buffer.left is not None:
+            lane.wait_for(buffer.left)
+        staged = buffer.stage(buckets[number])
+        for parameter, weight, gradient in staged:
+            lane.copy(gradient, _gradient_of(parameter), "a gradient to the host")
+            masters = self._masters_for(parameter)
+            if masters is None or not masters.has(parameter):
+                lane.copy(weight, parameter.detach(), "a weight to the host")
+        buffer.filled = lane.mark()
+        return staged
+
+    def _masters_for(self, parameter: Tensor) -> MasterWeights | None:
+        return self._masters if is_half(parameter) else None
+
+    def _stand_in(self, staged: list[_Staged], number: int, is_last: bool) -> None:
+        """Put the host's tensors of a bucket into the optimizer's groups and state."""
+        self._buffer = self._buffers[number % 2]
+        self._lanes.d2h.finish(self._buffer.filled)
+        self._staged = staged
+        standing = self._standing = {s.parameter: self._on_host(s) for s in staged}
+        optimizer, self._state = self._optimizer, self._optimizer.state
+        state = {h: self._state[p] for p, h in standing.items() if p in self._state}
+        if is_last:  # an optimizer may look at all that it keeps
+            state |= {p: value for p, value in self._state.items() if p not in standing}
+        optimizer.state = defaultdict(dict, state)
+        for group, own in zip(optimizer.param_groups, self._own, strict=True):
+            members = [p for p in own if p in standing or (is_last and p.grad is None)]
+            group["params"] = [standing.get(p, p) for p in members]
+
+    def _on_host(self, staged: _Staged) -> Tensor:
+        parameter, weight, gradient = staged
+        masters = self._masters_for(parameter)
+        if masters is not None:
+            if not masters.has(parameter):
+                masters.follow(parameter, weight)
+            weight, gradient = masters.of(parameter), gradient.float()
+        on_host = nn.Parameter(weight, parameter.requires_grad)
+        on_host.__dict__.update(parameter.__dict__)  # an optimizer may go by a user's attribute
+        on_host.grad = gradient
+        return on_host
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Start to copy stepped weights to the device; the optimizer has its own parameters."""
+        for parameter, weight, _ in self._staged:
+            stepped = self._standing[parameter].detach()
+            if stepped.data_ptr() != weight.data_ptr():
+                weight.copy_(stepped)
+            self._lanes.h2d.copy(parameter.detach(), weight, "a weight to the device")
+            masters = self._masters_for(parameter)
+            if masters is not None:
+                masters.put(parameter, stepped)
+        self._buffer.left = self._lanes.h2d.mark()
+        self.put_back()
+
+
+@contextmanager
+def state_on_host(optimizer: Optimizer, masters: MasterWeights | None) -> Iterator[None]:
+    """``load_state_dict`` leaves state on the host in here, in the type that the host steps in.
+
+    It moves and casts each tensor to the device and type of its parameter.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            is_cast = masters is not None and is_half(p)
+            if not isinstance(p, ShapeOnly) and (is_cast or p.device.type != "cpu"):
+                found.append((p, p.data, p.grad))
+                p.grad = None
+                dtype = torch.float32 if is_cast else p.dtype
+                p.data = torch.empty((), dtype=dtype).expand(p.shape)
+    try:
+        yield
+    finally:
+        for p, value, gradient in found:
+            p.data = value
+            p.grad = gradient
+
+
+def _in_buckets(parameters: Sequence[Tensor], by_bucket: bool) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for parameter in parameters:
+        num_bytes += _bytes_of([parameter])
+        if by_bucket and bucket and num_bytes > BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], _bytes_of([parameter])
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _bytes_of(parameters: Sequence[Tensor]) -> int:
+    return sum(_padded(p) + _padded(_gradient_of(p)) for p in parameters)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"optimizer_offload=True steps dense gradients, and one of shape "
+            f"{tuple(gradient.shape)} has layout {gradient.layout}; make it dense, with "
+            f"sparse=False in nn.Embedding say"
+        )
+    return gradient
+
+
+def _plain_step(optimizer: Optimizer) -> None:
+    """Step without hooks: torch wraps the ``step`` of a class, marked so, to run them around it."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)

@@ -1,0 +1,252 @@
+"""An optimizer on the host does what it does on the device, to the bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import bitsandbytes
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.optimizers import host_step
+from lightning_pipeoffload.optimizers.optimizer_table import refuse_on_host
+from lightning_pipeoffload.runtime.memory.streams import CopyLanes
+from tests.support import fits
+from tests.support.offloaded import LastMomentLane
+from tests.support.pairs import slow
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+SMALL = 3000  # bytes of a bucket: several on each rank
+
+
+class Counted(torch.optim.AdamW):
+    """Counts its steps, and says nothing of how it steps."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return super().step(closure)
+
+
+class ByHand(torch.optim.Optimizer):
+    """AdamW on float32 copies, as a user would write it."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 1e-2})
+        self.inner = {}
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self.inner:
+                    master = nn.Parameter(p.float())
+                    self.inner[p] = torch.optim.AdamW([master])
+                    self.state[p]["master"] = master.data
+                inner = self.inner[p].param_groups[0]
+                inner["lr"], (master,) = group["lr"], inner["params"]
+                master.grad = p.grad.float()
+                self.inner[p].step()
+                p.copy_(master)
+        return loss
+
+
+class Net(fits.Net):
+    """Every third batch is clipped, where gradients are."""
+
+    def __init__(self, optimizer="adamw", dtype=torch.float32, watches=True, **options):
+        super().__init__(**options)
+        self.optimizer, self.watches, self.seen = optimizer, watches, []
+        self.to(dtype)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * (20.0 if self.trainer.global_step % 3 == 0 else 1.0)
+
+    def configure_optimizers(self):
+        groups = [{"params": [*self.blocks.parameters()]}]
+        groups += [{"params": [*self.embed.parameters(), *self.norm.parameters()], "lr": 3e-3}]
+        if self.head.weight is not self.embed.weight:
+            groups += [{"params": [*self.head.parameters()]}]
+        make = OPTIMIZERS.get(self.optimizer, self.optimizer)
+        optimizer = make(groups)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_start(self):
+        if self.watches:
+            self.optimizers().optimizer.register_step_post_hook(self.look)
+
+    def look(self, optimizer, *given):
+        known = {id(p) for p in self.parameters()}
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        assert known == {*map(id, members)}
+        assert {*map(id, optimizer.state)} <= known
+        self.seen.append(len(members))
+
+
+class Late(LastMomentLane):
+    """Leaves what is in a target until it copies: the target may be in use."""
+
+    def copy(self, target, source, what):
+        self._row.append(partial(target.copy_, source))
+
+
+class Saving(fits.Record):
+    """Saves behind the last step, in the middle of an epoch."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *given):
+        super().on_train_batch_end(trainer, *given)
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(size, path, on_host, net, strategy=(), start=None, steps=6, **options):
+    L.seed_everything(7, verbose=False)
+    module, record = net(), Saving(path)
+    given = {"num_microbatches": 4, "schedule": "zb_h1", **dict(strategy)}
+    given |= {"optimizer_offload": on_host}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_step, "make_lanes", lambda device: CopyLanes(Late(), Late()))
+        patch.setattr(host_step, "BUCKET_BYTES", SMALL)
+        trainer = L.Trainer(
+            **{**fits.SILENT, "num_sanity_val_steps": 0},
+            devices=size,
+            strategy=PipeOffloadStrategy(**given),
+            callbacks=[record],
+            enable_checkpointing=False,
+            max_steps=steps,
+            **options,
+        )
+        trainer.fit(module, fits.loader(), ckpt_path=start)
+    return record.losses, len(module.seen)
+
+
+def states(path):
+    saved = torch.load(path, weights_only=False)
+    return {key: saved[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")}
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+REPLICAS = {"data_parallel_size": 2}
+SHARDED = {**REPLICAS, "sharding": "optimizer"}
+CLIPS = {"gradient_clip_val": 6.0}
+LATE = {"optimizer_sync": "post_validation"}
+
+
+@pytest.mark.parametrize(
+    ("size", "net", "strategy", "options"),
+    [
+        (1, partial(Net, "adafactor"), {}, {**CLIPS, "accumulate_grad_batches": 2}),
+        (2, partial(Net, "sgd", tie=True, watches=False), {"schedule": "zb_v", **LATE}, CLIPS),
+        (4, partial(Net, watches=False), {"schedule": "zb_v", **SHARDED, **LATE}, CLIPS),
+        (2, partial(Net, Counted), {"per_parameter_optimizer": True}, {}),
+    ],
+)
+def test_weights_state_and_losses_are_those_of_the_device(
+    ranks, tmp_path, size, net, strategy, options
+):
+    seen = []
+    for on_host in (False, True):
+        run = partial(fit, net=net, strategy=strategy, **options)
+        seen.append(ranks(size).run(run, size, str(tmp_path / str(on_host)), on_host))
+    assert_same(seen[1], seen[0])
+    assert_same(states(tmp_path / "True"), states(tmp_path / "False"))
+
+
+BF16 = {"precision": "bf16-true", "gradient_clip_val": 6.0}
+MASTERS = {"master_weights": "float32"}
+
+
+def masters_in(path):
+    """Return what was kept by hand, by the names of the parameters."""
+    saved = torch.load(path, weights_only=False)
+    module = Net(ByHand)
+    (optimizer,), _ = module.configure_optimizers()
+    names = {p: name for name, p in module.named_parameters()}
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    states = saved["optimizer_states"][0]["state"]
+    return {names[p]: states[place]["master"] for place, p in enumerate(members)}
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [(2, {"schedule": "zb_h2", **LATE}), slow((4, {"schedule": "zb_v", **SHARDED})), slow((1, {}))],
+)
+def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, strategy):
+    by_hand, kept = str(tmp_path / "by hand"), str(tmp_path / "kept")
+    plain = {**strategy, "per_parameter_optimizer": True, "optimizer_sync": "barrier"}
+    run = partial(fit, net=partial(Net, ByHand, watches=False), strategy=plain, **BF16)
+    expected = ranks(size).run(run, size, by_hand, False)
+    run = partial(fit, net=partial(Net, watches=False), strategy=strategy | MASTERS, **BF16)
+    assert_same(ranks(size).run(run, size, kept, True), expected)
+    assert_same(torch.load(kept, weights_only=False)["state_dict"], masters_in(by_hand))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "on_host", "strategy", "options"),
+    [
+        ((2, 1, 2), (True, False, True), {}, {}),
+        ((2, 2, 4), (True, True, True), {"schedule": "zb_v", **MASTERS}, BF16),
+        slow(((2, 2, 1), (False, True, False), {"save_distributed_checkpoint": True}, {})),
+        slow(((4, 2, 2), (True,) * 3, {**MASTERS, "save_distributed_checkpoint": True}, BF16)),
+    ],
+)
+def test_a_fit_goes_on_with_and_without_it(ranks, tmp_path, sizes, on_host, strategy, options):
+    run = partial(fit, net=partial(Net, dropout=0.0), strategy=strategy, **options)
+    path = str(tmp_path / "whole")
+    size = sizes[0]
+    (losses, _), *_ = ranks(size).run(partial(run, steps=9), size, path, on_host[0])
+    start, found = None, []
+    for size, steps, is_on_host in zip(sizes, (3, 6, 9), on_host, strict=True):
+        part = str(tmp_path / str(steps))
+        resumed = partial(run, steps=steps, start=start)
+        (seen, _), *_ = ranks(size).run(resumed, size, part, is_on_host)
+        start, found = part, found + seen
+    assert_same(found, losses)
+    if "save_distributed_checkpoint" not in strategy:
+        assert_same(states(start), states(path))
+
+
+def with_eval(optimizer):
+    optimizer.eval = None
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.AdamW(p, capturable=True), "AdamW counts its steps on the device"),
+        (lambda p: bitsandbytes.optim.PagedAdamW8bit(p), "PagedAdamW8bit steps by kernels of the"),
+        (torch.optim.LBFGS, "LBFGS keeps more of its parameters than state"),
+        (lambda p: with_eval(torch.optim.SGD(p)), "SGD makes weights for evaluation of the"),
+    ],
+)
+def test_what_cannot_step_on_the_host_is_refused(make, reason):
+    with pytest.raises(ValueError, match=f"on the host, and {reason}.* use torch.optim.AdamW"):
+        refuse_on_host(make([nn.Parameter(torch.ones(2))]))
+
+
+def test_masters_of_float32_are_refused():
+    strategy = PipeOffloadStrategy(num_microbatches=4, optimizer_offload=True, **MASTERS)
+    trainer = L.Trainer(**fits.SILENT, strategy=strategy, precision="bf16-mixed", max_steps=1)
+    with pytest.raises(ValueError, match=r"those of AdamW are in torch.float32; .* \"bf16-true"):
+        trainer.fit(Net(), fits.loader())
