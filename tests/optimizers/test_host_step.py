@@ -248,5 +248,5 @@ def test_what_cannot_step_on_the_host_is_refused(make, reason):
 def test_masters_of_float32_are_refused():
     strategy = PipeOffloadStrategy(num_microbatches=4, optimizer_offload=True, **MASTERS)
     trainer = L.Trainer(**fits.SILENT, strategy=strategy, precision="bf16-mixed", max_steps=1)
-    with pytest.raises(ValueError, match=r"those of AdamW are in torch.float32; .* \"bf16-true"):
+    with pytest.raises(ValueError, match="those of AdamW are in torch.float32; leave it out"):
         trainer.fit(Net(), fits.loader())
