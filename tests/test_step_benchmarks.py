@@ -12,7 +12,7 @@ TINY = ["--p", "2", "--m", "4", "--milliseconds", "1"]
     ("line", "labels"),
     [
         (
-            ["--period", "--schedules", "zb_v"],
+            ["--period", "--schedules", "zb_v", "--weight-share", "0.5"],
             ["ours: zb_v, barrier", "torch's best: ", *(f"tried: {n}" for n in emulated.PEERS)],
         ),
         (["--schedules", "zb_h1"], ["ours: zb_h1, barrier", "torch's same: our CSV"]),
@@ -38,7 +38,7 @@ def test_each_rank_has_its_actions_costs(capsys):
 
 
 def test_the_chunks_of_a_rank_share_its_time():
-    setup = emulated.Setup("zb_v", 2, 4, 10, True, None, "barrier", "same", 1, 2)
+    setup = emulated.Setup("zb_v", 2, 4, 10, 1.0, True, None, "barrier", "same", 1, 2)
     assert (setup.num_chunks, setup.seconds) == (2, 0.005)
     assert not setup.torch_peers()  # torch's runtime places no V for a schedule of ours
 

@@ -22,6 +22,11 @@ next is measured. Clipping needs the norm of all stages, for which torch's user 
 
 They take turns, a run of steps at a time; figures are medians over the runs. "Planned" is the
 simulator's time of the plan in use from step to step, with a barrier between steps and without.
+"Naive" is model parallelism where one rank computes at a time, as under ``device_map``: the sum of
+all ranks' work. A frozen base with adapters has next to no W:
+
+    python -m examples.benchmarks.emulated --p 4 --m 16 --milliseconds 30 --schedules auto 1f1b
+        --weight-share 0.01 --alone
 """
 
 from __future__ import annotations
@@ -104,7 +109,8 @@ class Setup:
         schedule: A name of ours; "auto" too.
         num_ranks: Ranks.
         num_microbatches: Microbatches of a step.
-        milliseconds: Of all of a rank's F, B or W of one microbatch.
+        milliseconds: Of all of a rank's F or B of one microbatch.
+        weight_share: Seconds of W, as a share of F's.
         has_barrier: Whether all ranks wait for each other before each step.
         clip: The norm that gradients are clipped to; None: they are not.
         optimizer_sync: The strategy's argument.
@@ -117,6 +123,7 @@ class Setup:
     num_ranks: int
     num_microbatches: int
     milliseconds: float
+    weight_share: float
     has_barrier: bool
     clip: float | None
     optimizer_sync: str
@@ -134,8 +141,14 @@ class Setup:
 
     @property
     def seconds(self) -> float:
-        """Of a block's F, B and W."""
+        """Of a block's F or B."""
         return self.milliseconds / 1e3 / self.num_chunks
+
+    @property
+    def naive(self) -> float:
+        """Seconds of a step where one rank computes at a time."""
+        of_rank = self.milliseconds / 1e3 * (2 + self.weight_share)
+        return of_rank * self.num_ranks * self.num_microbatches
 
     def torch_peers(self) -> dict[str, Peer]:
         """Return the schedules of torch's that take part, by name."""
@@ -207,8 +220,8 @@ class TorchPipeline:
         indices = [rank + chunk * p for chunk in range(peer.num_chunks)]
         if peer.is_v:
             indices[1] = 2 * p - 1 - rank
-        seconds = setup.milliseconds / 1e3 / peer.num_chunks
-        stages = [_torch_stage(index, p * peer.num_chunks, seconds) for index in indices]
+        times = setup.milliseconds / 1e3 / peer.num_chunks, setup.weight_share
+        stages = [_torch_stage(index, p * peer.num_chunks, *times) for index in indices]
         given: Any = stages if peer.num_chunks > 1 else stages[0]
         self._schedule = peer.make(given, setup.num_microbatches, loss_fn=_mean)
         self._parameters = [p for stage in stages for p in stage.submod.parameters()]
@@ -231,11 +244,11 @@ class TorchPipeline:
         self._optimizer.step()
 
 
-def _torch_stage(index: int, num_stages: int, seconds: float) -> PipelineStage:
+def _torch_stage(index: int, num_stages: int, seconds: float, weight_share: float) -> PipelineStage:
     store = WeightGradStore()
     sample = torch.zeros(1, FEATURES, requires_grad=True)
     return PipelineStage(
-        EmulatedBlock(seconds, store.put),
+        EmulatedBlock(seconds, store.put, weight_share),
         index,
         num_stages,
         torch.device("cpu"),
@@ -367,7 +380,8 @@ def measure(setup: Setup) -> dict[str, Any]:
         max_epochs=setup.num_runs + 1,
         callbacks=[turns],
     )
-    model = EmulatedModel(setup.num_chunks * setup.num_ranks, setup.seconds)
+    num_blocks = setup.num_chunks * setup.num_ranks
+    model = EmulatedModel(num_blocks, setup.seconds, setup.weight_share)
     trainer.fit(model, DataLoader(samples, batch_size=size))
     return {
         "schedule": strategy.report()["schedule"],
@@ -381,7 +395,7 @@ def planned_periods(setup: Setup, strategy: PipeOffloadStrategy) -> tuple[float,
     """Return the periods of the plan in use, with a barrier and without."""
     plan = strategy.plan
     seconds = setup.milliseconds / 1e3 * setup.num_ranks / plan.num_stages
-    costs = Costs(seconds, seconds, seconds)
+    costs = Costs(seconds, seconds, seconds * setup.weight_share)
     return steady_period(plan, costs, True), steady_period(plan, costs, False)
 
 
@@ -404,10 +418,11 @@ def add_rows(table: Table, setup: Setup, found: dict[str, Any]) -> None:
             of_peer = f"{took.wall / medians[peer].wall:.3f}" if peer else ""
             of_plan = over if name != peer else ["", ""]
             busy = f"{took.busy * 1e3:.0f}"
-            table.add_row(label, f"{took.wall * 1e3:.0f}", *of_plan, of_peer, busy)
+            over_naive = f"{setup.naive / took.wall:.2f}"
+            table.add_row(label, f"{took.wall * 1e3:.0f}", *of_plan, of_peer, over_naive, busy)
     if setup.peers == "best":
         for name, (wall, busy) in found["tried"].items():
-            figures = f"{wall * 1e3:.0f}", "", "", "", f"{busy * 1e3:.0f}"
+            figures = f"{wall * 1e3:.0f}", "", "", "", "", f"{busy * 1e3:.0f}"
             table.add_row(f"tried: {name}", *figures)
     table.add_section()
 
@@ -416,7 +431,7 @@ def make_table(title: str) -> Table:
     """Make the table's head."""
     table = Table(title=title)
     table.add_column("", no_wrap=True)
-    for name in ("ms", "/ planned, barrier", "/ planned, none", "/ torch's", "busy, ms"):
+    for name in ("ms", "/ planned, barrier", "/ planned, none", "/ torch's", "naive /", "busy, ms"):
         table.add_column(name, justify="right")
     return table
 
@@ -426,7 +441,8 @@ def read_arguments(line: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--p", type=int, nargs="+", default=[8], help="ranks")
     parser.add_argument("--m", type=int, help="microbatches; default: 2p")
-    parser.add_argument("--milliseconds", type=float, default=10, help="of a rank's F, B and W")
+    parser.add_argument("--milliseconds", type=float, default=10, help="of a rank's F or B")
+    parser.add_argument("--weight-share", type=float, default=1.0, help="of W, of F's time")
     parser.add_argument("--schedules", nargs="+", default=["zb_h2"], help="ours, one by one")
     parser.add_argument("--period", action="store_true", help="clipped steps, without a barrier")
     parser.add_argument("--optimizer-sync", default="barrier")
@@ -455,6 +471,7 @@ def main(line: Sequence[str] | None = None) -> None:
                 num_ranks=p,
                 num_microbatches=m,
                 milliseconds=given.milliseconds,
+                weight_share=given.weight_share,
                 has_barrier=not given.period,
                 clip=1.0 if given.period else None,  # norms are 0.1
                 optimizer_sync=given.optimizer_sync,

@@ -73,22 +73,24 @@ class SleepForWeight(torch.autograd.Function):
 
 
 class EmulatedBlock(nn.Module):
-    """A block whose F, B and W take equally long.
+    """A block whose F and B take equally long, and by default its W too.
 
     Args:
         seconds: Of each.
         defer: Takes the computation of a weight gradient; None: autograd computes it.
+        weight_share: Seconds of W, as a share of F's; next to nothing where only adapters train.
     """
 
-    def __init__(self, seconds: float, defer: Deferral | None) -> None:
+    def __init__(self, seconds: float, defer: Deferral | None, weight_share: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(FEATURES))
         self.seconds = seconds
+        self.weight_seconds = seconds * weight_share
         self.defer = defer
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` plus the weight."""
-        weight: Tensor = SleepForWeight.apply(self.weight, self.seconds, self.defer)
+        weight: Tensor = SleepForWeight.apply(self.weight, self.weight_seconds, self.defer)
         slept: Tensor = Sleep.apply(x, self.seconds)
         return slept + weight
 
@@ -96,10 +98,10 @@ class EmulatedBlock(nn.Module):
 class EmulatedModel(LightningModule):
     """A chain of such blocks, as a user of Lightning would write it."""
 
-    def __init__(self, num_blocks: int, seconds: float) -> None:
+    def __init__(self, num_blocks: int, seconds: float, weight_share: float = 1.0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            EmulatedBlock(seconds, defer_weight_grad) for _ in range(num_blocks)
+            EmulatedBlock(seconds, defer_weight_grad, weight_share) for _ in range(num_blocks)
         )
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:

@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from tests.support.fits import SILENT
 from tests.support.pairs import first
 
@@ -152,6 +154,9 @@ ROWS = [
     ("gpt2", 2, {"schedule": "zb_h1", "offload": "half"}),
     ("qwen2", 2, {"schedule": "zb_v"}),
     ("llama", 4, {"schedule": "zb_h1"}),
+    ("by hand", 2, {"schedule": "auto", "recompute": "full"}),
+    ("llama", 2, {"offload": "full", "recompute": "cheap"}),
+    ("llama", 2, {"compile": {"backend": "aot_eager"}}),
 ]
 
 
@@ -175,6 +180,17 @@ def test_a_checkpoint_resumes_on_another_base_with_another_schedule(ranks, tmp_p
     options = {"epochs": 2, "seed": 11, "ckpt_path": path, "schedule": "zb_v"}
     for found in ranks(2).run(partial(fit, "by hand", "", 2, **options)):
         assert found == pytest.approx(expected, rel=2e-6)
+
+
+def test_operations_of_packed_weights_are_counted():
+    module, tokens = ByHand(), 2 * 12
+    chain = find_chain(module)
+    chain.intercept()
+    trace = StepTrace(module, chain, torch.device("cpu"))
+    found = trace.trace(lambda: module.loss(torch.zeros(2, 12, dtype=torch.long)))
+    base, adapters = 2 * tokens * WIDTH * WIDTH, 2 * tokens * 2 * 4 * WIDTH
+    assert found.forward_flops[1] == found.input_flops[1] == base + adapters
+    assert found.weight_flops[1] == adapters
 
 
 class NeverQuantized(ByHand):

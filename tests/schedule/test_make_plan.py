@@ -77,6 +77,18 @@ def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
     assert choice.best == best_of(choice.candidates)
 
 
+@pytest.mark.parametrize("weight_share", [0, 0.01])
+def test_a_frozen_base_with_adapters_gets_a_plan_of_several_stages_per_rank(weight_share):
+    def costs_of(option):
+        seconds = 1 / option.num_chunks
+        return Costs(seconds, seconds, seconds * weight_share)
+
+    best = planned(4, options([16], most_chunks=2), costs_of).best
+    naive = 4 * 16 * (2 + weight_share)  # where one rank computes at a time
+    assert naive / best.period >= 3.65  # 1F1B has 3.37
+    assert best.option.num_chunks == 2
+
+
 @pytest.mark.parametrize(("p", "m", "most"), [(2, 6, 714), (4, 8, 1074)])
 def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
     """And what a solver starts from is what ``auto`` takes: there is one list of plans."""

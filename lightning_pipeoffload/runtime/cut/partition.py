@@ -71,16 +71,14 @@ class SegmentCosts:
 def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
-    A product has one gradient for each operand; the weight's is W's work, the others are B's.
+    A product has one gradient for each operand; the weight's is W's work, the others are B's. A
+    frozen weight has none.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
-    forward = [flops / unit for flops in record.forward_flops]
-    weight = [flops / unit for flops in record.weight_flops]
-    backward_input = [2 * f - w for f, w in zip(forward, weight, strict=True)]
+    counted = record.forward_flops, record.input_flops, record.weight_flops
+    forward, for_input, for_weight = (tuple(n / unit for n in kind) for kind in counted)
     parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
-    return SegmentCosts(
-        tuple(forward), tuple(backward_input), tuple(weight), tuple(parameters), unit
-    )
+    return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit)
 
 
 def costs_by_size(
@@ -88,15 +86,19 @@ def costs_by_size(
 ) -> SegmentCosts:
     """Estimate each segment's work before any step has run, by the sizes of its weights.
 
-    An embedding's rows are looked up, which is no work; tied to a head, they are the head's.
+    An embedding's rows are looked up, which is no work; tied to a head, they are the head's. A
+    frozen weight has no W.
     """
     slots = find_slots(module)
     parameters = _sum_sizes(slots, segments, chain)
     multiplied = [s for s in slots if not isinstance(s.module, nn.Embedding | nn.EmbeddingBag)]
-    sizes = _sum_sizes(multiplied, segments, chain)
-    unit = sum(sizes[: len(chain)]) / len(chain) or 1.0
-    work = tuple(size / unit for size in sizes)
-    return SegmentCosts(work, work, work, tuple(parameters))
+    trained = [slot for slot in multiplied if slot.tensor.requires_grad]
+    unit = sum(_sum_sizes(multiplied, segments, chain)[: len(chain)]) / len(chain) or 1.0
+    work, for_weight = (
+        tuple(size / unit for size in _sum_sizes(found, segments, chain))
+        for found in (multiplied, trained)
+    )
+    return SegmentCosts(work, work, for_weight, tuple(parameters))
 
 
 def _sum_sizes(

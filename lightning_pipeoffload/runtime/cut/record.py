@@ -96,6 +96,7 @@ class StepRecord:
 
     # Work: floating-point operations for one microbatch.
     forward_flops: list[int] = field(init=False)  # of each segment
+    input_flops: list[int] = field(init=False)  # of each segment's B
     weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
     training_flops: int = 0  # of the whole step, forward and backward
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
@@ -136,6 +137,7 @@ class StepRecord:
 
     def __post_init__(self, num_segments: int) -> None:
         self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
+        self.input_flops = [0] * num_segments
         self._carried: dict[int, list[Crossing]] = {}
         self._payloads: dict[int, list[TensorSpec]] = {}
 

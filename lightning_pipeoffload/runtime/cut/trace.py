@@ -223,11 +223,19 @@ class StepTrace:
             if isinstance(leaf, ShapeOnly):
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
-        self.record.forward_flops[self.segment] += flops
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
-        if trains and not all(weights):
-            self.record.weight_flops[self.segment] += flops
-        self.record.training_flops += flops * (1 + _num_gradients(trains, weights))
+        self._count(flops, trains, weights)
+
+    def _count(self, flops: int, trains: bool, weights: list[bool]) -> None:
+        """Add a product and its gradients: one of each operand, none of a frozen weight."""
+        record, segment = self.record, self.segment
+        for_weight = flops if trains and not all(weights) else 0
+        num_gradients = 2 if trains or not any(weights) else 1
+        for_input = flops * num_gradients - for_weight
+        record.forward_flops[segment] += flops
+        record.input_flops[segment] += for_input
+        record.weight_flops[segment] += for_weight
+        record.training_flops += flops + torch.is_grad_enabled() * (for_input + for_weight)
 
     def _imagine(self) -> Imagined | None:
         """Make up values inside a block and behind the blocks, where the stage will have them."""
@@ -330,12 +338,6 @@ def _same_grad_mode() -> Iterator[None]:
         yield
 
 
-def _num_gradients(trains: bool, weights: list[bool]) -> int:
-    if not torch.is_grad_enabled():
-        return 0
-    return 2 if trains or not any(weights) else 1
-
-
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
     """Count the operations of matrix products, convolutions and attention; 0 for others."""
     packet = func.overloadpacket
@@ -345,6 +347,8 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
         return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
     if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
         return int(2 * args[0].numel() * args[1].shape[-1])
+    if packet.__name__ == "gemm_4bit":  # of bitsandbytes, whose weight is packed
+        return int(2 * result.numel() * args[0].shape[-1])
     formula = flop_registry.get(packet)
     return int(formula(*args, out_val=result)) if formula else 0
 

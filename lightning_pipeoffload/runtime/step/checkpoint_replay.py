@@ -76,7 +76,9 @@ class _Rerun:
                 f"{self._name} is checkpointed and does not compute again in the backward what it "
                 f"computed in the forward: it reads something that has changed since, an "
                 f"attribute that the step writes or a generator of random numbers, say. Give it "
-                f"what it reads as an argument, and draw from torch's global generator"
+                f"what it reads as an argument, and draw from torch's global generator. 4-bit "
+                f"layers of bitsandbytes that are left in evaluation mode change on a CPU: call "
+                f"train() of the model, or its enable_input_require_grads()"
             )
         return output
 

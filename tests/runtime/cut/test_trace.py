@@ -93,7 +93,15 @@ def test_what_blocks_hand_on():
 def test_operations_of_each_segment():
     found = traced(Regression(linear_blocks(2)), torch.ones(2, 4))
     assert found.forward_flops == [2 * 2 * 4 * (4 + 4), 2 * 2 * 4 * 4, 2 * 2 * 4 * 1]
-    assert found.weight_flops == found.forward_flops
+    assert found.weight_flops == found.input_flops == found.forward_flops
+
+
+def test_a_frozen_product_has_only_the_gradient_of_its_input():
+    module = Regression(linear_blocks(2))
+    module.blocks.requires_grad_(False)
+    found = traced(module, torch.ones(2, 4))
+    assert found.input_flops == found.forward_flops
+    assert found.weight_flops == [2 * 2 * 4 * 4, 0, 2 * 2 * 4 * 1]  # of the embedding and the head
 
 
 def test_products_of_activations_have_no_weight_gradient():
@@ -102,7 +110,8 @@ def test_products_of_activations_have_no_weight_gradient():
         return (x @ x.t()).sum()
 
     found = traced(Step(attend), torch.ones(2, 4))
-    assert (found.forward_flops[4], found.weight_flops[4]) == (2 * 2 * 4 * 2, 0)
+    assert (found.forward_flops[4], found.input_flops[4]) == (2 * 2 * 4 * 2, 2 * 2 * 2 * 4 * 2)
+    assert found.weight_flops[4] == 0
 
 
 @pytest.mark.parametrize(
