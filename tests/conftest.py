@@ -1,25 +1,22 @@
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.rank_pool import RankPool
+    pass
 
 # What runs no tests itself, as xdist's controller, needs no torch: it is imported in the fixtures.
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks():
     """Give the pool of so many rank processes."""
     from tests.support.rank_pool import RankPool
 
-    pools: dict[int, RankPool] = {}
+    pools = {}
 
-    def get(size: int) -> RankPool:
+    def get(size):
         if size in pools and not pools[size].is_of_use:
             pools.pop(size).close()
         if size not in pools:
@@ -32,7 +29,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture(autouse=True)
-def _an_environment_of_its_own() -> Iterator[None]:
+def _an_environment_of_its_own():
     """Take back what a fit leaves: whoever inherits LOCAL_RANK believes that others start ranks."""
     import torch
 

@@ -1,7 +1,5 @@
 """The check of a GPU, as far as the CPU can run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,14 +8,7 @@ import time
 import pytest
 import torch
 
-from examples.benchmarks import (
-    gpu_check,
-    gpu_fits,
-    gpu_parts,
-    gpu_process,
-    gpu_ranks,
-    gpu_spin,
-)
+from examples.benchmarks import gpu_check, gpu_fits, gpu_parts, gpu_process, gpu_ranks, gpu_spin
 from examples.benchmarks.gpu_check import PARTS, Part
 from tests.support.forks import FORKS
 from tests.support.pairs import first, slow

@@ -1,7 +1,5 @@
 """Hosts, streams and hardware queues as a model, over plans: what hangs, and what does not."""
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import product
 

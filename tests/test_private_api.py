@@ -1,7 +1,5 @@
 """Private names of torch and Lightning: each that the package uses is listed here, and exists."""
 
-from __future__ import annotations
-
 import ast
 import copyreg
 import importlib

@@ -1,7 +1,5 @@
 """What cannot be pipelined is refused before the first step; the message says what would do."""
 
-from __future__ import annotations
-
 import copy
 
 import lightning as L
@@ -11,7 +9,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.schedule import build
 from tests.support import fits
 
 
@@ -101,18 +98,6 @@ class WholeGradient(fits.Net):
         return torch.optim.LBFGS(self.parameters())
 
 
-class NoChain(fits.Net):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential()
-
-
-class TwoChains(fits.Net):
-    def __init__(self):
-        super().__init__()
-        self.others = copy.deepcopy(self.blocks)
-
-
 class Shallow(fits.Net):
     def __init__(self):
         super().__init__(depth=1)
@@ -194,52 +179,10 @@ CASES = [
         "to one of the supported strategies or avoid passing in compiled model.",
     ),
     (
-        NoChain,
-        {},
-        "found no ModuleList or Sequential of blocks with parameters in NoChain; a pipeline is cut "
-        "between its entries, so keep the model's layers in one and call them once each and in "
-        "order",
-    ),
-    (
-        TwoChains,
-        {},
-        'blocks and others could both be the chain of blocks; say which with blocks="blocks"',
-    ),
-    (
         Shallow,
         {},
         "blocks has 1 blocks for 2 stages; use fewer devices or num_chunks, or a model of at least "
         "2 blocks",
-    ),
-    (
-        fits.Net,
-        {"schedule": build("1f1b", 4, 8)},
-        "schedule 1f1b is for 4 ranks and 8 microbatches; this run has 2 and 4: set devices and "
-        "num_microbatches to fit, or make it anew",
-    ),
-    (
-        fits.Net,
-        {"num_microbatches": 3},
-        "a first batch of 8 samples cannot be cut into 3 equal microbatches; use a batch_size that "
-        "is a multiple of 3, or another num_microbatches",
-    ),
-    (
-        fits.Net,
-        {"blocks": "block"},
-        "blocks='block' is not a ModuleList or Sequential of the module; it has blocks; did you "
-        "mean 'blocks'?",
-    ),
-    (
-        fits.Net,
-        {"split": [3, 4]},
-        "split=[3, 4] must have 2 entries of at least 1 (one for each stage) that add up to 8 "
-        "blocks; its 2 entries add up to 7",
-    ),
-    (
-        fits.Net,
-        {"schedule": "interleaved_1f1b", "num_chunks": 5},
-        "blocks has 8 blocks for 10 stages; use fewer devices or num_chunks, or a model of at "
-        "least 10 blocks",
     ),
     (
         WholeGradient,

@@ -1,7 +1,5 @@
 """Replicas train what one device would on their batches together."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning as L

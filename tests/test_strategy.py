@@ -1,7 +1,5 @@
 """The strategy in real processes, against Lightning's own loop on one device."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

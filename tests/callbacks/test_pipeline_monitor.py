@@ -1,7 +1,5 @@
 """What is logged of steps, on which clock, and the picture of a chosen one."""
 
-from __future__ import annotations
-
 import csv
 import json
 import warnings
@@ -145,10 +143,7 @@ class Frozen(Net):
 
 @pytest.mark.parametrize(
     ("module", "operations"),
-    [
-        (KnowsItsOperations, 12345),
-        (Frozen, (1 + 3 + 2 + 3 + 3) * 2 * WIDTH * WIDTH * SAMPLES),
-    ],
+    [(KnowsItsOperations, 12345), (Frozen, (1 + 3 + 2 + 3 + 3) * 2 * WIDTH * WIDTH * SAMPLES)],
 )
 def test_operations_of_other_modules(module, operations):
     figures = fit(PipelineMonitor(), module=module)[1]

@@ -1,7 +1,5 @@
 """A checkpoint is replaced in one step: a kill at any moment leaves the old or the new one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

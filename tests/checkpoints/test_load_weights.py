@@ -1,15 +1,16 @@
 """Weights of files of every kind get into a module, or are refused in one line."""
 
-from __future__ import annotations
-
 import json
 
+import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import save
+from torch.utils.data import DataLoader
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -25,8 +26,81 @@ from lightning_pipeoffload import load_weights, save_pretrained
 from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
-from tests.support import loaded_fits
+from tests.support import fits
 from tests.support.pairs import slow
+
+
+class Loaded(L.LightningModule):
+    """Makes its layers where its weights are loaded."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.model = None
+
+    def configure_model(self):
+        if self.model is None:
+            config = AutoConfig.from_pretrained(self.folder)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            load_weights(self.model, self.folder)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Adapted(Loaded):
+    """Trains adapters of the model, in float64."""
+
+    def configure_model(self):
+        from peft import LoraConfig, get_peft_model
+
+        if self.model is None:
+            super().configure_model()
+            config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=["norm"])
+            self.model = get_peft_model(self.model, config).double()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
+def data():
+    return torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(0))
+
+
+def fit(size, folder, options, kind=Loaded, num_steps=2):
+    """Fit; return the losses, sizes of what was read, and the stages."""
+    losses = []
+    read = []
+    value = StoredTensor.value
+
+    class Losses(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            losses.append(float(trainer.callback_metrics["loss"]))
+
+    def value_counted(stored):
+        read.append(stored.numel())
+        return value(stored)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTensor, "value", value_counted)
+        trainer = L.Trainer(
+            **fits.SILENT,
+            devices=size or 1,
+            strategy=fits.strategy(size, **options),
+            max_steps=num_steps,
+            callbacks=[Losses()],
+            enable_checkpointing=False,
+        )
+        L.seed_everything(7, workers=True, verbose=False)
+        trainer.fit(kind(folder), DataLoader(data(), 8))
+    stages = trainer.strategy.report()["stages"] if size else []
+    return {"losses": losses, "read": sum(read), "stages": stages}
+
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
 LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -229,7 +303,7 @@ def hub(tmp_path_factory):
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="20KB")
-    batch = loaded_fits.data()[:8]
+    batch = data()[:8]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss = plain(input_ids=batch, labels=batch).loss
     return folder, float(loss), sum(p.numel() for p in model.parameters())
@@ -240,7 +314,7 @@ def hub(tmp_path_factory):
 )
 def test_each_rank_loads_its_own_part(ranks, hub, size, options):
     folder, loss, num_elements = hub
-    found = ranks(size).run(loaded_fits.fit, size, folder, options)
+    found = ranks(size).run(fit, size, folder, options)
     assert found[0]["losses"][0] == pytest.approx(loss, rel=1e-5)
     read = [rank["read"] for rank in found]
     assert sum(read) <= num_elements + 2 * 64 * 32  # the embedding is on two ranks
@@ -249,9 +323,7 @@ def test_each_rank_loads_its_own_part(ranks, hub, size, options):
 
 def test_adapters_train_as_on_one_device(ranks, hub):
     folder, *_ = hub
-    expected = loaded_fits.fit(0, folder, {}, loaded_fits.Adapted, 4)["losses"]
+    expected = fit(0, folder, {}, Adapted, 4)["losses"]
     assert expected[2] < expected[0] - 0.01
-    for found in ranks(2).run(
-        loaded_fits.fit, 2, folder, {"schedule": "zb_v"}, loaded_fits.Adapted, 4
-    ):
+    for found in ranks(2).run(fit, 2, folder, {"schedule": "zb_v"}, Adapted, 4):
         assert found["losses"] == pytest.approx(expected, rel=1e-9)

@@ -1,7 +1,5 @@
 """A checkpoint folder's metadata is read as data: nothing that it names runs."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

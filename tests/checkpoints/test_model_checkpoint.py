@@ -1,7 +1,5 @@
 """What ModelCheckpoint and the user save, keep, remove and name: as on one device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

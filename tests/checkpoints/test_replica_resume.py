@@ -1,7 +1,5 @@
 """A fit of replicas goes on within an epoch at another size, and from either form of checkpoint."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

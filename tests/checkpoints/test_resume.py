@@ -1,18 +1,70 @@
 """A fit that goes on within an epoch does what the uninterrupted one does, to the bit."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint import save
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from tests.support import sharded_fits
+from tests.support import fits
 from tests.support.fits import SILENT
 from tests.support.pairs import first, slow
 from tests.support.saving_fits import count_values, fit_from
+
+
+class Sharded(fits.Net):
+    """Each of its parts is shared out; the step calls them, not the module."""
+
+    def configure_model(self):
+        mesh = self.device_mesh["data_parallel"]
+        for part in (self.embed, *self.blocks, self.norm, self.head):
+            fully_shard(part, mesh=mesh)
+
+
+class SavesAsFSDP(ModelParallelStrategy):
+    """Writes what FSDPStrategy writes."""
+
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+        path = Path(self.broadcast(filepath))
+        state = {"model": checkpoint.pop("state_dict")}
+        for place, optimizer in enumerate(checkpoint.pop("optimizer_states")):
+            state[f"optimizer_{place}"] = optimizer
+        save(state, checkpoint_id=path)
+        if self.is_global_zero:
+            torch.save(checkpoint, path / "meta.pt")
+
+
+def fit(kind, path, resumes, options):
+    """Fit an epoch and save, sharded over two processes or not, or go on for a second one."""
+    L.seed_everything(7, workers=True, verbose=False)
+    record = fits.Record()
+    size = 1 if kind == "plain" else 2
+    strategy = {
+        "plain": lambda: "auto",
+        "sharded": lambda: SavesAsFSDP(data_parallel_size=2, tensor_parallel_size=1),
+        "pipeline": lambda: fits.strategy(2, **options),
+    }[kind]()
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=size,
+        strategy=strategy,
+        max_epochs=2 if resumes or kind == "plain" else 1,
+        callbacks=[record],
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )
+    module = (Sharded if kind == "sharded" else fits.Net)(dropout=0.0)
+    trainer.fit(module, fits.loader(), ckpt_path=path if resumes else None)
+    if kind == "sharded":
+        trainer.save_checkpoint(path)
+    return record.losses
+
 
 # As (ranks, options of the strategy); the schedule of each has other stages, and elsewhere.
 FORMS = {
@@ -90,7 +142,7 @@ def test_a_rank_has_and_reads_its_own_part_only(ranks, tmp_path, form):
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb_v"}], ids=["auto", "zb_v"])
 def test_a_fit_goes_on_from_a_folder_of_fsdp(ranks, sharded, options):
     path, losses = sharded
-    rest = ranks(2).run(sharded_fits.fit, "pipeline", path, True, options)[0]
+    rest = ranks(2).run(fit, "pipeline", path, True, options)[0]
     assert rest == pytest.approx(losses[EPOCH:], rel=1e-9)
 
 
@@ -98,8 +150,8 @@ def test_a_fit_goes_on_from_a_folder_of_fsdp(ranks, sharded, options):
 def sharded(ranks, tmp_path_factory):
     """A folder that two processes have written after one epoch, and one device's losses of two."""
     path = str(tmp_path_factory.mktemp("sharded") / "first.ckpt")
-    losses = sharded_fits.fit("plain", path, False, {})
-    found = ranks(2).run(sharded_fits.fit, "sharded", path, False, {})
+    losses = fit("plain", path, False, {})
+    found = ranks(2).run(fit, "sharded", path, False, {})
     assert found[0] == pytest.approx(losses[:EPOCH], rel=1e-9)
     return path, losses
 

@@ -1,7 +1,5 @@
 """Checkpoints of both forms: written at one size, read at any other and in the plain module."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

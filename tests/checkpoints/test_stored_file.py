@@ -1,7 +1,5 @@
 """A checkpoint's file is written and read one tensor at a time."""
 
-from __future__ import annotations
-
 import io
 import os
 import weakref

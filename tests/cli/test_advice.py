@@ -14,13 +14,17 @@ from lightning_pipeoffload.schedule.make_plan import make_plan
 from tests.support.composed import composed
 from tests.support.pairs import slow
 
-SIZES = ("data.batch_size=16", "num_microbatches=8", "format=json")
+SIZES = ("data.batch_size=8", "num_microbatches=4", "format=json")
 GPT = ("model=gpt_tiny", "model.heads=2", "model.dropout=0", "data.context=64", *SIZES)
 SMALL, WIDE = (*GPT, "model.width=64", "model.depth=8"), (*GPT, "model.width=128", "model.depth=4")
 BY_SGD = (
     *("+model._target_=tests.cli.test_model_estimate.LateGPT", "+model.width=64"),
     *("data.context=256", *SIZES),
 )
+
+
+# With no device, times are told in those of the schedule that was asked for.
+ADVICE = r"; use .*: a step takes (\d\.\d\d times as long as \w+ would|.*s)$"
 
 
 def needed(planner, config):
@@ -32,7 +36,7 @@ def fastest(planner, num_ranks):
     """Return the time of the fastest plan of all that fit, none left out by a bound."""
     found = []
     for sharding in ("none", "optimizer"):
-        wanted = options([8, 16], recompute=["none", "cheap", "full"])
+        wanted = options([4, 8], recompute=["none", "cheap", "full"])
         settings = replace(planner.settings, offload="auto", sharding=sharding)
         try:
             found.append(make_plan(planner.request(wanted, num_ranks, settings)).best.score)
@@ -48,14 +52,14 @@ def fastest(planner, num_ranks):
         slow((SMALL, 0.75, ["schedule=zb_h2", "num_ranks=4"])),
         slow((SMALL, 0.85, ["schedule=zb_h1", "num_ranks=2", "device=h100"])),
         (WIDE, 0.6, ["schedule=1f1b", "num_ranks=2", "+strategy.data_parallel_size=2"]),
-        (BY_SGD, 0.9, ["schedule=1f1b", "num_ranks=2"]),
+        slow((BY_SGD, 0.9, ["schedule=1f1b", "num_ranks=2"])),
     ],
 )
 def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, asked, capsys):
     config = composed("plan", *model, *asked)
     limit = int(share * needed(ModelPlanner(config), config))
     memory = f"device_memory={limit}"
-    with pytest.raises(ScheduleError, match="; use .*: a step takes") as refusal:
+    with pytest.raises(ScheduleError, match=ADVICE) as refusal:
         plan(composed("plan", *model, *asked, memory))
     words = re.search(r"; use (.*): a step takes", str(refusal.value))[1].split()
     assert not any("num_ranks" in word for word in words)
@@ -76,7 +80,7 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
 
 
 def test_more_ranks_are_named_only_where_nothing_fits():
-    sizes = "strategy.recompute=full", "num_microbatches=16"
+    sizes = "strategy.recompute=full", "num_microbatches=8"
     config = composed("plan", *SMALL, "num_ranks=8", "schedule=1f1b", *sizes)
     memory = f"device_memory={int(1.1 * needed(ModelPlanner(config), config))}"
     with pytest.raises(ScheduleError, match="; use num_ranks=[48] "):

@@ -101,15 +101,10 @@ def test_several_plans_stand_side_by_side(capsys):
     assert refused.startswith("zb_v, 4 ranks: blocks has 4 blocks for 8 stages")
 
 
-def test_what_fits_no_device_is_refused_with_the_smallest_change(capsys):
-    needs = max(estimate(capsys)["memory"]["device"])
-    with pytest.raises(ScheduleError) as refusal:
-        estimate(capsys, "schedule=gpipe", f"device_memory={needs}")
-    message = str(refusal.value)
-    assert "needs" in message
-    assert re.search(r"; use .*: a step takes \d\.\d\d times as long as gpipe would$", message)
+def test_what_no_change_makes_fit_is_refused(capsys):
     with pytest.raises(ScheduleError, match="use a smaller model, batch or data type"):
         estimate(capsys, "model.depth=2", "device_memory=1KiB")
+    needs = max(estimate(capsys)["memory"]["device"])
     assert estimate(capsys, f"device_memory={needs}")["schedule"] == "zb_h1"
 
 

@@ -1,7 +1,5 @@
 """What a hook behind a batch's backward sees of weights that several ranks share."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -9,7 +9,7 @@ from torch._dynamo import lookup_backend
 
 from tests.support import fits
 
-_slept: list[bool] = []
+_slept = []
 
 
 def slow_on_one_rank(module, inputs):

@@ -294,7 +294,6 @@ def stop_and_go_on(num_devices, folder):
     found = []
     for steps, accumulated, options in (
         (2, 1, {}),
-        (5, 1, {}),
         (7, 2, {"val_check_interval": 2}),
         (3, 1, {"limit_train_batches": 3}),
     ):

@@ -1,17 +1,91 @@
 """Replicas that read the same batches are refused; those that share out data are let alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
 
+from lightning_pipeoffload import data_parallel_rank, data_parallel_size
 from lightning_pipeoffload.loop.data import FirstBatches
-from tests.support import replica_data, replica_fits
+from tests.support import fits, replica_fits
 from tests.support.pairs import slow
+
+
+class Stream(IterableDataset):
+    """Samples as they come, each replica's and worker's part, or all of them to each."""
+
+    def __init__(self, is_shared):
+        self.is_shared = is_shared
+
+    def __iter__(self):
+        first, step = 0, 1
+        if self.is_shared:
+            first, step = data_parallel_rank(), data_parallel_size()
+        worker = get_worker_info()
+        if worker is not None:
+            first, step = first + step * worker.id, step * worker.num_workers
+        yield from list(replica_fits.samples())[first::step]
+
+
+class PartSampler(Sampler[int]):
+    """A sampler of the user's own, which shares samples out in an order of its own."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(3)
+        order = torch.randperm(replica_fits.NUM_SAMPLES, generator=generator).tolist()
+        yield from order[data_parallel_rank() :: data_parallel_size()]
+
+    def __len__(self):
+        return replica_fits.NUM_SAMPLES // data_parallel_size()
+
+
+def loader_of(kind):
+    """Return a loader_of of "stream", "shared stream", "in workers" or "own sampler"."""
+    if kind == "own sampler":
+        samples = replica_fits.samples()
+        return DataLoader(samples, 8, sampler=PartSampler(), collate_fn=fits.collate)
+    stream = Stream(kind != "stream")
+    num_workers = 2 if kind == "in workers" else 0
+    return DataLoader(stream, 8, collate_fn=fits.collate, num_workers=num_workers)
+
+
+def fit(kind, num_replicas, num_ranks):
+    """Train for an epoch; return the tokens of each batch, what was raised, and who one is after.
+
+    Those are the replica and the number of replicas, in the fit's last hook and when it is over.
+    """
+    L.seed_everything(7, workers=True, verbose=False)
+    batches = replica_fits.Batches()
+    told = []
+    last = L.pytorch.callbacks.LambdaCallback(
+        on_fit_end=lambda *_: told.append((data_parallel_rank(), data_parallel_size()))
+    )
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_replicas * num_ranks,
+        strategy=fits.strategy(2, data_parallel_size=num_replicas),
+        callbacks=[batches, last],
+        max_epochs=1,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )
+    error = ""
+    try:
+        trainer.fit(replica_fits.Net(), loader_of(kind))
+    except ValueError as refusal:
+        error = str(refusal)
+    told.append((data_parallel_rank(), data_parallel_size()))
+    return {"tokens": batches.tokens, "error": error, "told": told}
 
 
 class Both:
@@ -91,7 +165,7 @@ def test_one_replica_costs_nothing():
 
 @pytest.mark.parametrize("kind", ["stream", slow("own sampler")])
 def test_two_replicas_of_one_rank(ranks, kind):
-    found = ranks(2).run(partial(replica_data.fit, kind), 2, 1)
+    found = ranks(2).run(partial(fit, kind), 2, 1)
     if kind == "stream":
         for each in found:
             assert "replicas 0 and 1 read the same batches of Stream" in each["error"]
@@ -102,7 +176,7 @@ def test_two_replicas_of_one_rank(ranks, kind):
 
 
 def test_a_stream_that_workers_share_out_over_two_replicas(ranks):
-    found = ranks(4).run(partial(replica_data.fit, "in workers"), 2, 2)
+    found = ranks(4).run(partial(fit, "in workers"), 2, 2)
     assert found[0]["tokens"] == found[1]["tokens"]
     assert found[2]["tokens"] == found[3]["tokens"]
     assert_shared_out(found[::2])

@@ -4,8 +4,6 @@ Every tensor counts as one of the device here; what has been copied to the host 
 after the copy was started.
 """
 
-from __future__ import annotations
-
 import sys
 from threading import current_thread, main_thread
 

@@ -1,7 +1,5 @@
 """What one rank decides for all: to stop, and by its clock to save, to validate and to end."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import lightning as L
@@ -10,7 +8,73 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer, model_checkpoint
 
 from tests.support import fits
 from tests.support.pairs import first, slow, some
-from tests.support.stopped import stop
+
+
+class Stopping(fits.Net):
+    """Sets ``should_stop`` in the batch of index 2, or at an end.
+
+    Args:
+        where: a hook, or "step": behind the blocks.
+        ranks: that do; None: all.
+    """
+
+    def __init__(self, where, ranks):
+        super().__init__(dropout=0.0)
+        self.where, self.ranks = where, ranks
+
+    def stop(self, where):
+        is_here = self.ranks is None or self.trainer.global_rank in self.ranks
+        if where == self.where and is_here and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and loss.item() > 0:
+            self.stop("step")
+        return loss
+
+    def on_fit_start(self):
+        self.stop("on_fit_start")
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.stop("on_train_epoch_start")
+
+    def on_validation_end(self):
+        self.stop("on_validation_end")
+
+    def on_train_epoch_end(self):
+        self.stop("on_train_epoch_end")
+
+
+class StopAtBatch(L.Callback):
+    """The same in hooks around a batch, which only some fits are to have."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if trainer.fit_loop.epoch_loop.batch_idx == 2:
+            module.stop("on_train_batch_start")
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.fit_loop.epoch_loop.batch_idx == 2:
+            module.stop("on_train_batch_end")
+
+
+def stop(num_devices, where, ranks, schedule="zb_h1", **options):
+    """Return after how many steps and batches a fit of three epochs has stopped, and its loss."""
+    L.seed_everything(7, verbose=False)
+    trainer = L.Trainer(
+        **fits.SILENT,
+        devices=num_devices or 1,
+        strategy=fits.strategy(num_devices, schedule=schedule),
+        max_epochs=3,
+        enable_checkpointing=False,
+        callbacks=[StopAtBatch()] if "batch" in where else [],
+        **options,
+    )
+    trainer.fit(Stopping(where, ranks), fits.loader(), fits.loader())
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    return trainer.global_step, batches, float(trainer.callback_metrics.get("train_loss_step", 0))
+
 
 EXACT = ["on_fit_start", "on_train_epoch_start", "on_validation_end", "on_train_epoch_end"]
 

@@ -1,7 +1,5 @@
 """16-mixed: scale, skipped steps and weights as on one device, whichever stage overflows."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A module that makes its layers in ``configure_model`` trains as on one device, and is resumed."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Steps of new shapes run one microbatch at a time, where the CPU is taken for an accelerator."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import lightning as L

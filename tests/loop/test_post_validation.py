@@ -1,7 +1,5 @@
 """Steps that were taken too early, and taken back: weights are those of ranks that wait."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path
@@ -404,8 +402,7 @@ def read_all(sync, folder):
 
 def test_every_reader_has_the_weights_of_a_step_that_was_taken_back(ranks, tmp_path):
     for found, expected in zip(
-        *(ranks(4).run(read_all, sync, str(tmp_path)) for sync in SYNCS[::-1]),
-        strict=True,
+        *(ranks(4).run(read_all, sync, str(tmp_path)) for sync in SYNCS[::-1]), strict=True
     ):
         for reader, seen in expected.items():
             assert_same(found[reader], seen)

@@ -1,7 +1,5 @@
 """A step prints, and calls loggers, once for each microbatch."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 from lightning.pytorch.loggers.logger import Logger

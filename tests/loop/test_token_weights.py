@@ -16,10 +16,7 @@ from tests.support.pairs import first
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 LLAMA = LlamaConfig(**SMALL, num_hidden_layers=2, use_cache=False)
 BERT = BertConfig(
-    **SMALL,
-    num_hidden_layers=2,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
+    **SMALL, num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
 )
 BART = BartConfig(vocab_size=32, d_model=16, decoder_layers=1, decoder_attention_heads=2)
 MODELS = {"causal": (LlamaForCausalLM, LLAMA), "masked": (BertForMaskedLM, BERT)}

@@ -1,7 +1,5 @@
 """Values of microbatches, combined as Lightning would see the batch's; and metrics' values."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Metrics gather over the replicas, if there are several; a user's own ``dist_sync_fn`` stays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers get into the store in order; figures of all ranks reach global rank 0."""
 
-from __future__ import annotations
-
 import json
 from queue import Queue
 

@@ -1,7 +1,5 @@
 """A step that is taken back and repeated leaves what one leaves that was right at once."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Which optimizers may have a part of the parameters only, and what they keep."""
 
-from __future__ import annotations
-
 from types import MethodType, SimpleNamespace
 
 import lightning as L

@@ -1,20 +1,174 @@
 """Replicas that share out the optimizer's step train what one device would."""
 
-from __future__ import annotations
-
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
+from types import SimpleNamespace
+from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_pipeoffload import PipelineMonitor
+from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, StepShares
+from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
-from tests.support import replica_fits, shared_steps
-from tests.support.threaded_replicas import run_replicas
+from tests.support import fits, replica_fits
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True, "amsgrad": True}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-1}),
+}
+
+
+class Net(replica_fits.Net):
+    """With an optimizer by its name, of two groups."""
+
+    def __init__(self, optimizer="adamw", infinite_at=-1, **options):
+        super().__init__(**options)
+        self.kind = optimizer
+        self.infinite_at = infinite_at
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == self.infinite_at else loss
+
+    def configure_optimizers(self):
+        members = list(self.named_parameters())
+        kind, options = OPTIMIZERS[self.kind]
+        groups = [
+            {"params": [p for n, p in members if n.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for n, p in members if not n.endswith("weight")], "weight_decay": 0.0},
+        ]
+        optimizer = kind(groups, **options)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+        config = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def train(num_replicas, num_ranks, module, fits_in_turn):
+    """Run fits, each of which may go on with what the one before has saved.
+
+    Args:
+        num_replicas: Replicas of the pipeline.
+        num_ranks: Ranks of each.
+        module: Arguments of the module.
+        fits_in_turn: The strategy's options of each fit; but ``steps``, the step to which it
+            trains, ``scaled`` for 16-mixed, ``save``, a path to save to, ``resume``, one to go on
+            with, and ``callbacks``, classes instead of one that notes the batches.
+    """
+    batches = replica_fits.Batches()
+    numbers = []
+    for options in fits_in_turn:
+        L.seed_everything(7, workers=True, verbose=False)
+        given = dict(options)
+        steps, save, resume = given.pop("steps", 5), given.pop("save"), given.pop("resume", None)
+        trainer_options = {"gradient_clip_val": 0.5, **given.pop("trainer", {})}
+        callbacks = [make() for make in given.pop("callbacks", [lambda: batches])]
+        if given.pop("scaled", False):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            trainer_options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+        strategy = PipeOffloadStrategy(
+            **{
+                "num_microbatches": 4,
+                "schedule": "zb_h1",
+                "data_parallel_size": num_replicas,
+                **given,
+            }
+        )
+        trainer = L.Trainer(
+            **fits.SILENT,
+            devices=num_replicas * num_ranks,
+            strategy=strategy,
+            callbacks=callbacks,
+            max_steps=steps,
+            enable_checkpointing=False,
+            **trainer_options,
+        )
+        loader = DataLoader(replica_fits.samples(), 8, collate_fn=fits.collate)
+        plain = Executor._with_weights
+        with patch.object(Executor, "_with_weights", autospec=True, side_effect=plain) as waits:
+            trainer.fit(Net(**module), loader, ckpt_path=resume)
+        trainer.save_checkpoint(save)
+        numbers.append(
+            {
+                "kept": sum(t.nbytes for t in tensors_in([*trainer.optimizers[0].state.values()])),
+                "estimated": sum(strategy.report()["memory"]["optimizer"]),
+                "late": waits.call_count,
+            }
+        )
+    return {"replica": strategy.group.replica, "tokens": batches.tokens, "numbers": numbers}
+
+
+def train_plain(batches, accumulate=1, **options):
+    """Train on one device, in plain torch; return weights and the optimizer's state."""
+    L.seed_everything(7, workers=True, verbose=False)
+    module = Net(**options)
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for index, batch in enumerate(batches):
+        tokens = torch.tensor(batch)
+        loss = module.loss({"x": tokens, "y": replica_fits.labels(tokens)})
+        (loss / accumulate).backward()
+        if (index + 1) % accumulate == 0:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return {
+        "state_dict": {name: value.detach() for name, value in module.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+
+
+class ThreadedReplicas:
+    """What one thread sees of all.
+
+    Args:
+        own: Which of them it is.
+        barrier: Where they meet.
+        board: Where they leave what others take.
+    """
+
+    def __init__(self, own, barrier, board):
+        self.own = own
+        self.num = barrier.parties
+        self.pending = PendingParameters()
+        self._barrier = barrier
+        self._board = board
+
+    def start_copy(self, tensor, source):
+        if self.own == source:
+            self._board["sent"] = tensor.clone()
+        self._barrier.wait()
+        if self.own != source:
+            tensor.copy_(self._board["sent"])
+        self._barrier.wait()
+        return lambda: None
+
+
+def run_replicas(num, function):
+    """Call a function in each replica, with what stands for its groups; return the results."""
+    barrier, board = Barrier(num, timeout=30), {}
+    groups = [
+        SimpleNamespace(
+            replica=own, num_replicas=num, replicas=ThreadedReplicas(own, barrier, board)
+        )
+        for own in range(num)
+    ]
+    with ThreadPoolExecutor(num) as threads:
+        return list(threads.map(function, groups))
+
 
 SHARED = {"sharding": "optimizer"}
 
@@ -134,9 +288,9 @@ def test_a_state_that_another_fit_has_shared_out_is_refused():
 def run(ranks, replicas, num_ranks, module, *fits_in_turn):
     """Run fits; return what each process found, and what one device makes of the same batches."""
     pool = ranks(replicas * num_ranks)
-    found = pool.run(shared_steps.train, replicas, num_ranks, module, list(fits_in_turn))
+    found = pool.run(train, replicas, num_ranks, module, list(fits_in_turn))
     accumulate = fits_in_turn[0].get("trainer", {}).get("accumulate_grad_batches", 1)
-    return found, shared_steps.train_plain(replica_fits.joined(found), accumulate, **module)
+    return found, train_plain(replica_fits.joined(found), accumulate, **module)
 
 
 def assert_same(path, expected):
@@ -154,11 +308,7 @@ def assert_same(path, expected):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [
-        ("foreach", {}),
-        ("sgd", {"trainer": {"accumulate_grad_batches": 2}}),
-        ("adafactor", {}),
-    ],
+    [("foreach", {}), ("sgd", {"trainer": {"accumulate_grad_batches": 2}}), ("adafactor", {})],
 )
 def test_replicas_of_one_rank_train_what_one_device_does(ranks, tmp_path, optimizer, options):
     path = str(tmp_path / "trained.ckpt")
@@ -205,7 +355,7 @@ def test_weights_that_come_with_the_next_batch_are_the_same(ranks, tmp_path, cal
     late, at_once = (str(tmp_path / f"{name}.ckpt") for name in ("late", "at_once"))
     watched = {"callbacks": [callback, replica_fits.Batches], "save": at_once}
     fits_in_turn = [{**SHARED, "callbacks": [callback], "save": late}, {**SHARED, **watched}]
-    for each in ranks(4).run(shared_steps.train, 2, 2, {"tie": True}, fits_in_turn):
+    for each in ranks(4).run(train, 2, 2, {"tie": True}, fits_in_turn):
         assert [numbers["late"] for numbers in each["numbers"]] == [num_late, 0]
     found, expected = (torch.load(path, weights_only=False) for path in (late, at_once))
     for part in ("state_dict", "optimizer_states"):
@@ -216,7 +366,7 @@ def test_infinities_skip_the_step_of_every_replica(ranks, tmp_path):
     shared, whole = (str(tmp_path / f"{name}.ckpt") for name in ("shared", "whole"))
     options = {"scaled": True, "steps": 4}
     ranks(2).run(
-        shared_steps.train,
+        train,
         2,
         1,
         {"infinite_at": 2},

@@ -1,7 +1,5 @@
 """Batches whose gradients add up: exact, each by a plan of its own."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -15,9 +15,5 @@ def test_actions_that_ran_as_one_have_an_even_part_each():
     ledger.record(F0, Held(device=3))
     step = TimedStep(0, 10, [(F0, [(0, 1), (2, 3)], 1), (W0, together, 2), (W1, together, 2)])
     found = times_of(step, ledger, lambda moment: moment + 100.0)
-    assert found.actions == [
-        (F0, [(100, 101), (102, 103)]),
-        (W0, [(104, 107)]),
-        (W1, [(107, 110)]),
-    ]
+    assert found.actions == [(F0, [(100, 101), (102, 103)]), (W0, [(104, 107)]), (W1, [(107, 110)])]
     assert found.held == [(F0, 3.0)]

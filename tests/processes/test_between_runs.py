@@ -25,7 +25,7 @@ class Look(L.Callback):
 
     modes: tuple[str, ...] = ()
 
-    def _note(self, *args: object) -> None:
+    def _note(self, *args):
         self.modes = *self.modes, torch.is_inference_mode_enabled()
 
     on_validation_start = on_test_epoch_start = on_predict_end = _note

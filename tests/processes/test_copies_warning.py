@@ -1,7 +1,5 @@
 """What several processes would make of a large module is said before they are started."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints when a rank is killed within a save, or cannot write."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a rank that has failed leaves, seen from inside its process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

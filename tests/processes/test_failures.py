@@ -1,7 +1,5 @@
 """When a rank fails, every rank of the run ends soon, says why, and leaves no process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -18,11 +16,11 @@ from tests.support.pairs import first, pairs, slow, some
 BATCH = ("--hook", "on_train_batch_start", "--act")
 
 
-def run_failing(*arguments: str) -> Run:
+def run_failing(*arguments):
     return run_forked(failing.main, *arguments)
 
 
-def start(*arguments: str) -> Run:
+def start(*arguments):
     """Run as a user does, until every process has ended."""
     done = subprocess.run(
         [sys.executable, failing.__file__, *arguments],
@@ -37,12 +35,12 @@ def start(*arguments: str) -> Run:
     return Run(done.returncode, done.stderr)
 
 
-def because(rank: int, cause: str, other: int | None = None) -> str:
+def because(rank, cause, other=None):
     other = 1 - rank if other is None else other
     return f"[pipeoffload] global rank {other} stops because of global rank {rank}{cause}"
 
 
-def assert_told_once(run: Run, rank: int, error: str, place: str = "") -> None:
+def assert_told_once(run, rank, error, place=""):
     """The rank at fault shows its traceback, the other says why it stops in one line."""
     assert run.status != 0
     pattern = rf"^(?:\[rank\d\]: )?(?:torch\.)?{re.escape(error)}$"
@@ -83,21 +81,6 @@ def test_a_user_who_starts_it_sees_the_same():
     assert_told_once(run, 1, "RuntimeError: on purpose", "stage 0, F of microbatch 0")
 
 
-@pytest.mark.slow
-def test_all_others_of_four_ranks_say_because_of_whom():
-    run = run_failing("--devices", "4", "--hook", "training_step", "--act", "oom", "--rank", "2")
-    cause = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    place = "stage 1, F of microbatch 0"
-    others = [because(2, f"{cause} (in {place})", other) for other in (0, 1, 3)]
-    assert sorted(run.lines) == sorted([f"[pipeoffload] global rank 2 failed in {place}", *others])
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_callback_stops_all():
-    run = run_failing("--act", "callback", "--rank", "1")
-    assert_told_once(run, 1, "RuntimeError: on purpose")
-
-
 @pytest.mark.parametrize("rank", some([1, 0], 2))
 def test_a_callback_that_saves_on_an_exception_does_not_wait_for_ever(rank, tmp_path):
     options = ("--save-to", str(tmp_path), "--save-on-exception")
@@ -112,13 +95,6 @@ def test_ranks_that_read_other_batches_are_reported():
     run = run_failing("--act", "other_batch", "--rank", "1")
     assert run.status == 1
     assert "global ranks [1] read another batch in training_step than global rank 0" in run.errors
-
-
-@pytest.mark.slow
-def test_ranks_that_freeze_other_parameters_are_reported():
-    run = run_failing("--act", "freeze", "--rank", "1")
-    assert run.status == 1
-    assert "head.weight is trained on global rank 0 and frozen on global rank 1" in run.errors
 
 
 @pytest.mark.parametrize("rank", some([1, 0], 2))
@@ -179,14 +155,6 @@ def test_ctrl_c_ends_all_with_the_status_of_a_shell(devices, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal():
-    run = start(*BATCH, "interrupt", "--rank", "0")
-    assert run.status == 130
-    assert "Traceback" not in run.errors
-    assert len(run.lines) <= 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["0 1", "0", "1"])
 def test_an_exception_in_a_worker_of_a_dataloader_stops_all(ranks):
     run = run_failing("--workers", "2", "--bad-samples-on", *ranks.split())
@@ -242,7 +210,7 @@ def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, ho
 @pytest.mark.parametrize("rank", some([1, 0], 2))
 def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
     started = time.monotonic()
-    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "30", "--devices", "3")
+    run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "20", "--devices", "3")
     assert run.status == (137 if rank == 0 else 1)
     answers = {because(rank, ", which does not answer", other) for other in {0, 1, 2} - {rank}}
     killed = {because(rank, ", which is gone", other) for other in {1, 2} if rank == 0}
@@ -250,15 +218,6 @@ def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
     assert set(run.lines) <= answers | killed
     assert set(run.lines) & answers
     assert time.monotonic() - started < 150
-
-
-@pytest.mark.slow
-def test_ranks_that_fail_differently_do_not_wait_for_each_other():
-    started = time.monotonic()
-    run = run_failing(*BATCH, "own", "--rank", "0", "--rank-too", "1")
-    assert run.status == 1
-    assert all(f"RuntimeError: only of rank {rank}" in run.errors for rank in range(2))
-    assert time.monotonic() - started < 120
 
 
 def test_what_all_raise_and_nobody_catches_is_shown_once():

@@ -1,7 +1,5 @@
 """What differs between ranks is named on all of them before anything runs."""
 
-from __future__ import annotations
-
 import os
 
 import lightning as L

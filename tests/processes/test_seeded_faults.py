@@ -3,8 +3,6 @@
 None is in the default run: ``pytest -m faults tests/processes/test_seeded_faults.py``.
 """
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -27,14 +25,14 @@ NUM_POINTS = 30
 NUM_OVER_REPLICAS = 20
 
 
-def draw(point: int) -> tuple[str, str, int, int]:
+def draw(point):
     drawn = random.Random(point)
     act = list(ACTS)[point % len(ACTS)]
     num_devices = 4 if point >= NUM_POINTS else drawn.choice([2, 3])
     return act, drawn.choice(failing.HOOKS), drawn.randrange(num_devices), num_devices
 
 
-def over_replicas(point: int) -> tuple[str, ...]:
+def over_replicas(point):
     """Let the last points be in two replicas of two ranks, every other one with shared steps."""
     if point < NUM_POINTS:
         return ()

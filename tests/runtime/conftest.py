@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,7 +5,7 @@ from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_ker
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Let no test start torch's threads, nor see another test's random numbers or kernels."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

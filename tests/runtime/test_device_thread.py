@@ -1,22 +1,89 @@
 """On an accelerator autograd has threads of its own; B and W do not run in them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.schedule import build
 from tests.runtime.step.test_autocast import CountCasts
-from tests.support import python_device
-from tests.support.python_device import Block, set_up_device, through_device
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import Regression, assert_same, call_step, run_pipeline, run_plain
+
+__threads__ = []
+"""Those in which backwards on the device have run; no name that the pipeline would watch."""
+
+
+class _Module(_DummyBackendModule):  # type: ignore[misc]
+    def is_initialized(self):
+        return False  # it has no random numbers, nor a clock
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16]
+
+
+def set_up_device():
+    __threads__.clear()
+    if not hasattr(torch, "toy"):  # a CUDA build names CUDA where there is none
+        _setup_privateuseone_for_python_backend("toy", _Module())
+
+
+def _on_device(tensor):
+    return torch._C._acc.create_empty_tensor(tensor.shape, tensor.dtype)
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, aside):
+        ctx.aside = aside
+        ctx.save_for_backward(x)
+        aside.append(x.detach())
+        return _on_device(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        __threads__.append(threading.get_ident())
+        ctx.saved_tensors  # noqa: B018 - in a checkpoint this computes the block again
+        return ctx.aside.pop(), None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, aside):
+        ctx.aside = aside
+        return aside.pop()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.aside.append(grad)
+        return _on_device(grad), None
+
+
+def through_device(x):
+    """Return x, whose gradient goes through the device's thread."""
+    aside = []
+    return _Back.apply(_There.apply(x, aside), aside)
+
+
+class Block(nn.Module):
+    """A layer whose backward is on the device, or not."""
+
+    def __init__(self, on_device=True):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.then = through_device if on_device else nn.Identity()
+
+    def forward(self, x):
+        return self.then(self.linear(x))
+
 
 CPU = torch.device("cpu")
 
@@ -32,7 +99,7 @@ def process():
 def threads_of_a_plain_backward():
     set_up_device()
     through_device(torch.ones(2, requires_grad=True)).sum().backward()
-    return [thread == threading.get_ident() for thread in python_device.__threads__]
+    return [thread == threading.get_ident() for thread in __threads__]
 
 
 def test_the_devices_backward_has_another_thread(process):
@@ -75,7 +142,7 @@ def threads_of_a_step(schedule):
     blocks = [Scaled() for _ in range(4)]
     pipeline = InProcessPipeline(Regression(blocks), build(schedule, 2, 4), call_step)
     pipeline.run(torch.ones(4, 4), 1)
-    return [thread == threading.get_ident() for thread in python_device.__threads__]
+    return [thread == threading.get_ident() for thread in __threads__]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
@@ -103,7 +170,7 @@ def compare_penalized():
     module = Regression([Penalized() for _ in range(4)]).double()
     x = torch.randn(4, 4).double()
     assert_same(run_pipeline(module, build("zb_h1", 2, 4), x, 1), run_plain(module, x, 1))
-    return len({*python_device.__threads__})
+    return len({*__threads__})
 
 
 def test_a_backward_that_the_user_starts_may_be_in_the_devices_thread(process):

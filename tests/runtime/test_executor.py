@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import gc
+import random
 import weakref
 
 import pytest
@@ -22,9 +25,9 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     build,
     simulate,
+    validate,
 )
 from tests.support.offloaded import memory_of_all
-from tests.support.random_orders import random_schedule
 from tests.support.small_modules import (
     SCHEDULES,
     DemoGPT,
@@ -37,6 +40,33 @@ from tests.support.small_modules import (
     tokens,
     users_step,
 )
+
+
+def random_schedule(stage_ranks, num_microbatches, seed):
+    """Put F, B and W of every stage and microbatch into any order that respects what waits."""
+    draw = random.Random(seed)
+    ranks = [[] for _ in range(max(stage_ranks) + 1)]
+    ready = [Action(Kind.F, 0, microbatch) for microbatch in range(num_microbatches)]
+    while ready:
+        action = ready.pop(draw.randrange(len(ready)))
+        ranks[stage_ranks[action.stage]].append(action)
+        ready.extend(_released_by(action, len(stage_ranks) - 1))
+    schedule = Schedule.of(ranks, f"random {seed}")
+    validate(schedule)
+    return schedule
+
+
+def _released_by(action, last_stage):
+    kind, stage, microbatch = action
+    if kind is Kind.F and stage < last_stage:
+        return [Action(Kind.F, stage + 1, microbatch)]
+    if kind is Kind.F:
+        return [Action(Kind.B, stage, microbatch)]
+    if kind is Kind.B:
+        upstream = [Action(Kind.B, stage - 1, microbatch)] if stage else []
+        return [Action(Kind.W, stage, microbatch), *upstream]
+    return []
+
 
 PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
 

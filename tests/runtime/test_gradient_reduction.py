@@ -1,7 +1,5 @@
 """Gradients become their mean over replicas, bucket by bucket, as soon as they are final."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 

@@ -1,7 +1,5 @@
 """The groups of a pipeline's processes over gloo; one pool of two for the whole file."""
 
-from __future__ import annotations
-
 import gc
 import os
 

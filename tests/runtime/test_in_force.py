@@ -1,7 +1,5 @@
 """What the run of a step says is heard wherever torch calls, until it is over."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

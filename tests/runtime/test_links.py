@@ -1,7 +1,5 @@
 """Edges on which a receive is garbage until waited for, and a send is read as late as may be."""
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,12 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.transport import (
-    BufferRing,
-    Link,
-    as_bytes,
-    nccl_options,
-)
+from lightning_pipeoffload.runtime.transport import BufferRing, Link, as_bytes, nccl_options
 from lightning_pipeoffload.schedule import Action
 from tests.runtime.test_transport import make_message
 

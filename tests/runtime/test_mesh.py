@@ -1,7 +1,5 @@
 """Who is who: pipeline ranks, global ranks and the root, by the placement of the stages."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_pipeoffload.runtime.mesh import RankMesh

@@ -1,7 +1,5 @@
 """The first use of a pending parameter waits for it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

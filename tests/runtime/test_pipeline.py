@@ -16,12 +16,10 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import build, keep_microbatches, lower
 from tests.support.small_modules import (
-    DEPTH,
     MODELS,
     DemoGPT,
     Outcome,
     Regression,
-    assert_exact,
     assert_same,
     call_step,
     linear_blocks,
@@ -83,11 +81,6 @@ def test_tied_weights_are_shared_by_first_and_last():
     tied = [("gpt.token_embedding.weight", (0, 3))]
     assert shared == [tied, [], [], tied]
     assert [rank.tensors.ranks_sharing() for rank in ranks] == [[(0, 3)]] * 4
-
-
-def test_untied_weights_are_not_shared():
-    ranks = after_a_step(DemoGPT(), 2, tokens(2)).ranks
-    assert [rank.tensors.shared_parameters() for rank in ranks] == [[], []]
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "cnn", "llama_tied"])
@@ -215,43 +208,10 @@ def test_unequal_microbatches_give_the_gradient_of_the_whole_batch():
     torch.testing.assert_close(merge_outputs(found.losses, shares), whole.losses[0])
 
 
-def test_gradients_add_up_over_steps():
-    module, x = Regression(linear_blocks(4)).double(), torch.randn(4, 4).double()
-    pipeline = InProcessPipeline(module, build("zb_h1", 2, 2), call_step)
-    pipeline.run(x, 2)
-    once = {name: 2 * grad for name, grad in pipeline.named_gradients().items()}
-    pipeline.run(x, 2)
-    torch.testing.assert_close(pipeline.named_gradients(), once)
-
-
-def test_running_again_gives_the_same():
-    module = DemoGPT(depth=DEPTH, dropout=0.1).double()
-    pipeline = InProcessPipeline(module, build("zb_h1", 4, 4), call_step)
-    batch = tokens(4)
-    runs = [[float(loss) for loss in pipeline.run(batch, 1, seed=5)] for _ in range(3)]
-    assert runs == [runs[0]] * 3
-
-
 def test_an_evaluating_module_drops_nothing():
     module = DemoGPT(dropout=0.5).double().eval()
     batch = tokens(4)
     assert_same(run_pipeline(module, build("1f1b", 2, 2), batch, 2), run_plain(module, batch, 2))
-
-
-class Growing(Regression):
-    """Writes a buffer outside of the blocks, in each microbatch."""
-
-    def __init__(self):
-        super().__init__(linear_blocks(4))
-        self.register_buffer("scale", torch.ones(()))
-
-    def step(self, x):
-        self.scale.mul_(1.5)
-        return super().step(x) * self.scale
-
-
-def test_every_rank_writes_a_buffer_of_all():
-    assert_exact(Growing().double(), torch.randn(4, 4).double())
 
 
 def test_what_a_rank_does_not_have_seems_to_be_on_its_device(monkeypatch):

@@ -1,7 +1,5 @@
 """A stored tensor is a tensor like any other, but for when it is read."""
 
-from __future__ import annotations
-
 import copy
 import io
 

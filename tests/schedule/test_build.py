@@ -7,22 +7,24 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     build,
+    lower,
     recipe,
     validate,
 )
 from tests.support.pairs import pairs
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in sorted({1, p - 1, p, p + 1, 2 * p}) if m]
 FULL_GROUPS = [(p, m) for p, m in SIZES if m % p == 0]
 
 
 @pytest.mark.parametrize(
     ("name", "size"), pairs(sorted(SCHEDULES.keys() - {"interleaved_1f1b"}) * 3, SIZES)
 )
-def test_every_size_builds(name, size):
+def test_every_size_builds_and_lowers(name, size):
     p, m = size
     schedule = build(name, num_ranks=p, num_microbatches=m)
     validate(schedule)
+    validate(lower(schedule))
     assert (schedule.num_ranks, schedule.num_microbatches) == (p, m)
 
 

@@ -10,14 +10,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 
-from lightning_pipeoffload.schedule import (
-    COMPUTE,
-    Schedule,
-    add_reductions,
-    build,
-    lower,
-    validate,
-)
+from lightning_pipeoffload.schedule import COMPUTE, Schedule, add_reductions, build, lower, validate
 from tests.support.plans import SHAPES
 
 OUR_KINDS = {"F": "F", "I": "B", "W": "W", "B": "BW"}

@@ -1,9 +1,5 @@
 """Fits by ``schedule="auto"``, and the same ones with what it has chosen named by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning as L
 import torch
 from torch import nn
@@ -14,7 +10,7 @@ from tests.support import fits
 class Awkward(fits.Net):
     """What a measurement could leave a trace in: statistics, counts, a generator, an average."""
 
-    def __init__(self, tie: bool = False, frozen: bool = False) -> None:
+    def __init__(self, tie=False, frozen=False):
         super().__init__(tie)
         for block in self.blocks:
             block.linear = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
@@ -22,18 +18,18 @@ class Awkward(fits.Net):
         self.average = nn.Parameter(torch.ones(16), requires_grad=False)
         self.generator = torch.Generator().manual_seed(5)
         self.calls = 0
-        self.losses: list[int] = []
+        self.losses = []
         self.blocks[1].requires_grad_(not frozen)
         self.double()
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.calls += 1
         self.losses.append(batch_idx)
         self.seen += len(batch["x"])
         noise = 1 + 0.1 * torch.randn((), generator=self.generator, dtype=torch.float64)
         return super().training_step(batch, batch_idx) * noise
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-2)
 
@@ -41,16 +37,16 @@ class Awkward(fits.Net):
 class Averaging(Awkward):
     """Writes a weight in its step; a hook may count gradients."""
 
-    def __init__(self, hook: bool = False) -> None:
+    def __init__(self, hook=False):
         super().__init__()
-        self.counted: list[int] = []
+        self.counted = []
         if hook:
             self.head.weight.register_hook(self.count)
 
-    def count(self, gradient: torch.Tensor) -> None:
+    def count(self, gradient):
         self.counted.append(1)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         with torch.no_grad():
             self.average.mul_(0.9).add_(0.1 * loss.detach())
@@ -60,18 +56,18 @@ class Averaging(Awkward):
 class Scaled(nn.Module):
     """A block that keeps much and computes little."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1024))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + nn.functional.gelu(x * self.weight)
 
 
 class Wide(fits.Net):
     """Blocks of which each keeps 32 KiB of two samples."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 1024)
         self.blocks = nn.ModuleList(Scaled() for _ in range(8))
@@ -83,7 +79,7 @@ class Wide(fits.Net):
 class Bare(Wide):
     """A module in which nothing depends on the number of microbatches."""
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         hidden = self.embed(batch["x"])
         for block in self.blocks:
             hidden = block(hidden)
@@ -95,11 +91,11 @@ class Bare(Wide):
 class Late(fits.Net):
     """Makes its layers in ``configure_model``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.blocks is None:
             self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
 
@@ -117,14 +113,14 @@ MODULES = {
 class Drawn(L.Callback):
     """Keeps what the global generators give in the midst of training."""
 
-    def __init__(self) -> None:
-        self.numbers: list[float] = []
+    def __init__(self):
+        self.numbers = []
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         self.numbers.append(float(torch.rand(())))
 
 
-def fit(num_devices: int, path: str, form: str, options: dict[str, Any]) -> dict[str, Any]:
+def fit(num_devices, path, form, options):
     """Fit for three batches; return what is left of it."""
     options = {"schedule": "auto", **options}
     module_options, data = options.pop("module", {}), options.pop("data", {})
@@ -157,9 +153,7 @@ def fit(num_devices: int, path: str, form: str, options: dict[str, Any]) -> dict
     }
 
 
-def auto_and_by_hand(
-    num_devices: int, folder: str, form: str, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def auto_and_by_hand(num_devices, folder, form, options):
     """Fit by what is chosen, and once more by what was chosen, named."""
     own = fit(num_devices, f"{folder}/own.ckpt", form, options)
     report = own.get("report", {})
@@ -171,21 +165,19 @@ def auto_and_by_hand(
     return own, fit(num_devices, f"{folder}/named.ckpt", form, {**options, **named})
 
 
-def by_each(
-    num_devices: int, folder: str, options: dict[str, Any], plans: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def by_each(num_devices, folder, options, plans):
     """Fit a module with a tied weight by each of some plans."""
     tied = {"module": {"tie": True}, **options}
     return [fit(num_devices, f"{folder}/{i}.ckpt", "plain", tied | p) for i, p in enumerate(plans)]
 
 
-def resumed(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(folder):
     """Go on from a checkpoint of another plan."""
     fit(2, f"{folder}/first.ckpt", "awkward", {"schedule": "1f1b"})
     return auto_and_by_hand(2, folder, "awkward", {"ckpt_path": f"{folder}/first.ckpt"})
 
 
-def fit_twice(num_devices: int) -> tuple[list[str], list[float]]:
+def fit_twice(num_devices):
     """Train a module by one trainer, and on by another; return its schedules and losses."""
     L.seed_everything(7, workers=True, verbose=False)
     module, schedules, record = fits.Net(), [], fits.Record()
@@ -203,7 +195,7 @@ def fit_twice(num_devices: int) -> tuple[list[str], list[float]]:
     return schedules, record.losses
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differences(one, other):
     """Name what is not the same, to the bit."""
     found = [name for name in ("drawn", "losses", "batches", "kept") if one[name] != other[name]]
     states = one["state"], other["state"]

@@ -8,15 +8,12 @@ own; then they run each benchmark in turns, and figures whose median changed by 
 shown. Times are only comparable on a machine that does nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -37,7 +34,7 @@ Figures = dict[str, float]
 
 
 @contextmanager
-def worktree(commit: str) -> Iterator[Path]:
+def worktree(commit):
     """Check a commit out, for as long as it is needed."""
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +46,7 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(path)], check=True)
 
 
-def run(tree: Path, module: Sequence[str]) -> str:
+def run(tree, module):
     """Run a module of a tree; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", *module]
@@ -59,23 +56,23 @@ def run(tree: Path, module: Sequence[str]) -> str:
     return done.stdout
 
 
-def digests(tree: Path) -> dict[str, str]:
+def digests(tree):
     """Return the digest of each training."""
     printed = run(tree, ["tests.support.step_digests"]).splitlines()
     return dict(json.loads(line) for line in printed if line.startswith('["'))  # fits print tables
 
 
-def differences(base: dict[str, str], mine: dict[str, str]) -> list[str]:
+def differences(base, mine):
     """Return a line for each training that is not the same, or is in one tree only."""
     names = sorted(base.keys() | mine.keys())
     found = [(name, base.get(name, "none"), mine.get(name, "none")) for name in names]
     return [f"{name}: {before} before, {now} now" for name, before, now in found if before != now]
 
 
-def figures(printed: str) -> Figures:
+def figures(printed):
     """Read the numbers in the tables that rich has drawn, by row and column."""
-    heads: list[str] = []
-    found: Figures = {}
+    heads = []
+    found = {}
     for line in printed.splitlines():
         if "┃" in line:  # a head may take several lines
             cells = [cell.strip() for cell in line.split("┃")[1:-1]]
@@ -90,11 +87,11 @@ def figures(printed: str) -> Figures:
     return found
 
 
-def _is_number(cell: str) -> bool:
+def _is_number(cell):
     return cell.replace(".", "", 1).isdigit()
 
 
-def changed(base: Sequence[Figures], mine: Sequence[Figures]) -> list[str]:
+def changed(base, mine):
     """Return a line for each figure whose median over the turns differs by more than the bound."""
     lines = []
     for name in base[0].keys() & mine[0].keys():
@@ -104,7 +101,7 @@ def changed(base: Sequence[Figures], mine: Sequence[Figures]) -> list[str]:
     return sorted(lines)
 
 
-def main(line: Sequence[str] | None = None) -> int:
+def main(line=None):
     """Compare, and return 1 where training is not the same to the bit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("base", help="a commit")
@@ -112,7 +109,7 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3, help="of each benchmark in each tree")
     given = parser.parse_args(line)
     wanted = given.only or ["bits", *BENCHMARKS]
-    different: list[str] = []
+    different = []
     with worktree(given.base) as base:
         if "bits" in wanted:
             before = digests(base)
@@ -128,7 +125,7 @@ def main(line: Sequence[str] | None = None) -> int:
     return int(bool(different))
 
 
-def _say(head: str, lines: Sequence[str]) -> None:
+def _say(head, lines):
     sys.stdout.write("\n    ".join([head, *lines]) + "\n")
     sys.stdout.flush()
 

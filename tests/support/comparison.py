@@ -1,12 +1,8 @@
 """Runs a task in a pipeline and without one, on the same microbatches and random numbers."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
@@ -19,7 +15,7 @@ SCHEDULES = ["1f1b", "zb_h1", "interleaved_1f1b"]
 NUM_MICROBATCHES = 4
 
 
-def train_plain(module: nn.Module, batch: Any, size: int = 2) -> Outcome:
+def train_plain(module, batch, size=2):
     """Train a copy of ``module``; draws before the blocks are those of the pipeline's."""
     module = copy.deepcopy(module)
     losses = []
@@ -32,9 +28,7 @@ def train_plain(module: nn.Module, batch: Any, size: int = 2) -> Outcome:
     return Outcome(losses, gradients, dict(module.named_buffers()))
 
 
-def train(
-    module: nn.Module, schedule: str, num_ranks: int, batch: Any, **options: Any
-) -> tuple[InProcessPipeline, Outcome]:
+def train(module, schedule, num_ranks, batch, **options):
     """Train it in a pipeline."""
     plan = build(schedule, num_ranks, NUM_MICROBATCHES)
     pipeline = InProcessPipeline(module, plan, call_step, **options)
@@ -43,9 +37,7 @@ def train(
     return pipeline, Outcome(losses, gradients, buffers)
 
 
-def assert_trains_exactly(
-    module: nn.Module, batch: Any, schedule: str = "zb_h1", num_ranks: int = 4, **options: Any
-) -> InProcessPipeline:
+def assert_trains_exactly(module, batch, schedule="zb_h1", num_ranks=4, **options):
     """Compare losses and gradients of one step."""
     pipeline, found = train(module, schedule, num_ranks, batch, **options)
     assert_same(found, train_plain(module, batch, batch_size(batch) // NUM_MICROBATCHES))
@@ -53,7 +45,7 @@ def assert_trains_exactly(
 
 
 @torch.no_grad()
-def evaluate(module: nn.Module, batch: Any, num_ranks: int = 2, **options: Any) -> list[Any]:
+def evaluate(module, batch, num_ranks=2, **options):
     """Return the losses of a pipeline that evaluates."""
     plan = forward_only(build("1f1b", num_ranks, NUM_MICROBATCHES))
     pipeline = InProcessPipeline(module.eval(), plan, call_step, **options)
@@ -61,7 +53,7 @@ def evaluate(module: nn.Module, batch: Any, num_ranks: int = 2, **options: Any) 
 
 
 @torch.no_grad()
-def evaluate_plain(module: nn.Module, batch: Any) -> list[Any]:
+def evaluate_plain(module, batch):
     """Return the losses of the module alone."""
     losses = []
     for index, part in enumerate(split_batch(batch, batch_size(batch) // NUM_MICROBATCHES)):

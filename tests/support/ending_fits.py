@@ -1,15 +1,11 @@
 """Fits over two ranks that end before their time, in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 
@@ -30,22 +26,20 @@ class SaveAndDie(L.Callback):
         last: the call; None: never, and the first save and the number of calls are kept.
     """
 
-    def __init__(self, path: str, last: int | None) -> None:
+    def __init__(self, path, last):
         self.path = path
         self.last = last
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 0:
             trainer.save_checkpoint(self.path)
         else:
             self.save_and_die(trainer)
 
-    def save_and_die(self, trainer: L.Trainer) -> None:
+    def save_and_die(self, trainer):
         calls = count()
 
-        def watch(*_: Any) -> None:
+        def watch(*_):
             if next(calls) == self.last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,25 +55,23 @@ class SaveAndDie(L.Callback):
 class Impatient(L.Callback):
     """Lets a rank that has lost another one end at once: there is nobody to say why."""
 
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        failure_board._CAUSE_SECONDS = failure_board._HEARD_SECONDS = 0.3
+    def on_train_start(self, trainer, module):
+        failure_board._CAUSE_SECONDS = failure_board._SEEN_SECONDS = 0.3
 
 
 class FillDisk(L.Callback):
     """Lets a rank write no file longer than that from the second batch on."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank, size):
         self.rank = rank
         self.size = size
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 1 and trainer.global_rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.RLIM_INFINITY))
 
 
-def run_rank(rank: int, port: int, folder: bool, callbacks: list[L.Callback], log: str) -> None:
+def run_rank(rank, port, folder, callbacks, log):
     """Be one rank of the fit."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -102,9 +94,7 @@ def run_rank(rank: int, port: int, folder: bool, callbacks: list[L.Callback], lo
     trainer.fit(fits.Net(), fits.loader())
 
 
-def run(
-    log: str, folder: bool, callbacks: Sequence[list[L.Callback]]
-) -> tuple[list[int], list[str]]:
+def run(log, folder, callbacks):
     """Run both ranks to their end; return how they ended and what they wrote.
 
     Args:
@@ -117,7 +107,7 @@ def run(
     return ended, [Path(f"{log}{rank}").read_text() for rank in range(2)]
 
 
-def run_both(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int]:
+def run_both(target, arguments):
     """Run a function in two processes, each with its arguments; return how they ended."""
     processes = [fork(target, *mine) for mine in arguments]
     for process in processes:

@@ -4,16 +4,12 @@ python tests/support/failing_on_demand.py push kill 1
 python tests/support/failing_on_demand.py push kill 1 gpu
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -24,37 +20,34 @@ from lightning_pipeoffload.odc.transport import OnDemandTransport
 from tests.support import on_demand_fits
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("on purpose")
 
 
-ACTS: dict[str, Callable[[], None]] = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "raise": fail,
-}
+ACTS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "raise": fail}
 _CALLS = 30  # gathers and pushes before it happens, in the midst of training
 
 
 class Failing:
     """Does something once, when it is asked for the so many-th time on one rank."""
 
-    def __init__(self, act: str, rank: int, after: int = _CALLS) -> None:
+    def __init__(self, act, rank, after=_CALLS):
         self.left = after if int(os.environ.get("LOCAL_RANK", "0")) == rank else -1
         self.act = act
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.left -= 1
         if self.left == 0:
             ACTS[self.act]()
 
 
-def in_push(act: str, rank: int) -> None:
+def in_push(act, rank):
     """Fail while a lock is held, and part of the gradients added."""
     failing = Failing(act, rank)
     held = shared_bytes.OwnerLocks.held
 
     @contextmanager
-    def failing_held(self: Any, *args: Any) -> Iterator[None]:
+    def failing_held(self, *args):
         with held(self, *args):
             failing()
             yield
@@ -62,20 +55,20 @@ def in_push(act: str, rank: int) -> None:
     shared_bytes.OwnerLocks.held = failing_held  # type: ignore[method-assign]
 
 
-def in_gather(act: str, rank: int) -> None:
+def in_gather(act, rank):
     failing, gather = Failing(act, rank), OnDemandTransport.gather
 
-    def failing_gather(self: Any, *args: Any) -> None:
+    def failing_gather(self, *args):
         gather(self, *args)
         failing()
 
     OnDemandTransport.gather = failing_gather  # type: ignore[method-assign]
 
 
-def at_barrier(act: str, rank: int) -> None:
+def at_barrier(act, rank):
     failing, close = Failing(act, rank, after=2), OnDemandRun.close
 
-    def failing_close(self: Any, *args: Any) -> Any:
+    def failing_close(self, *args):
         failing()
         return close(self, *args)
 
@@ -85,7 +78,7 @@ def at_barrier(act: str, rank: int) -> None:
 PLACES = {"push": in_push, "gather": in_gather, "barrier": at_barrier}
 
 
-def main(*arguments: str) -> None:
+def main(*arguments):
     place, act, rank, *accelerator = arguments or sys.argv[1:]
     PLACES[place](act, int(rank))
     options = {"timeout": timedelta(seconds=30)}

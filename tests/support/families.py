@@ -23,18 +23,18 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 class Task(L.LightningModule):
     """A model and a loss, as a function of the model's output and the batch."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model, loss):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(self.model, batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def validation_step(self, batch, batch_idx):
         return self.loss(self.model, batch)
 
 
-def call_step(module: Any, batch: Any) -> Tensor:
+def call_step(module, batch):
     return (module.training_step if module.training else module.validation_step)(batch, 0)
 
 
@@ -57,98 +57,98 @@ class Family:
     dtype: torch.dtype = torch.float64
 
     @property
-    def tolerance(self) -> float:
+    def tolerance(self):
         """Largest error of a gradient, relative to the largest one."""
         return 1e-12 if self.dtype is torch.float64 else 1e-5
 
-    def task(self) -> Task:
+    def task(self):
         """Make the module, in the dtype in which it is compared."""
         return Task(self.make(), self.loss).to(self.dtype)
 
-    def samples(self, count: int) -> Any:
+    def samples(self, count):
         """Make a batch, its floating-point tensors in the same dtype."""
         return _to_dtype(self.batch(count), self.dtype)
 
 
-def _to_dtype(batch: Any, dtype: torch.dtype) -> Any:
+def _to_dtype(batch, dtype):
     if isinstance(batch, dict):
         return {name: _to_dtype(value, dtype) for name, value in batch.items()}
     return batch.to(dtype) if batch.is_floating_point() else batch
 
 
-def tokens(count: int) -> Tensor:
+def tokens(count):
     return torch.randint(1, VOCABULARY, (count, 6))
 
 
-def padded(count: int) -> dict[str, Tensor]:
+def padded(count):
     mask = (torch.arange(6) < torch.arange(count)[:, None] % 4 + 3).long()
     return {"input_ids": tokens(count), "attention_mask": mask}
 
 
-def images(count: int, size: int = 8) -> dict[str, Tensor]:
+def images(count, size=8):
     return {"x": torch.randn(count, 3, size, size), "y": torch.randint(CLASSES, (count,))}
 
 
-def spectrograms(count: int) -> dict[str, Tensor]:
+def spectrograms(count):
     return {"x": torch.randn(count, 4, 12), "y": torch.randint(CLASSES, (count,))}
 
 
-def token_pairs(count: int) -> dict[str, Tensor]:
+def token_pairs(count):
     return {"x": tokens(count), "y": tokens(count)}
 
 
-def labelled_tokens(count: int) -> dict[str, Tensor]:
+def labelled_tokens(count):
     return {"x": tokens(count), "y": torch.randint(CLASSES, (count,))}
 
 
 # Hugging Face's causal models compute their loss in float32, so ours is computed outside.
 
 
-def next_token(model: nn.Module, batch: Tensor, **options: Any) -> Tensor:
+def next_token(model, batch, **options):
     logits = model(input_ids=batch, **options).logits
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
-def next_token_padded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def next_token_padded(model, batch):
     logits = model(**batch).logits[:, :-1]
     labels = batch["input_ids"].where(batch["attention_mask"] == 1, -100)[:, 1:]
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def masked_tokens(model: nn.Module, batch: Tensor) -> Tensor:
+def masked_tokens(model, batch):
     masked = torch.rand(batch.shape) < 0.5
     labels = batch.masked_fill(~masked, -100)
     return model(input_ids=batch.masked_fill(masked, 1), labels=labels).loss
 
 
-def next_target(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def next_target(model, batch):
     inputs, targets = batch["x"], batch["y"]
     logits = model(input_ids=inputs, decoder_input_ids=targets[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
 
 
-def with_hidden_states(model: nn.Module, batch: Tensor) -> Tensor:
+def with_hidden_states(model, batch):
     output = model(input_ids=batch, use_cache=False, output_hidden_states=True)
     return output.logits.pow(2).mean() + sum(state.pow(2).mean() for state in output.hidden_states)
 
 
-def with_router_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def with_router_loss(model, batch):
     return model(input_ids=batch, labels=batch, use_cache=False, output_router_logits=True).loss
 
 
-def target_likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def target_likelihood(model, batch):
     return functional.nll_loss(model(batch["x"], batch["y"]), batch["y"].flatten())
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor], name: str) -> Tensor:
+def own_loss(model, batch, name):
     return model(**{name: batch["x"]}, labels=batch["y"]).loss
 
 
-def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def classify(model, batch):
     return functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def from_transformers(kind: str, checkpointing: dict[str, bool] | None = None, **options: Any):
+def from_transformers(kind, checkpointing=None, **options):
     import transformers
 
     attention = options.pop("attn_implementation", None)
@@ -161,12 +161,12 @@ def from_transformers(kind: str, checkpointing: dict[str, bool] | None = None, *
     return model
 
 
-def llama(**options: Any) -> Callable[[], nn.Module]:
+def llama(**options):
     heads = {"num_key_value_heads": 1}
     return partial(from_transformers, "LlamaForCausalLM", **{**TEXT, **heads, **options})
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     sizes = {"n_embd": 8, "n_layer": DEPTH, "n_head": 2, "n_positions": 8}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return from_transformers("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **dropouts)
@@ -175,7 +175,7 @@ def gpt2() -> nn.Module:
 class SpeechClassifier(nn.Module):
     """Whisper's encoder, with a head of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         from transformers import WhisperConfig
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -185,11 +185,11 @@ class SpeechClassifier(nn.Module):
         self.encoder = WhisperEncoder(WhisperConfig(**sizes, **more, dropout=0.0))
         self.head = nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.encoder(x).last_hidden_state.mean(1))
 
 
-def lightning_demo() -> nn.Module:
+def lightning_demo():
     from lightning.pytorch.demos import Transformer
 
     return Transformer(VOCABULARY, ninp=8, nhead=2, nhid=16, nlayers=4, dropout=0.0)
@@ -198,14 +198,14 @@ def lightning_demo() -> nn.Module:
 class ScaledGPT(nn.Module):
     """Blocks with a vector of learned scales in between."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
         self.blocks = nn.ModuleList(encoder_layer() for _ in range(DEPTH))
         self.resid_lambdas = nn.Parameter(torch.rand(DEPTH))
         self.head = nn.Linear(8, CLASSES, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embed(x)
         for index, block in enumerate(self.blocks):
             x = block(self.resid_lambdas[index] * x)
@@ -215,14 +215,14 @@ class ScaledGPT(nn.Module):
 class RecurrentFirst(nn.Module):
     """An LSTM reads the sequence before the blocks do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
         self.lstm = nn.LSTM(8, 8, batch_first=True)
         self.blocks = nn.Sequential(*(encoder_layer() for _ in range(DEPTH)))
         self.head = nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         states, _ = self.lstm(self.embed(x))
         return self.head(self.blocks(states).mean(1))
 
@@ -230,20 +230,20 @@ class RecurrentFirst(nn.Module):
 class TextEncoder(nn.Module):
     """torch's own encoder."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
         self.encoder = nn.TransformerEncoder(encoder_layer(), DEPTH, enable_nested_tensor=False)
         self.head = nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.encoder(self.embed(x)).mean(1))
 
 
 # torchvision's families in a few lines each.
 
 
-def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+def convolution(channels_in, channels_out):
     layer = nn.Conv2d(channels_in, channels_out, 3, padding=1)
     return [layer, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
 
@@ -251,47 +251,47 @@ def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
 class PlainConvolutions(nn.Module):
     """As VGG: layers, norms and activations in place are the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
             *convolution(3, 4), nn.MaxPool2d(2), *convolution(4, 8), *convolution(8, 8)
         )
         self.classifier = nn.Linear(8 * 16, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.classifier(self.features(x).flatten(1))
 
 
 class DenseLayer(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__()
         self.norm = nn.BatchNorm2d(channels)
         self.convolution = nn.Conv2d(channels, 2, 3, padding=1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([x, self.convolution(functional.relu(self.norm(x)))], 1)
 
 
 class DenseConvolutions(nn.Module):
     """As DenseNet: each block adds channels to what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.features = nn.Sequential(*(DenseLayer(3 + 2 * index) for index in range(DEPTH)))
         self.classifier = nn.Linear(3 + 2 * DEPTH, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
 class WindowedLayer(nn.Module):
     """Attention within windows of 2 x 2 pixels, shifted by one."""
 
-    def __init__(self, shift: int) -> None:
+    def __init__(self, shift):
         super().__init__()
         self.shift, self.layer = shift, encoder_layer()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         count, height, width, channels = x.shape
         x = x.roll((-self.shift, -self.shift), (1, 2))
         windows = x.view(count, height // 2, 2, width // 2, 2, channels).transpose(2, 3)
@@ -303,20 +303,20 @@ class WindowedLayer(nn.Module):
 class WindowedTransformer(nn.Module):
     """As Swin: pixels attend within windows, which every other block shifts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(3, 8, 2, stride=2)
         self.blocks = nn.Sequential(*(WindowedLayer(index % 2) for index in range(DEPTH)))
         self.head = nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.blocks(self.patches(x).permute(0, 2, 3, 1)).mean((1, 2)))
 
 
 class PatchTransformer(nn.Module):
     """As ViT: a class token before the patches, positions added to all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(3, 8, 4, stride=4)
         self.token = nn.Parameter(torch.randn(1, 1, 8))
@@ -324,13 +324,13 @@ class PatchTransformer(nn.Module):
         self.blocks = nn.Sequential(*(encoder_layer() for _ in range(DEPTH)))
         self.head = nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         patches = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
         return self.head(self.blocks(x)[:, 0])
 
 
-def encoder_layer() -> nn.Module:
+def encoder_layer():
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 

@@ -1,9 +1,5 @@
 """What the rank processes of the tests run: small fits that return what is to be compared."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,19 +19,19 @@ SILENT = {
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout):
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.dropout(nn.functional.gelu(self.linear(x)))
 
 
 class Net(L.LightningModule):
     """Eight small blocks with dropout, an embedding and a head; in float64."""
 
-    def __init__(self, tie: bool = False, dropout: float = 0.1, depth: int = 8) -> None:
+    def __init__(self, tie=False, dropout=0.1, depth=8):
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Embedding(32, 16)
@@ -47,7 +43,7 @@ class Net(L.LightningModule):
         self.accuracy = MeanMetric()
         self.double()
 
-    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+    def loss(self, batch):
         hidden = self.embed(batch["x"])
         for block in self.blocks:
             hidden = block(hidden)
@@ -55,22 +51,22 @@ class Net(L.LightningModule):
         self.accuracy((logits.argmax(-1) == batch["y"]).double())
         return nn.functional.cross_entropy(logits, batch["y"])
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
         self.log("val_accuracy", self.accuracy)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch, batch_idx):
         hidden = self.embed(batch["x"])
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self):
         decayed = [p for n, p in self.named_parameters() if n.endswith("weight")]
         plain = [p for n, p in self.named_parameters() if not n.endswith("weight")]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -82,12 +78,12 @@ class Net(L.LightningModule):
         }
 
 
-def collate(samples: list[Any]) -> dict[str, Any]:
+def collate(samples):
     x, y = (torch.stack(column) for column in zip(*samples, strict=True))
     return {"x": x, "y": y, "names": [f"sample {int(i)}" for i in x]}
 
 
-def samples(count: int = 40) -> TensorDataset:
+def samples(count=40):
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(
         torch.randint(32, (count,), generator=generator),
@@ -98,12 +94,12 @@ def samples(count: int = 40) -> TensorDataset:
 class Stream(IterableDataset):
     """Samples from a stream, drawn by the global generator."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for _ in range(40):
             yield torch.randint(32, ()), torch.randint(32, ())
 
 
-def loader(kind: str = "map", batch_size: int = 8) -> DataLoader:
+def loader(kind="map", batch_size=8):
     if kind == "stream":
         return DataLoader(Stream(), batch_size, collate_fn=collate)
     return DataLoader(samples(), batch_size, shuffle=kind == "shuffled", collate_fn=collate)
@@ -112,26 +108,24 @@ def loader(kind: str = "map", batch_size: int = 8) -> DataLoader:
 class Record(L.Callback):
     """Keeps what was trained on and logged."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.batches: list[list[int]] = []
-        self.rates: list[float] = []
+    def __init__(self):
+        self.losses = []
+        self.batches = []
+        self.rates = []
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
         self.batches.append(batch["x"].tolist())
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def strategy(num_devices: int, **options: Any) -> Any:
+def strategy(num_devices, **options):
     """A strategy of a named schedule: what is chosen by measurement differs from run to run."""
     options = {"num_microbatches": 4, "schedule": "zb_h1", **options}
     return PipeOffloadStrategy(**options) if num_devices else "auto"
 
 
-def trainer(num_devices: int, pipeline: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
+def trainer(num_devices, pipeline=None, **options):
     """A silent trainer without checkpoints, over so many ranks; 0: on one device.
 
     Args:
@@ -146,7 +140,7 @@ def trainer(num_devices: int, pipeline: dict[str, Any] | None = None, **options:
     )
 
 
-def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
+def fit(num_devices, folder, **options):
     """Fit for two epochs; 0 devices: on one, without the strategy."""
     module_options = options.pop("module", {})
     data = options.pop("data", {})
@@ -175,10 +169,10 @@ def fit(num_devices: int, folder: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def outlive_failures(trainer: L.Trainer) -> None:
+def outlive_failures(trainer):
     """Let no rank end with the run: the pool needs its processes for more."""
 
-    def leave(exception: BaseException) -> None:
+    def leave(exception):
         trainer.strategy.give_back()
         if trainer.strategy._board is not None:
             trainer.strategy._board.stop()

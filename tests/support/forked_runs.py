@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any
 
 from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.forks import FORKS, fork
@@ -39,7 +37,7 @@ class Run:
     errors: str
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         """What the strategy said of the end; lines of two ranks may come in either order.
 
         Not that a rank is late to connect, which any may be where the machine stands still.
@@ -48,7 +46,7 @@ class Run:
         return [line for line in said if "still waits for all" not in line]
 
 
-def run_forked(script: Script, *arguments: str) -> Run:
+def run_forked(script, *arguments):
     """Run a script's main function over its ranks until every process has ended.
 
     Those that have not within a quarter of an hour are killed.
@@ -65,11 +63,11 @@ def run_forked(script: Script, *arguments: str) -> Run:
     return Run(128 - process.exitcode if process.exitcode < 0 else process.exitcode, errors)
 
 
-def _kill_session(session: int) -> None:
+def _kill_session(session):
     os.killpg(session, signal.SIGKILL)
 
 
-def _be_first_process(errors: Connection, script: Script, arguments: tuple[str, ...]) -> None:
+def _be_first_process(errors, script, arguments):
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
     for opened, standard in ((nothing, 0), (nothing, 1), (errors.fileno(), 2)):
@@ -84,10 +82,8 @@ def _be_first_process(errors: Connection, script: Script, arguments: tuple[str, 
 class ForkedRank:
     """What Lightning's launcher gets in place of a subprocess.Popen."""
 
-    def __init__(
-        self, script: Script, command: list[str], env: dict[str, str], cwd: str | None = None
-    ) -> None:
-        self.returncode: int | None = None
+    def __init__(self, script, command, env, cwd=None):
+        self.returncode = None
         self._lock = threading.Lock()
         self.pid = os.fork()
         if not self.pid:
@@ -95,7 +91,7 @@ class ForkedRank:
             os.environ.update(env)
             _run_to_the_end(script)
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the status as subprocess does, if it has ended."""
         with self._lock:
             if self.returncode is None:
@@ -103,15 +99,15 @@ class ForkedRank:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def send_signal(self, signum: int) -> None:
+    def send_signal(self, signum):
         """Send a signal, if it has not ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
 
-def _run_to_the_end(script: Script) -> None:
+def _run_to_the_end(script):
     """Run the script and end as Python does."""
-    status: Any = 0
+    status = 0
     try:
         script()
     except SystemExit as end:

@@ -3,13 +3,8 @@
 Those imports take six seconds, longer than nearly every test.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from multiprocessing import get_context, set_start_method
-from multiprocessing.context import ForkServerProcess
-from typing import Any
 
 import torch
 
@@ -17,7 +12,7 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "tests.support.fits", "pytest", "omegaconf"])
 
 
-def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+def fork(target, *args):
     """Start a process that runs ``target``."""
     # No daemon: those must not have workers that load data.
     process = FORKS.Process(target=_run, args=(target, args), daemon=False)
@@ -25,7 +20,7 @@ def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     return process
 
 
-def _run(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run(target, args):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning shares the cores out, and sums differ
     set_start_method(None, force=True)  # workers that load data: as the platform's users have them

@@ -3,8 +3,6 @@
 python -m tests.support.golden_plans    # writes the table again: its differences are for review
 """
 
-from __future__ import annotations
-
 import csv
 from itertools import product
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
-    Schedule,
     build,
     lower,
     offload_activations,
@@ -31,7 +28,7 @@ SEARCHED = {"v", "v_min", "v_half"}  # whose rows take seconds from p = 4 on
 
 # The solver's plans depend on the machine's speed, so optpipe has no row.
 Setting = tuple[str, int, int, str, str, str]
-SETTINGS: list[Setting] = [
+SETTINGS = [
     (name, p, m, costs, limit, offload)
     for name, (p, m), costs, (limit, offload) in product(
         FAMILIES, SIZES, ("unit", "uneven"), LIMITS
@@ -40,13 +37,13 @@ SETTINGS: list[Setting] = [
 ]
 
 
-def is_quick(setting: Setting) -> bool:
+def is_quick(setting):
     """Return whether the default run compares this row."""
     name, p, *_ = setting
     return p < (4 if name in SEARCHED else 8)
 
 
-def row(setting: Setting) -> list[str]:
+def row(setting):
     """Return a row of the table, as text; figures to six digits."""
     name, p, m, costs, limit, offload = setting
     seconds = costs_of(costs, (FAMILIES[name].num_chunks or 1) * p)
@@ -61,12 +58,12 @@ def row(setting: Setting) -> list[str]:
     return [*cells, f"{period:.6g}", f"{timeline.makespan:.6g}", peaks]
 
 
-def costs_of(kind: str, num_stages: int) -> Costs:
+def costs_of(kind, num_stages):
     """Return equal costs, or such as differ from stage to stage in everything."""
     if kind == "unit":
         return Costs(1, 1, 1, offload=0.7, reload=0.7)
 
-    def spread(least: float, step: float, every: int) -> list[float]:
+    def spread(least, step, every):
         return [least + step * (stage % every) for stage in range(num_stages)]
 
     return Costs(
@@ -82,7 +79,7 @@ def costs_of(kind: str, num_stages: int) -> Costs:
     )
 
 
-def plan_of(name: str, size: tuple[int, int], costs: Costs, limit: str, offload: str) -> Schedule:
+def plan_of(name, size, costs, limit, offload):
     """Build, and offload, under a share of what the schedule needs without a limit."""
     schedule = build(name, *size, costs=costs)
     if limit:
@@ -94,7 +91,7 @@ def plan_of(name: str, size: tuple[int, int], costs: Costs, limit: str, offload:
     return schedule if offload == "none" else offload_activations(schedule, costs, offload)[0]
 
 
-def write() -> None:
+def write():
     """Write the table."""
     with TABLE.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
@@ -102,7 +99,7 @@ def write() -> None:
         rows.writerows(map(row, SETTINGS))
 
 
-def read() -> dict[Setting, list[str]]:
+def read():
     """Read the table: a row by its setting."""
     with TABLE.open(newline="") as file:
         _, *rows = csv.reader(file)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane, make_lanes
+from lightning_pipeoffload.runtime.memory.streams import Lane, make_lanes
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 
@@ -22,7 +19,7 @@ QUEUE = {Kind.B: ("", "OFFLOAD_W FREE_W"), Kind.W: ("RELOAD_W", "")}
 EVERYTHING = {**FOR_B, Kind.B: ("RELOAD_B", "OFFLOAD_W FREE_W"), Kind.W: ("RELOAD_W", "")}
 
 
-def offloaded(schedule: Schedule, insertions: Insertions) -> Schedule:
+def offloaded(schedule, insertions):
     """Put copies around the actions of every stage and microbatch, in place of those it has."""
     ranks = [
         [new for a in actions if a.kind not in COPIES for new in _surrounded(a, insertions)]
@@ -33,15 +30,13 @@ def offloaded(schedule: Schedule, insertions: Insertions) -> Schedule:
     return plan
 
 
-def _surrounded(action: Action, insertions: Insertions) -> list[Action]:
+def _surrounded(action, insertions):
     before, after = insertions.get(action.kind, ("", ""))
     names = [*before.split(), action.kind.name, *after.split()]
     return [Action(Kind[name], action.stage, action.microbatch) for name in names]
 
 
-def memory_of_all(
-    device: torch.device, budget: HostBudget | None = None, lanes: CopyLanes | None = None
-) -> ActivationMemory:
+def memory_of_all(device, budget=None, lanes=None):
     """Keep small tensors too."""
     host = HostMemory(pinned=device.type != "cpu", budget=budget)
     return ActivationMemory(
@@ -64,32 +59,32 @@ class LastMomentLane:
         num_late: how often the compute lane had to wait for a copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_late = 0
-        self._row: list[Callable[[], object]] = []
+        self._row = []
         self._done = 0
 
-    def wait_for_compute(self) -> None:
+    def wait_for_compute(self):
         """The CPU has computed what it was given."""
 
-    def wait_for(self, moment: Moment) -> None:
+    def wait_for(self, moment):
         self._row.append(lambda: moment.lane.run(moment.place))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
+    def copy(self, target, source, what):
         target.fill_(255)
         self._row.append(partial(target.copy_, source))
 
-    def mark(self) -> Moment:
+    def mark(self):
         return Moment(self, len(self._row))
 
-    def finish(self, moment: Moment) -> None:
+    def finish(self, moment):
         self.run(moment.place)
 
-    def hold_compute(self, moment: Moment) -> None:
+    def hold_compute(self, moment):
         self.num_late += self._done < moment.place
         self.run(moment.place)
 
-    def run(self, place: int) -> None:
+    def run(self, place):
         while self._done < place:
             self._row[self._done]()
             self._done += 1
@@ -98,7 +93,7 @@ class LastMomentLane:
 class FailingLane(Lane):
     """Fails at one of its copies."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place):
         self.left = place
 
     def copy(self, target, source, description):  # type: ignore[no-untyped-def]

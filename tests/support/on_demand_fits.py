@@ -1,10 +1,6 @@
 """Fits with on-demand communication, in rank processes and as a plain loop beside them."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from typing import Any
 
 import lightning as L
 import torch
@@ -20,54 +16,54 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(3))  # fewer entries than some have ranks
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.scale.mean() * torch.tanh(self.linear(x))
 
 
 class Texts(L.LightningModule):
     """A mean over tokens, of texts of any length; two matrices are one."""
 
-    def __init__(self, tie: bool = True, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, tie=True, dtype=torch.float64):
         super().__init__()
         self.embed = nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(WIDTH, 16, bias=False)
         if tie:
             self.head.weight = self.embed.weight
-        self.gradients: list[dict[str, torch.Tensor | None]] = []
+        self.gradients = []
         self.to(dtype)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens):
         return nn.functional.cross_entropy(self(tokens[:-1]), tokens[1:])
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.gradients.append({n: whole(p.grad) for n, p in self.named_parameters()})
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def rank_of() -> int:
+def rank_of():
     return int(os.environ["LOCAL_RANK"])
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def whole(tensor):
     """Return a copy on the host of what all ranks have of a tensor."""
     if tensor is None:
         return None
@@ -76,16 +72,16 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.to("cpu", copy=True)
 
 
-def made(kind: type[L.LightningModule] = Texts, **options: Any) -> Any:
+def made(kind=Texts, **options):
     torch.manual_seed(5)
     return kind(**options)
 
 
-def minibatches(counts: tuple[int, ...], steps: int = 4) -> list[list[Minibatch]]:
+def minibatches(counts, steps=4):
     """Make minibatches, each with so many microbatches for each rank, weighed by their tokens."""
     draws = torch.Generator().manual_seed(1)
 
-    def text() -> torch.Tensor:
+    def text():
         length = int(torch.randint(3, 9, (), generator=draws))
         return torch.randint(16, (length,), generator=draws)
 
@@ -102,24 +98,24 @@ def minibatches(counts: tuple[int, ...], steps: int = 4) -> list[list[Minibatch]
 class Loader:
     """Yields minibatches; Lightning takes a bare list for one of loaders."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.batches)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batches)
 
 
-def trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
+def trainer(ranks, options, **more):
     """Make a trainer for processes of a pool, which a failure does not end."""
     made = ending_trainer(ranks, options, **more)
     outlive_failures(made)
     return made
 
 
-def ending_trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Trainer:
+def ending_trainer(ranks, options, **more):
     usual = {"max_epochs": 1, "gradient_clip_val": 0.3, "enable_checkpointing": False}
     more = {**SILENT, **usual, "devices": ranks, **more}
     if more["accelerator"] == "cpu":
@@ -129,25 +125,19 @@ def ending_trainer(ranks: int, options: dict[str, Any], **more: Any) -> L.Traine
     return L.Trainer(**{**more, "devices": "auto"}, strategy=strategy)
 
 
-def devices(ranks: int) -> list[torch.device]:
+def devices(ranks):
     """Return a device of each rank: one of its own, or the only one for all."""
     kind = torch.accelerator.current_accelerator()
     count = torch.get_device_module().device_count()  # which starts no driver: others may fork
     return [torch.device("cpu" if kind is None else kind.type, n % count) for n in range(ranks)]
 
 
-def _backend() -> str | None:
+def _backend():
     """NCCL refuses two ranks on one device."""
     return "gloo" if torch.get_device_module().device_count() == 1 else None
 
 
-def fit_rank(
-    counts: tuple[int, ...],
-    options: dict[str, Any] | None = None,
-    make: Callable[[], Any] | None = None,
-    call: Callable[[], dict[str, Any]] = dict,
-    **more: Any,
-) -> dict[str, Any]:
+def fit_rank(counts, options=None, make=None, call=dict, **more):
     """Fit on one rank, and return what is to be compared.
 
     Args:
@@ -164,7 +154,7 @@ def fit_rank(
     return outcome(module, run)
 
 
-def outcome(module: Any, run: L.Trainer) -> dict[str, Any]:
+def outcome(module, run):
     return {
         "weights": {name: whole(p) for name, p in module.named_parameters()},
         "gradients": getattr(module, "gradients", None),
@@ -172,14 +162,7 @@ def outcome(module: Any, run: L.Trainer) -> dict[str, Any]:
     }
 
 
-def plain_fit(
-    counts: tuple[int, ...],
-    make: Callable[[], Any] | None = None,
-    clip: float | None = 0.3,
-    accumulate: int = 1,
-    autocast: torch.dtype | None = None,
-    device: torch.device = CPU,
-) -> dict[str, Any]:
+def plain_fit(counts, make=None, clip=0.3, accumulate=1, autocast=None, device=CPU):
     """Train on the same minibatches in one process, the microbatches of all ranks in turn."""
     module = (made() if make is None else make()).to(device)
     optimizer = module.configure_optimizers()
@@ -203,7 +186,7 @@ def plain_fit(
     return {"weights": weights, "gradients": steps, "logged": {"train_loss": logged}}
 
 
-def fsdp2_fit() -> dict[str, Any]:
+def fsdp2_fit():
     """Train two microbatches of each of two ranks with FSDP2's own collectives."""
     rank = rank_of()
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -226,7 +209,7 @@ def fsdp2_fit() -> dict[str, Any]:
     return {"weights": {n: whole(p) for n, p in module.named_parameters()}, "gradients": steps}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], relative: float = 1e-12) -> None:
+def assert_same(found, expected, relative=1e-12):
     """Compare gradients before clipping, and weights after the last step."""
     assert len(found["gradients"]) == len(expected["gradients"])
     pairs = [*zip(found["gradients"], expected["gradients"], strict=True)]

@@ -3,8 +3,6 @@
 srun -N2 --ntasks-per-node=2 python -m tests.support.on_demand_job FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tests.support import on_demand_fits as fits
 COUNTS = (2, 1, 0, 1)
 
 
-def main(folder: str) -> None:
+def main(folder):
     trainer = fits.ending_trainer(2, {}, num_nodes=2)
     module = fits.made()
     batches = [minibatch[trainer.global_rank] for minibatch in fits.minibatches(COUNTS)]

@@ -1,16 +1,13 @@
 """Processes that are ranks, kept over the tests: starting them costs more than most tests do."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any
 
 import torch.distributed as dist
 
+from lightning_pipeoffload.processes import failure_board
 from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.forks import FORKS, fork
 
@@ -21,7 +18,7 @@ _PATIENCE_SECONDS = 1000.0
 class RankPool:
     """``size`` processes; a call runs on all of them, in a process group of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.is_broken = False
         self._pipes = []
         self._processes = []
@@ -30,7 +27,7 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(fork(_serve, theirs, rank, size))
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function, *args):
         """Call ``function`` in every process; return the results by global rank.
 
         After a failure the processes may be anywhere, so the pool is of no more use.
@@ -51,23 +48,23 @@ class RankPool:
         return [results[rank] for rank in sorted(results)]
 
     @property
-    def is_of_use(self) -> bool:
+    def is_of_use(self):
         """Whether all processes wait for a call; where a machine stood still one may have ended."""
         return not self.is_broken and all(process.is_alive() for process in self._processes)
 
-    def close(self) -> None:
+    def close(self):
         for process in self._processes:
             process.kill()
 
 
-def _wait_for_any(running: dict[Any, int]) -> list[Any]:
+def _wait_for_any(running):
     ready = wait(list(running), _PATIENCE_SECONDS)
     if not ready:
         raise TimeoutError(f"global ranks {sorted(running.values())} do not answer")
     return ready
 
 
-def _receive(pipe: Any, rank: int) -> Any:
+def _receive(pipe, rank):
     try:
         error, result = pipe.recv()
     except EOFError:
@@ -77,10 +74,13 @@ def _receive(pipe: Any, rank: int) -> Any:
     return result
 
 
-def _serve(pipe: Any, rank: int, size: int) -> None:
+def _serve(pipe, rank, size):
     os.environ.update(
         MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size)
     )
+    # Where all ranks raise alike one may be late by as much as the machine stands still, and the
+    # pool needs it afterwards.
+    failure_board._OWN_ERROR_SECONDS = failure_board._SEEN_SECONDS = 300.0
     gc.freeze()
     while True:
         try:
@@ -98,7 +98,7 @@ def _serve(pipe: Any, rank: int, size: int) -> None:
             pipe.send((traceback.format_exc(), None))
 
 
-def _end_groups() -> None:
+def _end_groups():
     """Let go of the process groups of the call before.
 
     Each thread of gloo's wakes up a hundred times a second. Those of pools at rest, some hundreds,

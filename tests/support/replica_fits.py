@@ -1,9 +1,5 @@
 """What the rank processes of the tests of replicas run, and the same on one device."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -16,20 +12,20 @@ from tests.support import fits
 NUM_SAMPLES = 64
 
 
-def samples() -> TensorDataset:
+def samples():
     """Samples whose labels follow from their tokens."""
     tokens = torch.randint(32, (NUM_SAMPLES,), generator=torch.Generator().manual_seed(1))
     return TensorDataset(tokens, labels(tokens))
 
 
-def labels(tokens: torch.Tensor) -> torch.Tensor:
+def labels(tokens):
     return (7 * tokens + 3) % 32
 
 
 class Net(fits.Net):
     """Without dropout, whose noise is another on each replica."""
 
-    def __init__(self, tie: bool = False, frozen: str = "") -> None:
+    def __init__(self, tie=False, frozen=""):
         super().__init__(tie, dropout=0.0)
         if frozen:
             self.get_submodule(frozen).requires_grad_(False)
@@ -38,13 +34,11 @@ class Net(fits.Net):
 class Batches(Callback):
     """Keeps the tokens of each batch, and what is logged."""
 
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = []
-        self.losses: list[float] = []
+    def __init__(self):
+        self.tokens = []
+        self.losses = []
 
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, _: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, batch, _):
         self.tokens.append(batch["x"].tolist())
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
@@ -52,10 +46,10 @@ class Batches(Callback):
 class SaveAfter(Callback):
     """Saves a checkpoint when so many steps are done."""
 
-    def __init__(self, step: int, path: str) -> None:
+    def __init__(self, step, path):
         self.step, self.path = step, path
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
@@ -63,17 +57,17 @@ class SaveAfter(Callback):
 class Decides(Callback):
     """Multiplies the learning rate by what is logged; one rank stops after so many steps."""
 
-    def __init__(self, rank: int, num_steps: int) -> None:
+    def __init__(self, rank, num_steps):
         self.rank, self.num_steps = rank, num_steps
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         for group in trainer.optimizers[0].param_groups:
             group["lr"] *= float(trainer.callback_metrics["train_loss"])
         if trainer.global_rank == self.rank and trainer.global_step == self.num_steps:
             trainer.should_stop = True
 
 
-def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[str, Any]:
+def train(num_replicas, num_ranks, path, **options):
     """Train for some batches of eight samples on each replica; saves what was trained to a file."""
     L.seed_everything(7, workers=True, verbose=False)
     module = Net(**options.pop("module", {}))
@@ -111,18 +105,16 @@ def train(num_replicas: int, num_ranks: int, path: str, **options: Any) -> dict[
     }
 
 
-def joined(found: list[dict[str, Any]]) -> list[list[int]]:
+def joined(found):
     """Return the tokens of each batch, those of all replicas together."""
     by_replica = {each["replica"]: each["tokens"] for each in found}
     assert all(each["tokens"] == by_replica[each["replica"]] for each in found)
     return [sum(parts, []) for parts in zip(*by_replica.values(), strict=True)]
 
 
-def train_plain(
-    module: Net, batches: list[list[int]], accumulate: int = 1, clip: float = 0.5
-) -> dict[str, torch.Tensor]:
+def train_plain(module, batches, accumulate=1, clip=0.5):
     """Train on one device, in plain torch; return the weights."""
-    configured: Any = module.configure_optimizers()
+    configured = module.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     for index, batch in enumerate(batches):
         tokens = torch.tensor(batch)

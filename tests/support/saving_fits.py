@@ -1,12 +1,9 @@
 """Fits with checkpoints of many kinds at once; the rank processes of the tests run them."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -18,7 +15,7 @@ from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import fits
 
 # folder: options of the ModelCheckpoint that writes to it
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "top": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{val_loss:.4f}"},
     "last": {"monitor": "val_accuracy", "save_last": True, "save_top_k": 1},
     "link": {"monitor": "val_loss", "mode": "max", "save_last": "link", "save_top_k": -1},
@@ -38,46 +35,44 @@ class Changing(fits.Net):
 
     strict_loading = False
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         state.pop("blocks.7.linear.bias", None)
         return {**state, "version": torch.tensor(3)}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         del checkpoint["state_dict"]["norm.weight"]
         checkpoint["numbers"] = sum(
             v.half().cpu().numel() for v in checkpoint["state_dict"].values()
         )
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         self.loaded = checkpoint["numbers"]
 
 
 class Saves(L.Callback):
     """Saves by itself, and has a state."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.steps = 0
 
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         trainer.save_checkpoint(f"{self.folder}/before.ckpt")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.steps += 1
         if self.steps == 3:
             trainer.save_checkpoint(f"{self.folder}/third.ckpt", weights_only=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.steps = state["steps"]
 
 
-def fit_from(
-    size: int, folder: str, path: str | None, options: dict[str, Any], shuffled: bool = True
-) -> dict[str, Any]:
+def fit_from(size, folder, path, options, shuffled=True):
     """Fit for two epochs of five batches, from the start or a checkpoint; save every third."""
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
@@ -95,7 +90,7 @@ def fit_from(
     return {"losses": record.losses, "batches": record.batches, "rates": record.rates}
 
 
-def trainer_of(size: int, folder: str, max_epochs: int, **options: Any) -> L.Trainer:
+def trainer_of(size, folder, max_epochs, **options):
     L.seed_everything(7, workers=True, verbose=False)
     checkpoints = [ModelCheckpoint(f"{folder}/{name}", **kind) for name, kind in KINDS.items()]
     return L.Trainer(
@@ -107,7 +102,7 @@ def trainer_of(size: int, folder: str, max_epochs: int, **options: Any) -> L.Tra
     )
 
 
-def list_files(folder: str) -> list[str]:
+def list_files(folder):
     """List checkpoints, and where links lead; what is in one that is a folder is its own affair."""
     found = []
     for path in sorted(Path(folder).glob("**/*.ckpt")):
@@ -116,7 +111,7 @@ def list_files(folder: str) -> list[str]:
     return found
 
 
-def describe(trainer: L.Trainer, folder: str) -> dict[str, Any]:
+def describe(trainer, folder):
     """Say what the callbacks believe."""
     return {
         str(Path(callback.dirpath).name): {
@@ -128,7 +123,7 @@ def describe(trainer: L.Trainer, folder: str) -> dict[str, Any]:
     }
 
 
-def fit_and_save(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def fit_and_save(size, folder, options):
     """Fit for two epochs with all kinds of checkpoints; validate the best and the last."""
     trainer = trainer_of(size, folder, 2, **options)
     module = Changing(dropout=0.0)
@@ -144,7 +139,7 @@ def fit_and_save(size: int, folder: str, options: dict[str, Any]) -> dict[str, A
     return {"described": described, "files": files, "losses": losses, "loaded": module.loaded}
 
 
-def resume(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def resume(size, folder, options):
     """Go on for a third epoch from the last checkpoint there is."""
     trainer = trainer_of(size, folder, 3, **options)
     trainer.fit(Changing(dropout=0.0), fits.loader(), fits.loader(), ckpt_path="last")
@@ -155,32 +150,32 @@ def resume(size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
 class SavesFirst(L.Callback):
     """Saves before the first step, to where the fit was resumed from."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         trainer.save_checkpoint(self.path)
 
 
-def count_values(size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
+def count_values(size, path, options):
     """Fit, save, and go on with the checkpoint, which is replaced before the first step.
 
     Returns:
         The losses, how many tensors of other ranks were in memory at a time, and how many of the
         checkpoint's were read.
     """
-    received: weakref.WeakSet[Any] = weakref.WeakSet()
+    received = weakref.WeakSet()
     counts = [0]
-    read: list[Any] = []
+    read = []
     receive, value = SavedValues._receive, StoredTensor.value
 
-    def receive_counted(*args: Any) -> Any:
+    def receive_counted(*args):
         found = receive(*args)
         received.add(found.untyped_storage())
         counts.append(len(received))
         return found
 
-    def value_counted(stored: StoredTensor) -> torch.Tensor:
+    def value_counted(stored):
         read.append(id(stored))
         return value(stored)
 

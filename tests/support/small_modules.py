@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch.nn import functional
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
-from lightning_pipeoffload.runtime.users_code.step_call import UsersStep
-from lightning_pipeoffload.schedule import Schedule, build
+from lightning_pipeoffload.schedule import build
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 DEPTH = 8  # blocks: enough for two stages on each of four ranks
@@ -26,11 +25,11 @@ TOLERANCE = 1e-12
 class LanguageModel(nn.Module):
     """A model of Hugging Face; its own loss would be computed in float32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens):
         logits = self.model(input_ids=tokens, use_cache=False).logits
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -38,73 +37,71 @@ class LanguageModel(nn.Module):
 class DemoGPT(nn.Module):
     """The demo's LightningModule, without a Trainer to log to."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__()
         sizes = {"vocab_size": VOCABULARY, "context": 6, "width": 8, "depth": DEPTH, "heads": 2}
         self.gpt = GPT(**{**sizes, "dropout": 0.0, **options})
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens):
         return functional.cross_entropy(self.gpt(tokens).flatten(0, 1), tokens.flatten())
 
 
 class Classifier(nn.Module):
     """Whatever layers, in an ``nn.Sequential``."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, *layers):
         super().__init__()
         self.net = nn.Sequential(*layers)
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
+    def step(self, batch):
         return functional.cross_entropy(self.net(batch["x"]), batch["y"])
 
 
 class Regression(nn.Module):
     """Blocks that a ``glue`` function may stand between; the step is squared error."""
 
-    def __init__(self, blocks: list[nn.Module], width: int = 4) -> None:
+    def __init__(self, blocks, width=4):
         super().__init__()
         self.embed = nn.Linear(width, width)
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 1)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
-    def step(self, x: Tensor) -> Tensor:
+    def step(self, x):
         return self(x).pow(2).mean()
 
 
-def linear_blocks(count: int, width: int = 4) -> list[nn.Module]:
+def linear_blocks(count, width=4):
     return [nn.Linear(width, width) for _ in range(count)]
 
 
 class Step(Regression):
     """A step in one function of the module, with ``embed``, ``blocks`` and ``head``, and x."""
 
-    def __init__(
-        self, function: Callable[[Any, Any], Any], blocks: list[nn.Module] | None = None
-    ) -> None:
+    def __init__(self, function, blocks=None):
         super().__init__(blocks or linear_blocks(4))
         self.function = function
 
-    def step(self, x: Any) -> Any:
+    def step(self, x):
         return self.function(self, x)
 
 
-def through(blocks: Iterable[nn.Module], x: Any) -> Any:
+def through(blocks, x):
     for block in blocks:
         x = block(x)
     return x
 
 
-def loss_of(module: Any, x: Any) -> Any:
+def loss_of(module, x):
     return module.head(x).pow(2).mean()
 
 
-def llama(tied: bool) -> nn.Module:
+def llama(tied):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LanguageModel(
@@ -122,7 +119,7 @@ def llama(tied: bool) -> nn.Module:
     )
 
 
-def gpt2(tied: bool) -> nn.Module:
+def gpt2(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return LanguageModel(
@@ -144,27 +141,27 @@ def gpt2(tied: bool) -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
+def mlp():
     layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU(inplace=True))]
     return Classifier(*layers, nn.Linear(6, 5))
 
 
-def cnn() -> nn.Module:
-    def convolution(channels: int) -> list[nn.Module]:
+def cnn():
+    def convolution(channels):
         return [nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)]
 
     return Classifier(*convolution(2), *convolution(3), nn.Flatten(), nn.Linear(48, 5))
 
 
-def tokens(count: int) -> Tensor:
+def tokens(count):
     return torch.randint(VOCABULARY, (count, 6))
 
 
-def vectors(count: int) -> dict[str, Tensor]:
+def vectors(count):
     return {"x": torch.randn(count, 6).double(), "y": torch.randint(5, (count,))}
 
 
-def images(count: int) -> dict[str, Tensor]:
+def images(count):
     return {"x": torch.randn(count, 2, 4, 4).double(), "y": torch.randint(5, (count,))}
 
 
@@ -188,12 +185,12 @@ MODELS = {
 }
 
 
-def users_step(step: Callable[[Any], Any]) -> UsersStep:
+def users_step(step):
     """Return ``step`` as a pipeline calls it, which says what for."""
     return lambda part, call: step(part)
 
 
-def call_step(module: Any, part: Any) -> Tensor:
+def call_step(module, part):
     return module.step(part)
 
 
@@ -206,7 +203,7 @@ class Outcome:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run_plain(module: nn.Module, batch: Any, size: int) -> Outcome:
+def run_plain(module, batch, size):
     """Run a copy of ``module`` over the microbatches, one after the other."""
     module = copy.deepcopy(module)
     parts = split_batch(batch, size)
@@ -220,16 +217,14 @@ def run_plain(module: nn.Module, batch: Any, size: int) -> Outcome:
     return Outcome(losses, gradients, dict(module.named_buffers()))
 
 
-def run_pipeline(
-    module: nn.Module, schedule: Schedule, batch: Any, size: int, seed: int = 0, **options: Any
-) -> Outcome:
+def run_pipeline(module, schedule, batch, size, seed=0, **options):
     """Run one step in process."""
     pipeline = InProcessPipeline(module, schedule, call_step, **options)
     losses = pipeline.run(batch, size, seed)
     return Outcome(losses, pipeline.named_gradients(), pipeline.named_buffers())
 
 
-def assert_same(found: Outcome, plain: Outcome, tolerance: float = TOLERANCE) -> None:
+def assert_same(found, plain, tolerance=TOLERANCE):
     """Compare losses, and gradients relative to the largest of the model."""
     torch.testing.assert_close(found.losses, plain.losses, rtol=tolerance, atol=tolerance)
     assert found.gradients.keys() == plain.gradients.keys()
@@ -242,7 +237,7 @@ def assert_same(found: Outcome, plain: Outcome, tolerance: float = TOLERANCE) ->
             assert error <= tolerance, f"{name}: {error}"
 
 
-def assert_exact(module: nn.Module, batch: Any, size: int = 2, num_ranks: int = 2) -> None:
+def assert_exact(module, batch, size=2, num_ranks=2):
     """Check that a zero-bubble pipeline does what the plain module does."""
     count = len(split_batch(batch, size))
     found = run_pipeline(module, build("zb_h1", num_ranks, count), batch, size)
@@ -250,7 +245,7 @@ def assert_exact(module: nn.Module, batch: Any, size: int = 2, num_ranks: int = 
 
 
 @torch.no_grad()
-def descend(tensors: Iterable[Tensor]) -> None:
+def descend(tensors):
     """Step by 0.1 against the gradients, and drop them."""
     for tensor in tensors:
         if tensor.grad is not None:

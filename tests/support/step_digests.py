@@ -6,16 +6,12 @@ python -m tests.support.step_digests
 its own interface, and a name stands for the same training in both.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,13 +20,13 @@ from tests.models.test_forms import FORMS, loss
 from tests.models.test_forms import tokens as form_tokens
 from tests.support import fits
 from tests.support.comparison import NUM_MICROBATCHES, train
-from tests.support.families import FAMILIES, Family, Task
+from tests.support.families import FAMILIES, Task
 from tests.support.offloaded import memory_of_all
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import MODELS, run_pipeline
 
 STEPS = [("1f1b", 2), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zb_v", 2)]
-FITS: list[tuple[int, dict[str, Any]]] = [
+FITS = [
     (2, {"schedule": "1f1b"}),
     (2, {"schedule": "zb_v", "module": {"tie": True}}),
     (4, {"schedule": "zb_h2", "data": {"kind": "shuffled"}}),
@@ -39,7 +35,7 @@ FITS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def digest(value: Any) -> str:
+def digest(value):
     """Return a digest of all bits of nested tensors and numbers."""
     found = sha256()
     for part in parts(value):
@@ -47,7 +43,7 @@ def digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def parts(value: Any) -> Iterator[bytes]:
+def parts(value):
     """Yield what a value consists of, in an order that depends on names only."""
     if isinstance(value, dict):
         for name in sorted(value):
@@ -64,7 +60,7 @@ def parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
+def steps():
     """Yield a name and a step of each family and form, with each of a few schedules."""
     for place, (name, family) in enumerate(FAMILIES.items()):
         options = {"blocks": family.blocks} if family.blocks else {}
@@ -76,24 +72,19 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} zb_h1 2 offload", lambda c=case: offloaded_step(c)
 
 
-def of_family(family: Family) -> tuple[Task, Any]:
+def of_family(family):
     return family.task(), family.samples(8)
 
 
-def of_form(form: Callable[[], Any]) -> tuple[Task, Any]:
+def of_form(form):
     return Task(form(), loss).double(), form_tokens()
 
 
-def of_schedules(
-    name: str,
-    make: Callable[[], Any],
-    schedules: list[tuple[str, int]],
-    options: dict[str, Any],
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def of_schedules(name, make, schedules, options):
     """Yield a name and a step for each schedule."""
     for schedule, num_ranks in schedules:
 
-        def step(schedule: str = schedule, num_ranks: int = num_ranks) -> Any:
+        def step(schedule=schedule, num_ranks=num_ranks):
             module, batch = make()
             found = train(module, schedule, num_ranks, batch, **options)[1]
             return found.losses, found.gradients, found.buffers
@@ -101,7 +92,7 @@ def of_schedules(
         yield f"{name} {schedule} {num_ranks}", step
 
 
-def offloaded_step(case: Any) -> Any:
+def offloaded_step(case):
     """Train one step with all activations on the host."""
     module, batch = case.make().double(), case.batch(2 * NUM_MICROBATCHES)
     schedule = build("zb_h1", 2, NUM_MICROBATCHES)
@@ -110,7 +101,7 @@ def offloaded_step(case: Any) -> Any:
     return found.losses, found.gradients, found.buffers
 
 
-def fit(num_ranks: int, options: dict[str, Any]) -> Any:
+def fit(num_ranks, options):
     """Return losses, metrics and the last checkpoint's weights of a fit over processes."""
     pool = RankPool(num_ranks)
     try:
@@ -122,7 +113,7 @@ def fit(num_ranks: int, options: dict[str, Any]) -> Any:
         pool.close()
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     named = [*steps(), *((f"fit {n} {o}", lambda n=n, o=o: fit(n, o)) for n, o in FITS)]
     for name, call in named:

@@ -1,7 +1,5 @@
 """Placeholders raise whatever is done with them; numbers of outputs are fetched."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """After each hook of an epoch's end the root publishes; all ranks have to have the same ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import lightning as L

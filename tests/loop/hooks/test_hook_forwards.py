@@ -137,10 +137,7 @@ def refusal(call):
 
 @pytest.mark.parametrize(
     ("call", "message"),
-    [
-        (others_parts, "calls head"),
-        (backward, "a forward in a hook has no backward"),
-    ],
+    [(others_parts, "calls head"), (backward, "a forward in a hook has no backward")],
 )
 def test_what_cannot_be_right_is_refused(ranks, call, message):
     assert message in ranks(2).run(refusal, call)[0]

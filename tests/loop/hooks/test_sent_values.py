@@ -1,7 +1,5 @@
 """Values of all kinds arrive as they were, without graph; what cannot be sent says why."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import pytest

@@ -4,8 +4,6 @@ Weights that the loss does not lead back to keep no gradient. A backward of the 
 within a stage, and refused where it crosses a cut.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

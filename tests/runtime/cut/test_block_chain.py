@@ -52,6 +52,8 @@ def test_the_chain_may_be_named():
 def test_a_wrong_name_is_refused(name):
     with pytest.raises(ValueError, match=f"blocks='{name}' is not .* encoder, decoder, single"):
         find_chain(Two(), name)
+    with pytest.raises(ValueError, match="did you mean 'encoder'"):
+        find_chain(Two(), "encodr")
 
 
 PATTERNS = {

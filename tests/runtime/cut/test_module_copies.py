@@ -1,7 +1,5 @@
 """Deep copies of a module have shapes where it has them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

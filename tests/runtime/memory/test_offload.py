@@ -63,21 +63,6 @@ def test_schedules_of_every_family(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    first(
-        2,
-        pairs(
-            [*("gpt_tied", "cnn", "llama", "gpt2"), *("gpt", "llama_tied", "mlp", "gpt2_tied")],
-            WAYS,
-        ),
-    ),
-)
-def test_every_model(name, way):
-    module, batch = MODELS[name].make().double(), MODELS[name].batch(4)
-    assert_offload_changes_nothing(module, build("zb_h1", 2, 2), batch, way, size=2)
-
-
-@pytest.mark.parametrize(
     ("name", "size"), first(2, [("1f1b", 2), ("zb_v", 3), ("zb_h1", 3), ("zb_v", 2)])
 )
 def test_ranks_that_wait_for_copies_have_the_gradients_of_those_that_do_not(name, size):

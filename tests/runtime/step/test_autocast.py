@@ -1,7 +1,5 @@
 """Autocast around interleaved forwards and backwards: casts are shared, backwards run outside."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

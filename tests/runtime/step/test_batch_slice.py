@@ -1,7 +1,5 @@
 """The microbatches of a plan are whole when they are made."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_pipeoffload.runtime.cut.partition import CutSettings

@@ -216,17 +216,6 @@ def test_a_detached_loss_is_refused():
         run_pipeline(module, build("zb_h1", 2, 2), x, 2)
 
 
-class Skipping(Regression):
-    def step(self, x):
-        super().step(x)
-
-
-def test_a_step_that_returns_no_loss_is_refused():
-    module, x = Skipping(linear_blocks(2)).double(), torch.randn(4, 4).double()
-    with pytest.raises(ValueError, match="returned None without a loss"):
-        run_pipeline(module, build("zb_h1", 2, 2), x, 2)
-
-
 # Dropout
 
 
@@ -333,19 +322,6 @@ def test_a_payload_of_another_shape_is_refused():
     pipeline.ranks[0].module.blocks[0].rows = 1
     with pytest.raises(RuntimeError, match=r"blocks.0 returned .*\[1, 4\].* where .*\[2, 4\]"):
         pipeline.run(torch.ones(2, 4), 2)
-
-
-class Swallowing(Regression):
-    def forward(self, x):
-        try:
-            return super().forward(x)
-        except:  # noqa: E722
-            return x
-
-
-def test_a_bare_except_around_the_blocks_is_refused():
-    with pytest.raises(RuntimeError, match="use `except Exception:`"):
-        run_pipeline(Swallowing(linear_blocks(2)), build("1f1b", 2, 1), torch.ones(2, 4), 2)
 
 
 def test_except_exception_around_the_blocks_is_fine():

@@ -1,7 +1,5 @@
 """A call of the user's step says what it is for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weight gradients are regrouped by parameter: the order within one stays, and so do the bits."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

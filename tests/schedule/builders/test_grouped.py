@@ -3,13 +3,12 @@ from math import gcd
 
 import pytest
 
-from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower, simulate
+from lightning_pipeoffload.schedule import Costs, ScheduleError, build, simulate
 from tests.support.pairs import pairs, slow
 from tests.support.plans import plan
 
 UNIT = Costs.unit()
 RANKS = (1, 2, 4, 8, 16)
-SIZES = [(p, m, v) for p in RANKS for m in sorted({1, p, p + 1, 2 * p, 4 * p}) for v in (2, 4)]
 GROUPS = [(p, g) for p in RANKS for g in sorted({-(-p // 2), -(-5 * p // 8), p})]
 
 
@@ -34,14 +33,6 @@ def test_uniform_repeats_its_block_for_every_microbatch():
         0F0 2F0 0F1 2B0 2W0 2F1 0B0 0W0 2B1 2W1 0B1 0W1
         1F0 3F0 3B0 3W0 1F1 1B0 1W0 3F1 3B1 3W1 1B1 1W1
     """)
-
-
-@pytest.mark.parametrize(("name", "size"), pairs(["gis", "gis_h", "grouped", "uniform"], SIZES))
-def test_every_size_lowers(name, size):
-    p, m, v = size
-    schedule = build(name, p, m, v)
-    assert lower(schedule).num_stages == p * v
-    assert schedule.num_microbatches == m
 
 
 @pytest.mark.parametrize(("group", "v"), pairs(GROUPS, [2, 3, 4]))

@@ -7,11 +7,10 @@ from lightning_pipeoffload.schedule.search.block_search import SearchSetting
 from tests.support.pairs import pairs, slow
 
 PROFILED = Costs(14.407, 14.380, 9.676, communication=1.610)
-GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9), (16, 17)]
+GRID = [(p, m) for p in (1, 2, 4) for m in sorted({1, p, p + 1, 4 * p})] + [(8, 9)]
 # Without p activations on 3 and 5 ranks: see the docstring of v.
 LIMITS = [(4, 4), (4, 6), (6, 6), (3, 4), (5, 6), (7, 7)]
 MORE_LIMITS = [(4, 8), (6, 12), (8, 15), (4, 5), (4, 7), (6, 9), (3, 6), (5, 9)]
-SLOW_LIMITS = [(10, 0.1274), (12, 0.1029), (16, 0.0515)]
 
 
 @pytest.mark.parametrize(("p", "k"), [*LIMITS, *map(slow, MORE_LIMITS)])
@@ -28,10 +27,8 @@ def test_no_block_has_two_passes_of_a_rank_in_one_slot(k):
         assert len({(rank, slot % 6) for rank, slot in zip(ranks, block.slots, strict=True)}) == 28
 
 
-@pytest.mark.parametrize(
-    ("k", "rate"),
-    [(8, 0.2523), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_LIMITS)],
-)
+@pytest.mark.slow  # long searches; the table of golden plans has smaller ones
+@pytest.mark.parametrize(("k", "rate"), [(8, 0.2523), (10, 0.1274), (12, 0.1029), (16, 0.0515)])
 def test_profiled_times_do_better_than_the_papers_search(k, rate):
     timeline = simulate(build("v", 8, 32, costs=PROFILED, memory_limit=k), PROFILED)
     assert timeline.bubble_unsynchronized <= rate

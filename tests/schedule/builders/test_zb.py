@@ -2,9 +2,7 @@ import random
 
 import pytest
 
-from lightning_pipeoffload.schedule import Costs, ScheduleError, build, lower, simulate, validate
-
-SIZES = [(p, m) for p in (1, 2, 4, 8, 16) for m in sorted({1, p - 1, p, p + 1, 2 * p, 4 * p}) if m]
+from lightning_pipeoffload.schedule import Costs, ScheduleError, build, simulate
 
 
 def longest_over_ideal(memory_limit, p, m, times):
@@ -37,20 +35,11 @@ def test_extra_time_at_equal_times(p, m):
     assert spans == [3 * m + p - 1, 3 * m]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize(("name", "depth"), [("zb_1p", 1), ("zb_2p", 2)])
-def test_every_size_lowers_and_keeps_to_its_memory(name, depth, p, m):
-    costs = Costs(5, 6, 4, communication=0.3, activation=34, weight_residue=32)
-    schedule = build(name, p, m, costs=costs)
-    validate(lower(schedule))
-    assert max(simulate(schedule, costs).peak_memory) <= depth * p * 34
-
-
-@pytest.mark.parametrize("m", range(1, 9))
-def test_few_microbatches_take_no_longer_than_zb_h1(m):
+def test_few_microbatches_take_no_longer_than_zb_h1():
     costs = Costs(5, 6, 4)
-    span = max(simulate(build("zb_1p", 8, m, costs=costs), costs).span)
-    assert span <= max(simulate(build("zb_h1", 8, m), costs).span)
+    for m in range(1, 9):
+        span = max(simulate(build("zb_1p", 8, m, costs=costs), costs).span)
+        assert span <= max(simulate(build("zb_h1", 8, m), costs).span)
 
 
 def random_costs(seed, num_stages):
@@ -62,12 +51,15 @@ def random_costs(seed, num_stages):
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_no_rank_exceeds_any_limit_whatever_the_costs(seed):
+@pytest.mark.parametrize(
+    ("name", "chunks", "limits"), [("zb", 1, (2.0, 2.3, 3.7, 9.0)), ("zb_v", 2, (5.5, 7.1, 12.0))]
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_rank_exceeds_any_limit_whatever_the_costs(name, chunks, limits, seed):
     p, m = random.Random(seed).choice([(2, 5), (4, 4), (4, 13), (5, 3)])
-    costs = random_costs(seed, p)
-    for limit in (2.0, 2.3, 3.7, 9.0):
-        peaks = simulate(build("zb", p, m, costs=costs, memory_limit=limit), costs).peak_memory
+    costs = random_costs(seed, chunks * p)
+    for limit in limits:
+        peaks = simulate(build(name, p, m, costs=costs, memory_limit=limit), costs).peak_memory
         assert max(peaks) <= limit * (1 + 1e-12)
 
 

@@ -1,5 +1,3 @@
-import random
-
 import pytest
 
 from lightning_pipeoffload.schedule import (
@@ -9,14 +7,11 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     build,
-    lower,
     simulate,
     validate,
 )
 from lightning_pipeoffload.schedule.builders.zb_v import lengthen
 from lightning_pipeoffload.schedule.placement import v
-
-SIZES = [(p, m) for p in (1, 2, 4, 8, 16) for m in sorted({1, p - 1, p, p + 1, 2 * p, 4 * p}) if m]
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (4, 16), (8, 16), (16, 32)])
@@ -38,18 +33,10 @@ def test_forwards_before_the_first_backward():
     assert printed[3] == "3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3"
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_every_size_lowers_and_keeps_to_the_memory_of_1f1b(p, m):
-    costs = Costs(5, 6, 4, communication=0.3, activation=34, weight_residue=32)
-    schedule = build("zb_v", p, m, costs=costs)
-    validate(lower(schedule))
-    assert max(simulate(schedule, costs).peak_memory) <= 2 * p * 34
-
-
-@pytest.mark.parametrize("m", range(1, 8))
-def test_few_microbatches_take_no_longer_than_interleaving_stages_one_by_one(m):
-    span = max(simulate(build("zb_v", 4, m), Costs.unit()).span)
-    assert span <= max(simulate(build("1f1b", 4, m), Costs(2, 2, 2)).span)
+def test_few_microbatches_take_no_longer_than_interleaving_stages_one_by_one():
+    for m in range(1, 8):
+        span = max(simulate(build("zb_v", 4, m), Costs.unit()).span)
+        assert span <= max(simulate(build("1f1b", 4, m), Costs(2, 2, 2)).span)
 
 
 def test_costs_shorten_the_hand_made_order():
@@ -62,24 +49,6 @@ def test_more_memory_takes_the_rest_of_the_bubble():
     costs = Costs(14.407, 14.380, 9.676, communication=1.610, activation=1, weight_residue=0.4)
     schedule = build("zb_v", 8, 24, costs=costs, memory_limit=32)
     assert simulate(schedule, costs).bubble_unsynchronized < 0.005
-
-
-def random_costs(seed, num_stages):
-    draw = random.Random(seed)
-    names = ("forward", "backward_input", "backward_weight", "activation", "weight_residue")
-    return Costs(
-        communication=draw.random(),
-        **{name: [draw.uniform(0.5, 2) for _ in range(num_stages)] for name in names},
-    )
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("limit", [5.5, 7.1, 12.0])
-def test_no_rank_exceeds_any_limit_whatever_the_costs(seed, limit):
-    p, m = random.Random(seed).choice([(2, 5), (4, 4), (4, 13), (5, 3)])
-    costs = random_costs(seed, 2 * p)
-    schedule = build("zb_v", p, m, costs=costs, memory_limit=limit)
-    assert max(simulate(schedule, costs).peak_memory) <= limit * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("activation", "residue"), [(0.1, 0.1), (0.3, 0.1), (0.1, 0.3)])

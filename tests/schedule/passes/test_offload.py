@@ -32,8 +32,7 @@ def offloaded(p, v, k, amount, name="uniform"):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "size"),
-    pairs([(0.5, 3), (0.7, 4)], [(4, 2), (6, 2), (8, 2), (8, 4), (12, 3)]),
+    ("ratio", "size"), pairs([(0.5, 3), (0.7, 4)], [(4, 2), (6, 2), (8, 2), (8, 4), (12, 3)])
 )
 def test_full_offload_leaves_a_constant_number(ratio, size):
     (k, peak), (p, v) = ratio, size

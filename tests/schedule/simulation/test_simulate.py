@@ -168,10 +168,7 @@ def test_a_part_takes_its_share_of_the_copy():
 
 @pytest.mark.parametrize(
     ("backward", "expected"),
-    [
-        ("0B0 0W0", {"0B0": (17, 18), "0W0": (21, 22)}),
-        ("0BW0", {"0BW0": (21, 23)}),
-    ],
+    [("0B0 0W0", {"0B0": (17, 18), "0W0": (21, 22)}), ("0BW0", {"0BW0": (21, 23)})],
 )
 def test_b_waits_for_its_part_of_a_reload_and_w_for_all_of_it(backward, expected):
     costs = Costs(1, 1, 1, activation=10, weight_input=4, offload=10, reload=10)
