@@ -85,7 +85,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             no order and offload fits, training is refused with the least limit that does. None:
             what parameters, gradients and optimizer leave of the device; no limit on CPU. Under a
             limit the first three steps, which are measured, run one microbatch at a time.
-        host_memory_limit: Bytes, or "64GiB", of host memory that each rank may offload to; None:
+        host_memory_limit: Bytes, or "64GiB", of host memory that each rank may take for activations
+            and, with ``optimizer_offload``, optimizer state, masters and buffers; None:
             its share of what the machine, or the container, has left when training is set up, but
             for a reserve. Where it does not suffice, training stops before the machine swaps.
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
@@ -209,8 +210,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
         ``memory`` is what each rank needs, in bytes, computed from shapes and so before the first
         step too: its parameters, gradients, the optimizer's state, activations and messages, which
-        add up to its ``device``, and copies on its ``host``; None where the step does not run
-        without values. With ``optimizer_sync="post_validation"``, ``step_copies`` are in one of
+        add up to its ``device``, and copies of activations (``offloaded``) and what an optimizer
+        has there (``host_optimizer``) on its ``host``; None where the step does not run without
+        values. With ``optimizer_sync="post_validation"``, ``step_copies`` are in one of
         the two sums, and ``steps_taken_back`` counts those steps.
 
         Lists are in pipeline order. Other ranks' entries in ``measured`` are None until training

@@ -7,7 +7,7 @@ long as its stage's computing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -26,6 +26,7 @@ from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_t
 from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.planning.memory_needs import (
     ON_DEVICE,
+    HostedOptimizer,
     MemoryNeeds,
     RankNeeds,
     describe_needs,
@@ -59,7 +60,6 @@ _RECOMPUTES = ("none", "cheap", "full")
 _ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
 _MORE_RANKS = (1, 2, 4, 8, 16)
 _GIB, _MIB = 1 << 30, 1 << 20
-_HEADINGS = (*ON_DEVICE, "device", "host")
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,9 @@ class ModelPlanner:
             recompute=strategy.recompute,
             data_parallel_size=strategy.get("data_parallel_size", 1),
             sharding=strategy.get("sharding", "none"),
+            optimizer_offload=strategy.get("optimizer_offload", False),
+            master_weights=strategy.get("master_weights"),
+            host_memory_limit=strategy.get("host_memory_limit"),
         )
         self._has_barrier = has_barrier(config)
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -190,26 +193,39 @@ class ModelPlanner:
         ]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
 
-    def taken(self, option: Option, num_ranks: int, num_sharing: int | None = None) -> float:
+    def taken(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes of the fullest rank besides activations."""
-        if num_sharing is None:
-            num_sharing = self.settings.num_sharing(int(self.settings.data_parallel_size))
-        needs = replace(self.needs_of(option, num_ranks), num_sharing=num_sharing)
+        needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
         placement = option.placement(num_ranks)
         return max(needs.kept_by(stages_on(placement, rank)) for rank in range(num_ranks))
+
+    def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
+        """Return the needs with optimizer states where the settings have them."""
+        num_sharing, hosted = settings.num_sharing(int(settings.data_parallel_size)), None
+        if settings.optimizer_offload:
+            by_bucket, obstacle = self.probe.host_step
+            if obstacle:
+                raise ScheduleError(obstacle)
+            hosted = HostedOptimizer(by_bucket, settings.master_weights is not None)
+        return replace(needs, num_sharing=num_sharing, hosted=hosted)
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes of host memory that a rank may take."""
+        given = self.settings.host_memory_limit
+        return inf if given is None else parse_bytes(given, "host_memory_limit")
 
     def request(
         self, wanted: Sequence[Option], num_ranks: int, settings: PipelineSettings, **more: Any
     ) -> PlanRequest:
         """Return the request for some options; offload and sharding are those of the settings."""
-        num_sharing = settings.num_sharing(int(settings.data_parallel_size))
         return PlanRequest(
             num_ranks,
             wanted,
             lambda option: self.costs_of(option, num_ranks),
             self.memory,
             settings.offload,
-            lambda option: self.taken(option, num_ranks, num_sharing),
+            lambda option: self.taken(option, num_ranks, settings),
             lambda option: self._has_barrier,
             **more,
         )
@@ -226,11 +242,10 @@ class ModelPlanner:
             ValueError: The plan cannot be, or the model cannot be cut so.
         """
         count = settings.choose_num_microbatches(num_ranks, self.probe.batch_size)
-        num_sharing = settings.num_sharing(int(settings.data_parallel_size))
 
         def needs_of(plan: Schedule) -> MemoryNeeds:
             needs = self.probe.joined_needs(plan.placement, count, settings)
-            return replace(needs, num_sharing=num_sharing)
+            return self._with_optimizer(needs, settings)
 
         if settings.offload == "auto" and self.memory is not None:
             request = self.request([settings.option(count)], num_ranks, settings, must_fit=False)
@@ -248,12 +263,14 @@ class ModelPlanner:
     def advice(self, asked: PipelineSettings, num_ranks: int) -> str:
         """Return the words that ask for the fastest plan that fits.
 
-        Schedules, chunks, recomputation, offload, microbatches and sharding may change; the number
-        of ranks only where no plan fits. Of plans that take about as long it is that with the
-        fewest changes.
+        Schedules, chunks, recomputation, offload, microbatches and sharding may change; where no
+        plan fits the optimizer steps on the host, and where none fits then the number of ranks is
+        another. Of plans that take about as long it is that with the fewest changes.
         """
-        for times in _MORE_RANKS:
-            found = [*self._search(asked, num_ranks, times)]
+        can_step_on_host = not self.probe.host_step[1]
+        places = dict.fromkeys([asked.optimizer_offload, can_step_on_host or False])
+        for times, on_host in product(_MORE_RANKS, places):
+            found = [*self._search(asked, num_ranks, times, on_host)]
             while found:
                 fastest = min(each.candidate.score for each in found)
                 near = [f for f in found if f.candidate.score <= fastest * _ABOUT_EQUAL]
@@ -269,13 +286,15 @@ class ModelPlanner:
             estimate = self.estimate(found.settings, found.num_ranks)
         except ValueError:
             return False
-        return estimate.largest.device <= (self.memory or inf)
+        on_host = max(rank.host for rank in estimate.needs)
+        return estimate.largest.device <= (self.memory or inf) and on_host <= self.host_memory
 
     def _step_time(self, found: _Found, asked: PipelineSettings, num_ranks: int) -> str:
         period = found.candidate.period
         assert period is not None
         if self.device is not None:
-            return f"a step takes {seconds_text(period)}"
+            on_top = " and the optimizer's on the host" * found.settings.optimizer_offload
+            return f"a step takes {seconds_text(period)}{on_top}"
         try:
             wanted = [self._option(asked)]
             free = replace(self.request(wanted, num_ranks, asked), memory_limit=None)
@@ -288,7 +307,9 @@ class ModelPlanner:
         count = asked.num_microbatches
         return asked.option(count if isinstance(count, int) else self._count)
 
-    def _search(self, asked: PipelineSettings, num_ranks: int, times: int) -> Iterator[_Found]:
+    def _search(
+        self, asked: PipelineSettings, num_ranks: int, times: int, on_host: bool
+    ) -> Iterator[_Found]:
         """Yield plans that fit on so many times the ranks."""
         counts = [self._count * n for n in (1, 2, 4)]
         counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
@@ -300,7 +321,13 @@ class ModelPlanner:
         shardings = ["none"] if asked.data_parallel_size == 1 else ["none", "optimizer"]
         best = inf
         for sharding in dict.fromkeys([asked.sharding, *shardings]):
-            settings = replace(asked, schedule="auto", offload="auto", sharding=sharding)
+            settings = replace(
+                asked,
+                schedule="auto",
+                offload="auto",
+                sharding=sharding,
+                optimizer_offload=on_host,
+            )
             request = self.request(wanted, times * num_ranks, settings, omits_above=best)
             try:
                 plan = make_plan(request)
@@ -339,6 +366,8 @@ class ModelPlanner:
             f"offload={settings.offload}": settings.offload != asked.offload,
             f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
             f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
+            "+strategy.optimizer_offload=true": settings.optimizer_offload
+            and not asked.optimizer_offload,
         }
         words = [word for word, is_changed in changes.items() if is_changed]
         return _Found(candidate, settings, times * num_ranks, words)
@@ -375,7 +404,7 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any]]:
         "copy_rate": device.copy_rate,
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
-        "taken_by_weights": planner.taken(plan.best.option, config.num_ranks),
+        "taken_by_weights": planner.taken(plan.best.option, config.num_ranks, planner.settings),
     }
     step = PlannedStep(split_fused_backward(plan.schedule), plan.costs, has_barrier(config))
     return step, described(plan, with_candidates=True) | told
@@ -437,6 +466,13 @@ def estimate_model(config: DictConfig) -> None:
         with _progress("It does not fit; searching for the fastest plan that does"):
             advice = planner.advice(least.settings, least.num_ranks)
         raise ScheduleError(_refusal(least, limit, advice))
+    taken = min(max(rank.host for rank in plan.needs) for plan in found)
+    if taken > planner.host_memory:
+        raise ScheduleError(
+            f"a rank needs {bytes_text(taken)} of its host, and strategy.host_memory_limit is "
+            f"{planner.settings.host_memory_limit}; use more ranks, "
+            f"+strategy.sharding=optimizer or less offload"
+        )
     if config.format == "json":
         figures = [_describe(plan) for plan in found]
         is_one = not config.compare and len(found) == 1
@@ -490,9 +526,10 @@ def _print_estimates(
 
 def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
     name, size = _unit(needs)
-    table = bare_table("rank", *_HEADINGS, title=f"{name} of each rank", is_narrow=True)
+    columns = _columns(needs)
+    table = bare_table("rank", *columns, title=f"{name} of each rank", is_narrow=True)
     for index, rank in enumerate(needs):
-        table.add_row(str(index), *_cells(rank, size))
+        table.add_row(str(index), *_cells(rank, size, columns))
     return table
 
 
@@ -501,10 +538,11 @@ def _table_of_plans(found: Sequence[Estimate], limit: float | None) -> Table:
     name, size = _unit([plan.largest for plan in found])
     fits = () if limit is None else ("fits",)
     title = f"{name} of the rank that needs most"
-    columns = (Column("schedule", no_wrap=True), "ranks", *_HEADINGS, *fits)
+    shown = _columns([plan.largest for plan in found])
+    columns = (Column("schedule", no_wrap=True), "ranks", *shown, *fits)
     table = bare_table(*columns, title=title, is_narrow=True)
     for plan in found:
-        row = [plan.name, str(plan.num_ranks), *_cells(plan.largest, size)]
+        row = [plan.name, str(plan.num_ranks), *_cells(plan.largest, size, shown)]
         if limit is not None:
             row.append("yes" if plan.largest.device <= limit else "no")
         table.add_row(*row)
@@ -516,5 +554,13 @@ def _unit(needs: Sequence[RankNeeds]) -> tuple[str, int]:
     return ("GiB", _GIB) if max(rank.device for rank in needs) >= 10 * _GIB else ("MiB", _MIB)
 
 
-def _cells(needs: RankNeeds, size: int) -> list[str]:
-    return [f"{getattr(needs, name) / size:.1f}" for name in _HEADINGS]
+def _columns(needs: Sequence[RankNeeds]) -> dict[str, str]:
+    """Return the headings, each with the name of its figure."""
+    names = {name: name for name in (*ON_DEVICE, "device", "host")}
+    if any(rank.host_optimizer for rank in needs):
+        names["optimizer\non host"] = "host_optimizer"
+    return names
+
+
+def _cells(needs: RankNeeds, size: int, columns: Mapping[str, str]) -> list[str]:
+    return [f"{getattr(needs, name) / size:.1f}" for name in columns.values()]

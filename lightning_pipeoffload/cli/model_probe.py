@@ -17,7 +17,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.cli.configuration import build
 from lightning_pipeoffload.loop.step_calls import StepCalls
-from lightning_pipeoffload.optimizers.optimizer_table import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import (
+    may_step_by_bucket,
+    measure_states,
+    refuse_on_host,
+)
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
@@ -30,6 +34,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch.optim import Optimizer
 
 _CPU = torch.device("cpu")
 SEED = 0
@@ -98,7 +103,7 @@ class ModelProbe:
         Raises:
             ValueError: The model cannot be cut so.
         """
-        key = placement, num_microbatches, settings.recompute
+        key = placement, num_microbatches, settings.recompute, settings.master_weights
         if key not in self._needs:
             self._needs[key] = self._trace(placement, num_microbatches, settings)
         return self._needs[key]
@@ -113,7 +118,7 @@ class ModelProbe:
         """
         split = self._make_layers(placement, settings)
         chain = find_chain(self._module, settings.blocks)
-        key = num_microbatches, settings.recompute
+        key = num_microbatches, settings.recompute, settings.master_weights
         if key not in self._blocks:
             each = replace(settings, split=[1] * len(chain))
             try:
@@ -141,7 +146,7 @@ class ModelProbe:
             with self._precision.train_step_context():
                 first = self._first_slice(pipeline, self.batch_size // num_microbatches)
                 self._num_parameters = pipeline.num_parameters
-                return MemoryNeeds.of(pipeline, first, self._states)
+                return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
         except ValueError:
             raise
         except Exception as error:  # the user's own code, which may need values
@@ -176,12 +181,26 @@ class ModelProbe:
             self._module.configure_model()
         return settings.split if drawn is None else drawn.counts
 
+    def states(self, master_weights: str | None) -> dict[int, int]:
+        """Return the bytes of optimizer state of each parameter, masters among it."""
+        return measure_states(self._optimizers, master_weights is not None)
+
     @property
-    def _states(self) -> dict[int, int]:
+    def _optimizers(self) -> list[Optimizer]:
         with _no_advice():
             # Private: what configure_optimizers may return, and as what.
-            optimizers, _ = _init_optimizers_and_lr_schedulers(self._module)
-        return measure_states(optimizers)
+            return _init_optimizers_and_lr_schedulers(self._module)[0]
+
+    @cached_property
+    def host_step(self) -> tuple[bool, str]:
+        """Whether the model's optimizers step by bucket, and why they cannot step on the host."""
+        optimizers = self._optimizers
+        try:
+            for optimizer in optimizers:
+                refuse_on_host(optimizer)
+        except ValueError as error:
+            return False, str(error)
+        return all(map(may_step_by_bucket, optimizers)), ""
 
 
 @contextmanager

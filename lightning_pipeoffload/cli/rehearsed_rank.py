@@ -112,7 +112,7 @@ class RehearsedModel(ModelProbe):
         self._size = self.batch_size // schedule.num_microbatches
         first = self.cut(1)[0]  # of shapes, from which follows what this rank owns
         with self._precision.train_step_context():
-            self.needs = MemoryNeeds.of(pipeline, first, self._states)
+            self.needs = MemoryNeeds.of(pipeline, first, self.states(None))
         made: dict[int, Tensor] = {}
         for slot in pipeline.ownership.slots:
             if pipeline.ownership.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):

@@ -203,16 +203,20 @@ class AutoChoice:
 
     def _limits(self) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        limits = self._measurements.gather_limits(keeps)
+        limits, states = self._measurements.gather_limits(keeps), self._state_bytes()
+        if self._settings.optimizer_offload:
+            hosts = [None if host is None else host.less(states) for host in limits.hosts]
+            return replace(limits, hosts=hosts)
         if limits.device is None:
             return limits
-        return replace(limits, device=max(0.0, limits.device - self._state_bytes()))
+        return replace(limits, device=max(0.0, limits.device - states))
 
     def _state_bytes(self) -> float:
         """Return the bytes that optimizers will keep on a rank, where they have nothing yet."""
         trainer: Any = self._pipeline.module.trainer
         num_sharing = self._settings.num_sharing(self._group.num_replicas)
-        states = measure_states(trainer.optimizers)
+        has_masters = self._settings.master_weights is not None
+        states = measure_states(trainer.optimizers, has_masters)
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:

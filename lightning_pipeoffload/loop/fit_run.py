@@ -300,7 +300,10 @@ class FitRun:
 
     def _begin_training(self, first: BatchSlice, accumulation: Accumulation) -> None:
         self.run.report.estimate_memory(first, self._strategy.optimizers)
-        self._strategy._parameters.leave_remote()
+        parameters = self._strategy._parameters
+        parameters.leave_remote()
+        host = self.run.executor.memory.settings.host
+        parameters.reserve_host(host, self.boundary.validation.is_on)
         self.making.let_copies_follow()
         self.making.leave_copies()
         self.run.begin_training(accumulation)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
-from lightning_pipeoffload.optimizers.optimizer_table import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket, measure_states
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
+from lightning_pipeoffload.planning.memory_needs import (
+    HostedOptimizer,
+    MemoryNeeds,
+    add_step_copies,
+    describe_needs,
+)
 from lightning_pipeoffload.planning.report import (
     predict,
     print_accumulation,
@@ -67,8 +72,13 @@ class RunReport:
         """Compute from shapes the memory that training needs; all ranks call it."""
         try:
             num_sharing = self._settings.num_sharing(self._group.num_replicas)
-            states = measure_states(optimizers)
-            self.needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
+            has_masters = self._settings.master_weights is not None
+            states = measure_states(optimizers, has_masters)
+            needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
+            if self._settings.optimizer_offload:
+                by_bucket = all(map(may_step_by_bucket, optimizers))
+                needs = replace(needs, hosted=HostedOptimizer(by_bucket, has_masters))
+            self.needs = needs
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 

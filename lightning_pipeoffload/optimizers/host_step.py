@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
+from lightning_pipeoffload.runtime.memory.host_memory import STAGING_BYTES
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
-BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 64  # of tensors in a buffer, in bytes
 
 
@@ -220,7 +220,7 @@ def _in_buckets(parameters: Sequence[Tensor], by_bucket: bool) -> Iterator[list[
     num_bytes = 0
     for parameter in parameters:
         num_bytes += _bytes_of([parameter])
-        if by_bucket and bucket and num_bytes > BUCKET_BYTES:
+        if by_bucket and bucket and num_bytes > STAGING_BYTES:
             yield bucket
             bucket, num_bytes = [], _bytes_of([parameter])
         bucket.append(parameter)

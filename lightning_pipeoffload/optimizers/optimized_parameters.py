@@ -30,12 +30,16 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
 )
 from lightning_pipeoffload.optimizers.optimizer_table import (
     may_step_by_bucket,
+    measure_states,
     refuse_on_host,
     refuse_optimizer,
 )
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, staging_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
+from lightning_pipeoffload.schedule.quantities import bytes_text
 
 
 class OptimizedParameters:
@@ -158,6 +162,35 @@ class OptimizedParameters:
                 state = self._group.broadcast(state, self._group.global_ranks[source])
                 if state and not isinstance(parameter, RemoteTensor):
                     optimizer.state[parameter] = state
+
+    def reserve_host(self, host: HostMemory, takes_back: bool) -> None:
+        """Leave the host's memory to the optimizers that step there; called before they have any.
+
+        Args:
+            host: The host memory of this rank.
+            takes_back: Whether snapshots are taken.
+
+        Raises:
+            HostMemoryError: It does not suffice.
+        """
+        if not self._on_host:
+            return
+        optimizers = self._optimizers()
+        states = measure_states(optimizers, self._masters is not None)
+        own = self._pipeline.tensors.canonical_parameters().values()
+        members = [p for p in own if id(p) in states and not self.is_of_another(p)]
+        kept = sum(states[id(p)] for p in members)
+        pairs = [2 * p.nbytes for p in members if p.requires_grad]
+        staging = staging_bytes(pairs, all(map(may_step_by_bucket, optimizers)))
+        sizes = {
+            "state and masters" if self._masters is not None else "state": kept,
+            "their snapshot": kept if takes_back else 0,
+            "staging buffers": staging,
+        }
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
+        entries = [*(state for optimizer in optimizers for state in optimizer.state.values())]
+        present = sum(t.nbytes for t in tensors_in(entries) if t.device.type == "cpu")
+        host.leave_for_optimizer(sum(sizes.values()), present, parts)
 
     def forget_remote(self) -> None:
         """Drop the optimizer state of parameters of other ranks and replicas."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.master_weights import is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import narrows
 
 Group = Mapping[str, Any]
@@ -331,17 +332,26 @@ def _changed_helpers(kind: type) -> str:
     return ""
 
 
-def measure_states(optimizers: Iterable[Optimizer]) -> dict[int, int]:
+def measure_states(optimizers: Iterable[Optimizer], has_masters: bool = False) -> dict[int, int]:
     """Return the bytes of optimizer state of each parameter, by its id.
 
     Single numbers, such as the count of steps, are left out. An optimizer that is not in the table
     counts as Adam.
+
+    Args:
+        optimizers: The optimizers.
+        has_masters: Whether they step masters of parameters in half precision, which count too.
     """
     found: dict[int, int] = {}
     for optimizer in optimizers:
         row = TABLE.get(_step_of(optimizer), _UNKNOWN)
         for group in optimizer.param_groups:
             for p in group["params"]:
-                size = row.state_bytes(optimizer, group, p) if p.requires_grad else 0
+                size: float = 0
+                if p.requires_grad and has_masters and is_half(p):
+                    master = torch.empty(p.shape, dtype=torch.float32, device="meta")
+                    size = master.nbytes + row.state_bytes(optimizer, group, master)
+                elif p.requires_grad:
+                    size = row.state_bytes(optimizer, group, p)
                 found[id(p)] = math.ceil(size)
     return found

@@ -6,13 +6,14 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import costs_of_stages
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
+from lightning_pipeoffload.runtime.memory.host_memory import staging_bytes
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import share_out
@@ -42,7 +43,8 @@ class RankNeeds:
         optimizer: Of optimizer states for them.
         activations: The peak of its microbatches' activations.
         messages: The peak of messages to and from other ranks.
-        host: The peak of what is offloaded to the host.
+        offloaded: The peak of activations on the host.
+        host_optimizer: Of optimizer states, masters and staging buffers on the host.
     """
 
     parameters: int
@@ -50,11 +52,28 @@ class RankNeeds:
     optimizer: int
     activations: int
     messages: int
-    host: int
+    offloaded: int
+    host_optimizer: int = 0
+
+    @property
+    def host(self) -> int:
+        return self.offloaded + self.host_optimizer
 
     @property
     def device(self) -> int:
         return sum(getattr(self, name) for name in ON_DEVICE)
+
+
+class HostedOptimizer(NamedTuple):
+    """An optimizer that steps on the host.
+
+    Attributes:
+        by_bucket: Whether it may step some parameters at a time.
+        has_masters: Whether it steps masters, which count among the states.
+    """
+
+    by_bucket: bool
+    has_masters: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,8 @@ class MemoryNeeds:
         sent: Bytes of each stage's output, and of the gradient of its input.
         flops_of_one: Operations that 1 in the costs' times stands for.
         num_sharing: The number of replicas that share out optimizer states.
+        hosted: How the optimizer steps on the host, which has the states then; None: the device
+            does.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -75,6 +96,7 @@ class MemoryNeeds:
     sent: Mapping[Kind, Sequence[int]]
     flops_of_one: float
     num_sharing: int = 1
+    hosted: HostedOptimizer | None = None
 
     @classmethod
     def of(
@@ -132,19 +154,27 @@ class MemoryNeeds:
         messages = peak_message_memory(plan, self._size_of)
         hosts = peak_host_memory(plan, self.costs)
         peaks = zip(activations, messages, hosts, strict=True)
-        return [
-            RankNeeds(*self._kept_by(plan.stages_of(rank)), *map(int, peak))
-            for rank, peak in enumerate(peaks)
-        ]
+        found = []
+        for rank, peak in enumerate(peaks):
+            stages = plan.stages_of(rank)
+            needs = *self._kept_by(stages), *map(int, peak), self._on_host(stages)
+            found.append(RankNeeds(*needs))
+        return found
 
     def kept_by(self, stages: Sequence[int]) -> int:
         """Return the bytes of parameters, gradients and optimizer states of some stages."""
         return sum(self._kept_by(stages))
 
-    def copied(self, plan: Schedule) -> list[int]:
-        """Return the bytes of each rank's weights that train, and of their states."""
-        owned = (self._owned_by(plan.stages_of(rank)) for rank in range(plan.num_ranks))
-        return [trained + states for _, trained, states in owned]
+    def copied(self, plan: Schedule) -> list[tuple[int, int]]:
+        """Return the bytes of each rank's snapshot that may be on its device, and all others."""
+        found = []
+        for rank in range(plan.num_ranks):
+            _, trained, states = self._owned_by(plan.stages_of(rank))
+            if self.hosted is None:
+                found.append((trained + states, 0))
+            else:
+                found.append((0 if self.hosted.has_masters else trained, states))
+        return found
 
     def _size_of(self, send: Action) -> int:
         return self.sent[send.kind][send.stage]
@@ -153,7 +183,15 @@ class MemoryNeeds:
         """Sum parameters, gradients and states; of shared tensors only gradients count twice."""
         parameters, _, states = self._owned_by(stages)
         gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
-        return [parameters, sum(gradients), states]
+        return [parameters, sum(gradients), 0 if self.hosted else states]
+
+    def _on_host(self, stages: Sequence[int]) -> int:
+        """Return the bytes that the optimizer takes there."""
+        if self.hosted is None:
+            return 0
+        owned = dict(ChainMap(*(dict(self.owned[stage]) for stage in stages))).values()
+        pairs = [size + gradient for size, gradient, _ in owned if gradient]
+        return self._owned_by(stages)[2] + staging_bytes(pairs, self.hosted.by_bucket)
 
     def _owned_by(self, stages: Sequence[int]) -> list[int]:
         owned: dict[int, tuple[int, int, int]] = {}
@@ -174,23 +212,27 @@ class MemoryNeeds:
 
 def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
     """Return one list for each figure, in pipeline order."""
-    return join_measurements([{**asdict(rank), "device": rank.device} for rank in needs])
+    sums = ({"device": rank.device, "host": rank.host} for rank in needs)
+    pairs = zip(needs, sums, strict=True)
+    return join_measurements([{**asdict(rank), **both} for rank, both in pairs])
 
 
-def add_step_copies(memory: dict[str, list[int]], copied: list[int], room: float) -> None:
+def add_step_copies(
+    memory: dict[str, list[int]], copied: Sequence[tuple[int, int]], room: float
+) -> None:
     """Add the optimizer snapshot to the needs of ranks, as of :func:`describe_needs`.
-
-    It is on the device where that has room for it, else on the host.
 
     Args:
         memory: The needs of ranks.
-        copied: The bytes of the snapshot, by rank.
+        copied: By rank the bytes of the snapshot that are on the device where that has room, else
+            on the host, and those that are on the host.
         room: Bytes of a device that may be used.
     """
-    memory["step_copies"] = copied
-    for rank, copies in enumerate(copied):
+    memory["step_copies"] = [sum(copies) for copies in copied]
+    for rank, (copies, on_host) in enumerate(copied):
         has_room = memory["device"][rank] + copies <= room
         memory["device" if has_room else "host"][rank] += copies
+        memory["host"][rank] += on_host
 
 
 def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tuple[int, int, int]]]:

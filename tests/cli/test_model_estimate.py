@@ -93,6 +93,36 @@ def test_less_is_kept_with_recompute_and_offload_and_half_precision(capsys):
     assert max(copied["host"]) > 0
 
 
+ON_HOST = "+strategy.optimizer_offload=true"
+
+
+def test_an_optimizer_on_the_host_takes_nothing_of_the_device(capsys):
+    plain, found = estimate(capsys), estimate(capsys, ON_HOST)
+    assert found["memory"]["optimizer"] == [0, 0]
+    assert found["memory"]["gradients"] == plain["memory"]["gradients"]
+    parts = zip(plain["memory"]["optimizer"], found["memory"]["parameters"], strict=True)
+    # One buffer is enough: a whole rank goes through it.
+    assert found["memory"]["host"] == [states + 2 * weights for states, weights in parts]
+    half = "+trainer.precision=bf16-true", ON_HOST, "+strategy.master_weights=float32"
+    kept = estimate(capsys, *half)["memory"]
+    for found, bytes_of_one in (("device", 4), ("host_optimizer", 12 + 4)):
+        numbers = [size // 2 for size in kept["parameters"]]
+        rest = zip(kept[found], kept["activations"], kept["messages"], numbers, strict=True)
+        is_there = found == "device"
+        for total, activations, messages, number in rest:
+            expected = bytes_of_one * number + is_there * (activations + messages)
+            assert total == pytest.approx(expected, abs=400)
+    with pytest.raises(ScheduleError, match=r"of its host, and strategy.host_memory_limit is 1MiB"):
+        estimate(capsys, ON_HOST, "+strategy.host_memory_limit=1MiB")
+
+
+def test_an_optimizer_goes_to_the_host_where_nothing_fits_else(capsys):
+    memory = estimate(capsys, ON_HOST, "strategy.recompute=full", "num_microbatches=8")["memory"]
+    limit = f"device_memory={max(memory['device'])}"
+    with pytest.raises(ScheduleError, match=r"; use .*\+strategy.optimizer_offload=true: a step"):
+        estimate(capsys, limit)
+
+
 def test_several_plans_stand_side_by_side(capsys):
     found = estimate(capsys, "compare=[zb_h1,zb_v]", "num_ranks=[2,4]")
     named = [(one["schedule"], one["num_ranks"]) for one in found["estimates"]]

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.optimizers import host_step
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_on_host
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from tests.support import fits
 from tests.support.offloaded import LastMomentLane
@@ -123,7 +124,7 @@ def fit(size, path, on_host, net, strategy=(), start=None, steps=6, **options):
     given |= {"optimizer_offload": on_host}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_step, "make_lanes", lambda device: CopyLanes(Late(), Late()))
-        patch.setattr(host_step, "BUCKET_BYTES", SMALL)
+        patch.setattr(host_step, "STAGING_BYTES", SMALL)
         trainer = L.Trainer(
             **{**fits.SILENT, "num_sanity_val_steps": 0},
             devices=size,
@@ -250,3 +251,30 @@ def test_masters_of_float32_are_refused():
     trainer = L.Trainer(**fits.SILENT, strategy=strategy, precision="bf16-mixed", max_steps=1)
     with pytest.raises(ValueError, match="those of AdamW are in torch.float32; leave it out"):
         trainer.fit(Net(), fits.loader())
+
+
+def trained(limit, **options):
+    L.seed_everything(7, verbose=False)
+    given = {"num_microbatches": 4, "schedule": "zb_h1", "optimizer_offload": True, **options}
+    strategy = PipeOffloadStrategy(**given, host_memory_limit=limit)
+    module = Net(dropout=0.0)
+    precision = "bf16-true" if "master_weights" in options else "32-true"
+    options = {"max_steps": 2, "enable_checkpointing": False, "precision": precision}
+    trainer = L.Trainer(**fits.SILENT, strategy=strategy, **options)
+    trainer.fit(module, fits.loader())
+    return module, strategy
+
+
+@pytest.mark.parametrize("options", [{}, MASTERS])
+def test_the_host_s_memory_is_counted_before_training(options):
+    module, strategy = trained("200KiB", **options)
+    memory = strategy.report()["memory"]
+    parameters = [*module.parameters()]
+    weights = sum(p.nbytes for p in parameters)
+    kept = [v for s in strategy.optimizers[0].state.values() for v in s.values() if v.dim()]
+    kept += [*strategy._masters._masters.values()] if options else []
+    on_host = sum(tensor.nbytes for tensor in kept) + 2 * weights
+    assert (memory["optimizer"], memory["host_optimizer"]) == ([0], [on_host])
+    assert memory["device"][0] == 2 * weights + memory["activations"][0] + memory["messages"][0]
+    with pytest.raises(HostMemoryError, match=r"\(state.*, staging .* is 0.04 MiB; allow more"):
+        trained("40KiB", **options)

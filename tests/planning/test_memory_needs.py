@@ -64,6 +64,6 @@ def test_messages_are_what_is_on_its_way():
 
 def test_copies_of_a_step_are_on_the_device_where_it_has_room():
     memory = {"device": [40, 70], "host": [0, 5]}
-    add_step_copies(memory, [30, 10], 75)
-    assert memory["step_copies"] == [30, 10]
-    assert (memory["device"], memory["host"]) == ([70, 70], [0, 15])
+    add_step_copies(memory, [(30, 0), (10, 3)], 75)
+    assert memory["step_copies"] == [30, 13]
+    assert (memory["device"], memory["host"]) == ([70, 70], [0, 18])

@@ -10,8 +10,8 @@ into three such bins).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,8 @@ from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
+# A staging buffer's, through which parameters go to an optimizer on the host.
+STAGING_BYTES = 64 << 20
 _LEFT_FREE = 0.05  # of the machine's memory, for other programs
 # For each version of Linux' control groups: folder, files of limit and usage, and the row of
 # memory.stat with the cached files, which count as used though the kernel frees them when needed.
@@ -38,7 +40,7 @@ _CONTROL_GROUPS = {
 
 
 class HostMemoryError(RuntimeError):
-    """The host has no room for the tensors that the plan offloads."""
+    """The host has no room for what is to be kept there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class HostBudget:
         )
         return cls(share, f"{origin} had left for {ranks}")
 
+    def less(self, num_bytes: float) -> HostBudget:
+        """Return what the optimizer leaves of it."""
+        taken = f"{self.origin}, of which the optimizer takes {bytes_text(num_bytes)}"
+        return replace(self, num_bytes=int(self.num_bytes - num_bytes), origin=taken)
+
 
 class HostMemory:
     """The pool of host memory of one rank.
@@ -81,15 +88,41 @@ class HostMemory:
         budget: The most to allocate; None: as much as the machine has.
 
     Attributes:
+        budget: What the optimizer leaves of that.
         num_allocations: Does not grow in a step whose sizes were known before.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
-        self.budget = budget
+        self.budget = self._whole_budget = budget
         self.allocated_bytes = 0
         self.num_allocations = 0
         self._pinned = pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def leave_for_optimizer(self, num_bytes: int, num_present: int, parts: str) -> None:
+        """Leave memory to the optimizer, which allocates it itself.
+
+        Args:
+            num_bytes: All that it takes.
+            num_present: What it has already.
+            parts: The parts of ``num_bytes``, for the error.
+
+        Raises:
+            HostMemoryError: There is no room for it.
+        """
+        total, available = machine_memory()
+        budget, reason = self._whole_budget, ""
+        if budget is not None and num_bytes > budget.num_bytes:
+            reason = budget.origin
+        elif total and available - (num_bytes - num_present) < _LEFT_FREE * total:
+            reason = f"the machine has {bytes_text(available)} left and would swap"
+        if reason:
+            raise HostMemoryError(
+                f"optimizer_offload=True takes {bytes_text(num_bytes)} of this rank's host memory "
+                f"({parts}), and {reason}; allow more with host_memory_limit if the machine has "
+                f'it, or use more ranks, sharding="optimizer", or an optimizer that keeps less'
+            )
+        self.budget = None if budget is None else budget.less(num_bytes)
 
     def take(self, num_bytes: int) -> Slab:
         """Return room for ``num_bytes``, or raise :class:`HostMemoryError`."""
@@ -177,6 +210,23 @@ def piece_sizes(num_bytes: int) -> list[int]:
         sizes.append(max(1 << exponent, _SMALLEST_PIECE))
         num_bytes -= sizes[-1]
     return sizes
+
+
+def staging_bytes(sizes: Sequence[int], by_bucket: bool) -> int:
+    """Return the most bytes of the buffers through which an optimizer on the host steps.
+
+    Args:
+        sizes: Bytes of each parameter with its gradient.
+        by_bucket: Whether it may step some of them at a time.
+    """
+    if not by_bucket or sum(sizes) <= STAGING_BYTES:
+        return sum(sizes)
+    return 2 * round_pinned(max(STAGING_BYTES, *sizes))
+
+
+def round_pinned(num_bytes: int) -> int:
+    """Return the bytes that torch allocates for so many pinned ones: a power of two."""
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def slab_bytes(num_bytes: float) -> int:
