@@ -43,7 +43,6 @@ from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
-from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -207,7 +206,7 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
         timeline = simulate(plan, costs)
         promised = timeline.peak_memory[size.rank], timeline.span[size.rank]
         line = Line(size, variant, stage, _formula(size, stage, speed), *promised)
-        rehearsal.memory.ledger = Ledger()
+        rehearsal.memory.forget_peaks()
         _reset_peak()
         line = replace(line, step_seconds=rehearsal.run(plan, costs, num_steps))
     except (torch.OutOfMemoryError, HostMemoryError) as error:

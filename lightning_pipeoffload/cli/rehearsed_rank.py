@@ -27,7 +27,6 @@ from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
@@ -195,7 +194,7 @@ def _run(
     own = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, own, speed, schedule.num_stages)
     plan = lower(plan_of(request_by_name(settings, schedule.num_ranks, count, costs)).schedule)
-    run.memory.ledger = Ledger()
+    run.memory.forget_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)
     timeline = simulate(plan, costs)

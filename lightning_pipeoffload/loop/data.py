@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations, count, islice
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import start_checksum
-from lightning_pipeoffload.runtime.randomness import RandomStream, mix_seed
+from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
 
@@ -74,14 +74,14 @@ class PipelineLoaders:
 
         def start(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
             epoch = self._current_epoch()
-            stream = RandomStream(mix_seed(seed, epoch, finished[epoch]))
-            with stream:
+            own_seed = mix_seed(seed, epoch, finished[epoch])
+            with seeded(own_seed):
                 batches = note(iterate())
-            return read(epoch, stream, batches)
+            return read(epoch, own_seed, batches)
 
-        def read(epoch: int, stream: RandomStream, batches: Iterator[Any]) -> Iterator[Any]:
-            while True:
-                with stream:
+        def read(epoch: int, seed: int, batches: Iterator[Any]) -> Iterator[Any]:
+            for number in count(1):
+                with seeded(mix_seed(seed, number)):
                     try:
                         batch = next(batches)
                     except StopIteration:

@@ -98,7 +98,7 @@ class Measurements:
         """Measure another plan from now on, whose copies run on so many lanes."""
         device = self._pipeline.device
         self._executor.timer = ActionTimer(device)
-        self._executor.memory.ledger = Ledger()
+        self._executor.memory.forget_peaks()
         self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
 
     def end_training(self, may_copy: bool) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,14 +34,24 @@ from lightning_pipeoffload.schedule.messages import (
     OpenReceives,
     arrived_before,
     recv_of,
+    send_after,
 )
 
 _BACKWARD = {Kind.B, Kind.BW}
+_EXCHANGING = {Kind.F, *_BACKWARD}
 
 BeforeBackward = Callable[[list[Any]], None]
 
 Settle = Callable[[], bool]
 """Waits until the weights for the step are final; returns whether they have changed meanwhile."""
+
+
+class _Ends(NamedTuple):
+    """The messages at both ends of an F, B or BW; None: there is no such stage."""
+
+    needed: Action | None
+    given: Action | None
+    is_sent: bool  # given is a SEND; else the RECV of a stage of this rank
 
 
 class Executor:
@@ -180,6 +190,9 @@ class Executor:
         self._tails = {weights[0]: weights for weights in found if weights}
         self._ahead: list[Action] | None = None
         self._arrived_before = arrived_before(plan, self.rank)
+        self._ends = {a: _ends(plan, a) for a in plan[self.rank] if a.kind in _EXCHANGING}
+        sends = (action for action in plan[self.rank] if action.kind in SENDS)
+        self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
         self._receives = OpenReceives(plan, self.rank, self._post)
 
     def _start_messages(self) -> None:
@@ -249,16 +262,16 @@ class Executor:
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
+        ends = self._ends[action]
         # The stage takes the message as late as possible, after the beginning of the step.
-        message = Action(Kind.RECV_F, action.stage, action.microbatch)
-        receive: Callable[[], list[Tensor]] = partial(self._take, message)
+        receive: Callable[[], list[Tensor]] = partial(self._take, ends.needed)
         if self._pending:
             receive = self._with_weights(stage, receive)
         output = stage.forward(microbatch, receive, self._keep, store)
-        if stage.is_last:
+        if ends.given is None:
             self._results[action.microbatch] = output
         else:
-            self._pass_on(Action(Kind.SEND_F, action.stage, action.microbatch), output)
+            self._pass_on(ends, output)
         self._finish(action)
 
     def _with_weights(
@@ -266,7 +279,7 @@ class Executor:
     ) -> Callable[[], list[Tensor]]:
         """Wait for the message, if there is one, then for the pending parameters."""
         assert self._pending is not None
-        received = [] if stage.is_first else receive()
+        received = receive()
         self.timer.pause()
         self._pending.settle()
         self.timer.resume()
@@ -275,11 +288,11 @@ class Executor:
     def _backward(self, action: Action) -> None:
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
-        message = Action(Kind.RECV_B, action.stage, action.microbatch)
-        gradients = [] if stage.is_last else self._take(message)
+        ends = self._ends[action]
+        gradients = self._take(ends.needed)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
-        if not stage.is_first:
-            self._pass_on(Action(Kind.SEND_B, action.stage, action.microbatch), gradients)
+        if ends.given is not None:
+            self._pass_on(ends, gradients)
         self._finish(action)
 
     def _weight(self, action: Action) -> None:
@@ -314,17 +327,13 @@ class Executor:
 
     # Messages
 
-    def _pass_on(self, send: Action, tensors: list[Tensor]) -> None:
+    def _pass_on(self, ends: _Ends, tensors: list[Tensor]) -> None:
         """Store a result for its SEND, or for the next stage if that is on this rank."""
-        receive = recv_of(send)
-        if receive.stage in self.stages:
-            self._inbox[receive] = tensors
-        else:
-            self._outbox[send] = tensors
+        assert ends.given is not None
+        (self._outbox if ends.is_sent else self._inbox)[ends.given] = tensors
 
     def _send(self, action: Action) -> None:
-        peer = self._plan.rank_of(recv_of(action).stage)
-        self.transport.send(action, peer, self._outbox.pop(action))
+        self.transport.send(action, self._peers[action], self._outbox.pop(action))
         self._receives.count_send()
 
     def _receive(self, action: Action) -> None:
@@ -339,8 +348,10 @@ class Executor:
             specs = [spec for spec in stage.payload_out(microbatch) if spec.gets_gradient]
         self.transport.post(receive, peer, specs)
 
-    def _take(self, receive: Action) -> list[Tensor]:
+    def _take(self, receive: Action | None) -> list[Tensor]:
         """Wait for a message, and for those before it on its edge; return its tensors."""
+        if receive is None:
+            return []
         if receive not in self._inbox:
             self.timer.pause()
             for taken in self._receives.until(receive):
@@ -350,3 +361,14 @@ class Executor:
                     self.transport.release(send)
             self.timer.resume()
         return self._inbox.pop(receive)
+
+
+def _ends(plan: Schedule, action: Action) -> _Ends:
+    first, last, receives, sends = 0, plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
+    if action.kind is not Kind.F:
+        first, last, receives, sends = last, first, Kind.RECV_B, Kind.SEND_B
+    needed = None if action.stage == first else action._replace(kind=receives)
+    if action.stage == last:
+        return _Ends(needed, None, False)
+    send, is_sent = action._replace(kind=sends), send_after(plan, action) is not None
+    return _Ends(needed, send if is_sent else recv_of(send), is_sent)

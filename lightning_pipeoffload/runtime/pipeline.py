@@ -194,14 +194,17 @@ class Pipeline:
         """
         self._notice_frozen()
         self.is_new = False
-        self.batch_records = records = []
+        records: list[StepRecord] = []
+        self.batch_records = records
         slices: list[BatchSlice] = []
         total = batch_size(batch)
         parts = split_batch(batch, size, total)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)
             num_samples = min(size, total - index * size)
-            record = self.records.find(kind, part, step, own_seed)
+            # Slices of one size have the same shapes; sizes that depend on values differ.
+            is_like_first = index and num_samples == size and records[0].sized_in is None
+            record = records[0] if is_like_first else self.records.find(kind, part, step, own_seed)
             if not record.is_known:
                 self._take_in(record)
                 record.is_known = True

@@ -61,6 +61,14 @@ def forked_randomness() -> Iterator[None]:
         found.restore()
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every global generator inside, and restore it at the end."""
+    with forked_randomness():
+        seed_all(seed)
+        yield
+
+
 def generator_state(device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
@@ -107,22 +115,3 @@ class RandomnessReplay:
 def draw_seed() -> int:
     """Draw a seed from torch's global generator, as iterating over a shuffled loader does."""
     return int(torch.empty((), dtype=torch.int64).random_())
-
-
-class RandomStream:
-    """A random stream: inside, the global generators continue where it last ended."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._last_end: RandomnessReplay | None = None
-
-    def __enter__(self) -> None:
-        self._outside = RandomnessReplay()
-        if self._last_end is None:
-            seed_all(self._seed)
-        else:
-            self._last_end.restore()
-
-    def __exit__(self, *error: object) -> None:
-        self._last_end = RandomnessReplay()
-        self._outside.restore()

@@ -71,7 +71,7 @@ class ActivationMemory:
 
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
-        self.ledger = Ledger()
+        self.forget_peaks()
         self._stages: Mapping[int, StageRunner] = {}
         self._offloaded: set[_Key] = set()
         self._stores: dict[_Key, ActivationStore] = {}
@@ -89,15 +89,19 @@ class ActivationMemory:
         """Copy on other lanes from the next step on."""
         self.settings = replace(self.settings, lanes=lanes)
 
+    def forget_peaks(self) -> None:
+        """Begin a new account of the bytes."""
+        self.ledger = Ledger(self._measured_after)
+
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
         """Begin a step with the rank's actions and stages."""
+        self.ledger.start_step()  # counts the last step, with its stages
         self._stages = stages
         self._stores.clear()
         self._measured: set[_Key] = set()
         self._owned.clear()  # parameters may have moved
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _OFFLOADS}
         self._reserve(actions)
-        self.ledger.start_step()
 
     def _reserve(self, actions: Sequence[Action]) -> None:
         """Allocate the plan's host memory, as far as sizes are known, so that no action has to."""
@@ -142,7 +146,7 @@ class ActivationMemory:
     def arrive(self, action: Action) -> None:
         """Make a B, BW or W wait for the copies back of the tensors that it needs."""
         store = self._stores.get((action.stage, action.microbatch))
-        if store:
+        if store is not None:
             store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
@@ -159,15 +163,14 @@ class ActivationMemory:
         """Count the saved bytes after an action."""
         key = action.stage, action.microbatch
         store = self._stores.get(key)
-        if store is None:
-            measured = _MEASURED[action.kind]
-            memory = self._stages[action.stage].memory
-            held = Held(getattr(memory, measured) or 0 if measured else 0)
-        else:
-            if key in self._measured:
-                store.measure_host_bytes()
-            held = store.held
-        self.ledger.record(action, held)
+        if store is not None and key in self._measured:
+            store.measure_host_bytes()
+        self.ledger.record(action, None if store is None else store.held)
+
+    def _measured_after(self, action: Action) -> Held:
+        measured = _MEASURED.get(action.kind)
+        memory = self._stages[action.stage].memory
+        return Held(getattr(memory, measured) or 0 if measured else 0)
 
 
 def _slabs(

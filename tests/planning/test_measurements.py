@@ -10,7 +10,7 @@ W0, W1 = (Action(Kind.W, 0, microbatch) for microbatch in range(2))
 
 
 def test_actions_that_ran_as_one_have_an_even_part_each():
-    together, ledger = [(4, 10)], Ledger()
+    together, ledger = [(4, 10)], Ledger(lambda action: Held())
     ledger.start_step()
     ledger.record(F0, Held(device=3))
     step = TimedStep(0, 10, [(F0, [(0, 1), (2, 3)], 1), (W0, together, 2), (W1, together, 2)])

@@ -6,6 +6,7 @@ Only the order of actions matters for a peak, as in the simulator, which predict
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Action
@@ -37,11 +38,16 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """Counts one rank's saved bytes."""
+    """Counts one rank's saved bytes.
 
-    def __init__(self) -> None:
-        self._peak = Held()
-        self._pending: list[tuple[float, Action, Held]] = []
+    Args:
+        measured: Returns the bytes of a stage and microbatch after an action that copies nothing.
+    """
+
+    def __init__(self, measured: Callable[[Action], Held]) -> None:
+        self._measured = measured
+        self._peak = self._total = Held()
+        self._pending: list[tuple[float, Action, Held | None]] = []
         self.start_step()
 
     def start_step(self) -> None:
@@ -53,8 +59,8 @@ class Ledger:
         self._total = Held()
         self._started = time.perf_counter()
 
-    def record(self, action: Action, held: Held) -> None:
-        """Note the bytes of the action's stage and microbatch after it."""
+    def record(self, action: Action, held: Held | None) -> None:
+        """Note the bytes of the action's stage and microbatch after it; None: as measured."""
         # Counted later: between two actions each line of code runs with cold caches.
         self._pending.append((time.perf_counter() - self._started, action, held))
 
@@ -83,16 +89,18 @@ class Ledger:
         return self._offloaded_bytes
 
     def _count(self) -> None:
-        for seconds, action, held in self._pending:
+        device, host, moving = self._total
+        for seconds, action, stored in self._pending:
+            held = self._measured(action) if stored is None else stored
             key = action.stage, action.microbatch
-            before = self._held.get(key, _NOTHING)
-            self._held[key] = held
+            before, self._held[key] = self._held.get(key, _NOTHING), held
             self._offloaded_bytes += max(held.host - before.host, 0)
-            total = self._total = Held(
-                self._total.device + held.device - before.device,
-                self._total.host + held.host - before.host,
-                self._total.moving + held.moving - before.moving,
-            )
-            self._peak = Held(*map(max, self._peak, total))
-            self._entries.append(Entry(seconds, action, total))
-        self._pending.clear()
+            device += held.device - before.device
+            host += held.host - before.host
+            moving += held.moving - before.moving
+            self._entries.append(Entry(seconds, action, Held(device, host, moving)))
+        if self._pending:
+            totals = zip(*(entry.held for entry in self._entries), strict=True)
+            self._peak = Held(*map(max, self._peak, map(max, totals)))
+            self._total = Held(device, host, moving)
+            self._pending.clear()
