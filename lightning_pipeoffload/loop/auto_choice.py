@@ -25,7 +25,9 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
+    BesideBlocks,
     BlockMeasurement,
+    beside_blocks,
     costs_of_stages,
     cut_by_costs,
     join_costs,
@@ -42,6 +44,9 @@ log = logging.getLogger(__name__)
 
 _NOT_MEASURED = "blocks are not measured one by one, their operations count: %s"
 _WAYS = ("none", "cheap", "full")
+
+_NOTHING: BesideBlocks = {}
+_ByWay = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
 
 CutBatch = Callable[[int], list[BatchSlice]]
 """Cuts the first batch into so many microbatches."""
@@ -144,7 +149,7 @@ class AutoChoice:
         if blocks is not None:
             return _KnownCosts(self._pipeline, blocks, self._settings, True), limits
         cut_batch(num_microbatches)  # the first cut again
-        counted = {(self._settings.recompute, num_microbatches): self._count(first)}
+        counted = {(self._settings.recompute, num_microbatches): (self._count(first), _NOTHING)}
         return _KnownCosts(self._pipeline, counted, self._settings, False), limits
 
     def _count(self, first: BatchSlice) -> Costs:
@@ -159,9 +164,7 @@ class AutoChoice:
         name = self._settings.default_schedule
         return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
 
-    def _measure(
-        self, cut_batch: CutBatch, counts: Sequence[int]
-    ) -> Mapping[tuple[str, int], Costs] | None:
+    def _measure(self, cut_batch: CutBatch, counts: Sequence[int]) -> _ByWay | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
         None where blocks cannot be measured: a hook of the user's would see the microbatches.
@@ -177,11 +180,14 @@ class AutoChoice:
         found = {}
         for way, count in product(self._ways(), counts):
             try:
-                own = trial.measure(partial(cut_batch, count), way, speed)
+                own = self._group.gather(trial.measure(partial(cut_batch, count), way, speed))
             except ScheduleError as error:
                 self._log(str(error).partition("\n")[0])
                 return None
-            found[way, count] = join_costs(self._group.gather(own))
+            blocks, stages = map(join_costs, zip(*own, strict=True))
+            numbers = len(self._pipeline.chain), len(self._pipeline.partition)
+            beside = beside_blocks(blocks, numbers[0], stages, numbers[1])
+            found[way, count] = blocks, beside
         return self._group.replicas.first(found)
 
     def _log(self, obstacle: str) -> None:
@@ -261,15 +267,15 @@ class _KnownCosts:
     """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
 
     Attributes:
-        by_way: Costs of each block, or of each stage of the first cut, by recomputation and number
-            of microbatches.
+        by_way: Costs of each block, and what of them counts once in a stage; or of each stage of
+            the first cut; by recomputation and number of microbatches.
         is_measured: Whether they are of blocks, in seconds.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        by_way: Mapping[tuple[str, int], Costs],
+        by_way: _ByWay,
         settings: PipelineSettings,
         is_measured: bool,
     ) -> None:
@@ -288,13 +294,13 @@ class _KnownCosts:
         if not self.is_measured:
             return self._partition
         placement = option.placement(self._num_ranks)
-        return cut_by_costs(self._pipeline, self._of(option), placement, self._split)
+        return cut_by_costs(self._pipeline, self._of(option)[0], placement, self._split)
 
     def costs_of(self, option: Option) -> Costs:
-        costs = self._of(option)
-        return costs_of_stages(costs, self.stages(option)) if self.is_measured else costs
+        costs, beside = self._of(option)
+        return costs_of_stages(costs, self.stages(option), beside) if self.is_measured else costs
 
-    def _of(self, option: Option) -> Costs:
+    def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
         return self.by_way[option.recompute, option.num_microbatches]
 
 

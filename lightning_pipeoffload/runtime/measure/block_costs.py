@@ -1,8 +1,12 @@
 """Costs of every block, measured before the first step on microbatches that leave no trace.
 
 Every rank runs the blocks that it has in a first cut, each as a stage of its own, one microbatch
-after the other: the user's step itself, with real values and messages. A stage of any other cut
-costs the sum of its blocks.
+after the other: the user's step itself, with real values and messages. Then it runs the stages of
+the first cut, which shows what an action takes beside its blocks. A stage of any other cut costs
+its blocks, and that once::
+
+    each block a stage   [ F | block 0 ] [ F | block 1 ] [ F | block 2 ] [ F | block 3 ]
+    of the first cut     [ F | block 0 | block 1 ]       [ F | block 2 | block 3 ]
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.placement import stages_on
 
 _NUM_MEASURED = 3  # microbatches, of which the median counts; before them as many warm up
+_TIMES = ("forward", "backward_input", "backward_weight")
+
+BesideBlocks = Mapping[str, float]
+"""Seconds of an action beside its blocks, by the field of :class:`.Costs` that counts them."""
 
 
 class StageCosts(NamedTuple):
@@ -136,8 +144,8 @@ class BlockMeasurement:
 
     def measure(
         self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
-    ) -> RankCosts:
-        """Return the costs of the blocks, each as a stage.
+    ) -> tuple[RankCosts, RankCosts]:
+        """Return the costs of the blocks, each as a stage, and of the stages of the first cut.
 
         Raises:
             ScheduleError: The step cannot be cut between all of its blocks.
@@ -145,18 +153,26 @@ class BlockMeasurement:
         pipeline = self._pipeline
         try:
             with leaving_no_trace(pipeline.module, self._written):
-                pipeline.cut_anew(pipeline.rank, replace(self._cut, recompute=recompute))
-                try:
-                    slices = [_silent(part) for part in cut_batch()]
-                except ValueError as error:
-                    raise ScheduleError(str(error)) from error
-                return self._run((slices * _NUM_MEASURED)[:_NUM_MEASURED], speed)
+                blocks = self._measure(self._cut, cut_batch, recompute, speed)
+                return blocks, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
             pipeline.cut_anew(pipeline.rank, self._first_cut)
 
-    def _run(self, slices: Sequence[BatchSlice], speed: CopySpeed) -> RankCosts:
+    def _measure(
+        self,
+        cut_settings: CutSettings,
+        cut_batch: Callable[[], Sequence[BatchSlice]],
+        recompute: str,
+        speed: CopySpeed,
+    ) -> RankCosts:
         pipeline, device = self._pipeline, self._pipeline.device
-        placement = self._cut.stage_ranks
+        pipeline.cut_anew(pipeline.rank, replace(cut_settings, recompute=recompute))
+        try:
+            slices = [_silent(part) for part in cut_batch()]
+        except ValueError as error:
+            raise ScheduleError(str(error)) from error
+        slices = (slices * _NUM_MEASURED)[:_NUM_MEASURED]
+        placement = cut_settings.stage_ranks
         plan = lower(_one_by_one(placement, max(placement) + 1))
         memory, timer = ActivationMemory.on(device), ActionTimer(device)
         executor = Executor(pipeline.rank, pipeline.stages, self._transport, timer, memory)
@@ -213,16 +229,41 @@ def cut_by_costs(
         raise ScheduleError(str(error)) from None
 
 
-def costs_of_stages(blocks: Costs, stages: Sequence[Stage]) -> Costs:
+def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int) -> BesideBlocks:
+    """Return what an F, B and W take beside their blocks.
+
+    Args:
+        blocks: The costs of each block as a stage of its own.
+        num_blocks: The number of blocks.
+        stages: The costs of the stages of another cut.
+        num_stages: The number of these stages.
+    """
+    found = dict.fromkeys(_TIMES, 0.0)
+    if num_blocks > num_stages:
+        for name in _TIMES:
+            of_blocks = blocks.per_stage(name, num_blocks)
+            more = sum(of_blocks) - sum(stages.per_stage(name, num_stages))
+            found[name] = min(max(0.0, more / (num_blocks - num_stages)), *of_blocks)
+    return found
+
+
+def costs_of_stages(
+    blocks: Costs, stages: Sequence[Stage], beside: BesideBlocks = MappingProxyType({})
+) -> Costs:
     """Return the costs of the stages of a cut.
 
     Args:
         blocks: The costs of each block; of messages, those between ranks of the first cut.
+        stages: The stages.
+        beside: What of a block's costs counts once in a stage; see :func:`beside_blocks`.
     """
     num_blocks = sum(len(stage.blocks) for stage in stages)
     summed: dict[str, Any] = {}
     for name in StageCosts.__annotations__:
-        values = blocks.per_stage(name, num_blocks)
-        summed[name] = [sum(values[block] for block in stage.blocks) for stage in stages]
+        values, once = blocks.per_stage(name, num_blocks), beside.get(name, 0.0)
+        summed[name] = [
+            sum(values[block] for block in stage.blocks) - once * (len(stage.blocks) - 1)
+            for stage in stages
+        ]
     latencies = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
     return replace(blocks, communication=mean(latencies or [0.0]), **summed)
