@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 class OwnTeacher(L.Callback):
@@ -116,10 +117,10 @@ def same(found, plain):
     ("size", "name", "options"),
     [
         (2, "mean", {}),
-        (3, "ema", {"schedule": "zb_v", **FOLDER}),
-        (2, "foreach", FOLDER),
+        slow((3, "ema", {"schedule": "zb_v", **FOLDER})),
+        slow((2, "foreach", FOLDER)),
         (2, "swa", {"schedule": "zb_v", **FOLDER}),
-        (3, "teacher on_fit_start", FOLDER),
+        (2, "teacher on_fit_start", FOLDER),
     ],
 )
 def test_weights_and_validation_are_those_of_one_device_after_a_resume_too(

@@ -102,7 +102,7 @@ def path_after(folder, step):
     ("written", "read", "step"),
     [
         ("zb_h1", "zb_h1", 3),
-        ("1", "1f1b", 6),
+        slow(("1", "1f1b", 6)),
         ("folder", "interleaved", 3),
         ("v", "split", 3),
         slow(("1f1b", "1", 3)),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 class Net(fits.Net):
@@ -65,7 +66,7 @@ def use_again(num_devices, folder, others, tie):
 
 @pytest.mark.parametrize(
     ("num_ranks", "others", "tie"),
-    [(2, [(0, None), (2, "zb_v"), (0, None)], True), (3, [(0, None), (3, "zb_v")], False)],
+    [(2, [(0, None), (2, "zb_v"), (0, None)], True), slow((3, [(0, None), (3, "zb_v")], False))],
 )
 def test_a_checkpoint_brings_a_module_to_any_other_trainer(ranks, tmp_path, num_ranks, others, tie):
     expected, end = use_again(0, tmp_path, [(0, None)], tie)

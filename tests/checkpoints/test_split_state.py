@@ -62,8 +62,8 @@ def write(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "form", "read_at"),
     [
-        *((0, "file", 2), (2, "folder", 4), (2, "file", 0), (4, "folder", 0)),
-        *map(slow, [(1, "file", 4), (1, "folder", 2), (4, "file", 1)]),
+        *((0, "file", 2), (2, "file", 0), (4, "folder", 0)),
+        *map(slow, [(2, "folder", 4), (1, "file", 4), (1, "folder", 2), (4, "file", 1)]),
     ],
 )
 def test_training_goes_on_at_another_size(ranks, write, whole, tmp_path, size, form, read_at):

@@ -136,7 +136,7 @@ def test_what_was_chosen_stays_where_it_fits_though_its_family_no_longer_does(mo
         (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
         slow((2, "late", {})),
         slow((4, "awkward", {"data_parallel_size": 2})),
-        (2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}}),
+        slow((2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}})),
     ],
     ids=["tied", "limited", "configure_model", "replicas", "chunks"],
 )
@@ -232,6 +232,7 @@ def test_longer_sequences_keep_the_memory_limit_by_the_new_plan(ranks):
     assert report["measured"]["peak_activation_bytes"] == report["peak_memory"]
 
 
+@pytest.mark.slow
 def test_one_long_microbatch_among_short_ones_counts(ranks):
     lengths = [SHORT] * 4 + [LONG] + [SHORT] * 4
     found = ranks(2).run(fit_lengths, 2, lengths, LIMITED)[0]

@@ -17,7 +17,7 @@ from lightning_pipeoffload.loop.requeue import Requeue
 from lightning_pipeoffload.processes.run_store import free_port
 from tests.support import fits
 from tests.support.ending_fits import run_both
-from tests.support.pairs import some
+from tests.support.pairs import first
 
 NUM_STEPS = 10
 _PATIENCE_SECONDS = 500
@@ -150,7 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, 4))
+@pytest.mark.parametrize("case", first(1, [*CASES]))
 def test_a_fit_goes_on_where_it_was_saved(tmp_path, case):
     in_validation, steps, options = CASES[case]
     make_scontrol(tmp_path)

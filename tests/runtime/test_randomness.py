@@ -11,12 +11,6 @@ def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_mixed_seeds_differ():
-    seeds = {mix_seed(*parts) for parts in np.ndindex(10, 10, 10)}
-    assert len(seeds) == 1000
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-
-
 def test_mixed_seeds_depend_on_order_and_number():
     assert len({mix_seed(1, 2), mix_seed(2, 1), mix_seed(1, 2, 0), mix_seed(12)}) == 4
 

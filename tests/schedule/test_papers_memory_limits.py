@@ -70,11 +70,7 @@ HALF_STAGES = [
 
 
 # m, rate of zb_v with the memory of 1F1B; 14.6B of 24 ranks: hidden size 5120, 40 heads
-OF_24_RANKS = [
-    (72, 0.0638),
-    pytest.param(96, 0.0486, marks=pytest.mark.slow),
-    pytest.param(192, 0.0250, marks=pytest.mark.slow),
-]
+OF_24_RANKS = [(72, 0.0638), (96, 0.0486), (192, 0.0250)]
 
 
 def rate(name, p, m, costs, **options):
@@ -113,6 +109,7 @@ def test_two_stages_per_rank_under_a_limit(hidden, p, m, times, _, rates):
         assert rate("zb_v", p, m, costs, memory_limit=multiple * p) <= expected + ROUNDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "expected"), OF_24_RANKS)
 def test_two_stages_on_each_of_24_ranks(m, expected):
     sizes = {"activation": 34 * 5120 + 5 * 40 * 1024, "weight_residue": 32 * 5120}

@@ -161,15 +161,3 @@ def test_a_users_own_hooks_win_inside_them():
     z.sum().backward()
     assert len(packed) == 1
     torch.testing.assert_close(x.grad, x.exp().cos() * x.exp())
-
-
-def test_host_and_moving_bytes():
-    store = make_store()
-    saved = store.pack(torch.randn(100))
-    held = []
-    for step in (store.offload, store.free, lambda: store.reload(EVERYTHING)):
-        step()
-        held.append(store.held)
-    assert held == [(400, 400, 400), (0, 400, 0), (400, 400, 400)]
-    store.arrive(EVERYTHING)
-    assert (store.held.host, store.unpack(saved).nbytes) == (0, 400)
