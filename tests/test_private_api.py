@@ -113,6 +113,7 @@ USED = {
     "_top_saved_tensors_default_hooks": torch._C._autograd,
     "_ops": torch,
     "_make_wrapper_subclass": torch.Tensor,
+    "_make_subclass": torch.Tensor,
     "_version": torch.ones(1),
     "_get_sequence_nr": torch._C._autograd,
     "_sequence_nr": (torch.ones(1, requires_grad=True) * 2).grad_fn,

@@ -2,6 +2,7 @@
 
     python -m examples.benchmarks.memory estimate [--model gpt gpt2 llama] [--schedule zb_h1 zb_v]
     python -m examples.benchmarks.memory build
+    python -m examples.benchmarks.memory quantize
     python -m examples.benchmarks.memory checkpoint
 
 * ``estimate``: what two ranks take in training, from the second step on, beside what the report
@@ -9,6 +10,9 @@
   exit status is 1 where the two are more than 15 % apart.
 * ``build``: what four ranks take to make a transformer of 1.5 GiB in ``configure_model``. Each may
   take its own share, one block and 200 MiB; else the exit status is 1.
+* ``quantize``: what four ranks take to make a Llama of 768 MiB in bfloat16 in ``configure_model``,
+  whose weights ``load_weights`` quantizes to 4 bits. Each may take twice its own quantized share,
+  one block in bfloat16 and 200 MiB; else the exit status is 1.
 * ``checkpoint``: what four ranks take to save and to resume a module of 600 MB with its AdamW, as
   one file and as a folder: "started" up to the first step, "trained" in the steps, "saved".
 
@@ -34,8 +38,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.benchmarks.harness import quiet_trainer, run_ranks, write_results
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipeOffloadStrategy, load_weights
 from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.shapes.quantized_weight import num_values, scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 MIB = 1 << 20
@@ -78,7 +83,7 @@ class Peaks(Callback):
         """The module has been made."""
         self.note("made")
         real = [p for p in pl_module.parameters() if not isinstance(p, ShapeOnly)]
-        self.share = sum(p.nbytes for p in real) / MIB
+        self.share = sum(t.nbytes for p in real for t in (p, *scales_of(p))) / MIB
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A checkpoint has been read, if there is one."""
@@ -163,6 +168,61 @@ class Chain(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
 
+class Quantized(LightningModule):
+    """A 4-bit base with adapters, made from a folder of weights in bfloat16."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Make the layers, and load what this rank owns."""
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+        from transformers import (  # noqa: PLC0415
+            AutoConfig,
+            AutoModelForCausalLM,
+            BitsAndBytesConfig,
+        )
+        from transformers.integrations.bitsandbytes import (  # noqa: PLC0415
+            replace_with_bnb_linear,
+        )
+
+        if self.model is not None:
+            return
+        config = AutoConfig.from_pretrained(self.path)
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, **options)
+        replace_with_bnb_linear(base, ["lm_head"], quantization)
+        load_weights(base, self.path)
+        base.is_loaded_in_4bit = True
+        self.model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        """Return the loss."""
+        return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW for the adapters."""
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
+def write_base(path: str, is_small: bool) -> None:
+    """Write the weights that :class:`Quantized` loads."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    sizes: Figures = {
+        "hidden_size": 64 if is_small else 1024,
+        "intermediate_size": 128 if is_small else 2816,
+        "num_hidden_layers": 4 if is_small else 31,
+        "num_attention_heads": 8,
+        "vocab_size": 256 if is_small else VOCABULARY,
+    }
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(path)
+
+
 def fit(
     module: LightningModule,
     batch: Sequence[Tensor],
@@ -215,6 +275,21 @@ def measure_build(is_small: bool) -> list[Figures]:
     return of_all_ranks(trainer, figures)
 
 
+def measure_quantize(path: str) -> list[Figures]:
+    """Make a 4-bit base on four ranks; return what each took, and what it may."""
+    import bitsandbytes  # noqa: F401, PLC0415 - imports are not counted
+    import peft  # noqa: F401, PLC0415
+    from transformers import LlamaForCausalLM  # noqa: F401, PLC0415
+
+    module = Quantized(path)
+    trainer, peaks = fit(module, [torch.zeros(4, 8, dtype=torch.long)], {}, 4, 1)
+    blocks = module.model.base_model.model.model.layers
+    block = sum(2 * num_values(p) for p in blocks[0].parameters() if not p.requires_grad) / MIB
+    allowed = 2 * peaks.share + block + SLACK
+    figures = {"taken": peaks.found["made"], "share": peaks.share, "allowed": allowed}
+    return of_all_ranks(trainer, {**figures, "block": block})
+
+
 def measure_checkpoint(form: str, path: str, resumes: bool, is_small: bool) -> list[Figures]:
     """Train four ranks and save, or resume; return what each took."""
     width = 64 if is_small else 1536
@@ -239,7 +314,7 @@ def print_table(rows: Sequence[Figures]) -> None:
 def read_arguments(line: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["estimate", "build", "checkpoint"])
+    parser.add_argument("what", choices=["estimate", "build", "quantize", "checkpoint"])
     parser.add_argument("--model", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--schedule", nargs="+", default=["zb_h1", "zb_v"])
     parser.add_argument("--small", action="store_true")
@@ -256,6 +331,8 @@ def measure(given: argparse.Namespace) -> list[Figures]:
         return measure_estimate(given.model[0], given.schedule[0], given.small)
     if given.what == "build":
         return measure_build(given.small)
+    if given.what == "quantize":
+        return measure_quantize(given.path)
     return measure_checkpoint(given.form, given.path, given.resumes, given.small)
 
 
@@ -266,6 +343,9 @@ def runs_of(given: argparse.Namespace, folder: str) -> Iterable[list[str]]:
             yield ["--model", model, "--schedule", schedule]
     elif given.what == "build":
         yield []
+    elif given.what == "quantize":
+        write_base(folder, given.small)
+        yield ["--path", folder]
     else:
         for form, more in product(("file", "folder"), ([], ["--resumes"])):
             yield ["--form", form, "--path", os.path.join(folder, f"{form}.ckpt"), *more]
@@ -281,7 +361,7 @@ def main(line: Sequence[str] | None = None) -> int:
     environment = KEEP_NOTHING if given.what == "estimate" else {}
     is_over: Callable[[Figures], bool] = {
         "estimate": lambda row: abs(row["said / taken"] - 1) > MOST_OFF and not given.small,
-        "build": lambda row: row["taken"] > row["allowed"],
+        **dict.fromkeys(["build", "quantize"], lambda row: row["taken"] > row["allowed"]),
         "checkpoint": lambda row: False,
     }[given.what]
     status = 0

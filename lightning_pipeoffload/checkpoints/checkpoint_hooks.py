@@ -32,7 +32,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     read_states,
 )
 from lightning_pipeoffload.processes.processes import PipelineProcesses
-from lightning_pipeoffload.runtime.shapes.quantized_weight import load_quantization, quantization_in
+from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
 
 _SEED = "pipeoffload_seed"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
@@ -89,17 +89,16 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
-        quantization = quantization_in(module, state)
+        loaded = load_quantization(module, state, is_split=self._split is not None)
         if self._split is not None:
             self._split.load_module(state, strict)
         else:
             plain = copy.copy(state)  # with its attribute: the versions that modules load by
-            for key in [key for entries in quantization.values() for key in entries]:
+            for key in loaded:
                 del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
         if self._masters is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._masters.expect(state)
-        load_quantization(module, quantization)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from lightning_pipeoffload.checkpoints.file import is_archive, load_later, stored
 from lightning_pipeoffload.checkpoints.folder import META_FILE, StoredFolder
 from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, to_module
+from lightning_pipeoffload.checkpoints.load_4bit import (
+    Entries,
+    explain_misfit,
+    load_4bit,
+    take_entries,
+)
+from lightning_pipeoffload.runtime.making.registered_parameters import FreedMemory
+from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.stored_tensor import value_of
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -32,9 +42,10 @@ def load_weights(
 ) -> None:
     """Load weights from files into a module, or into a submodule.
 
-    Call it in ``configure_model`` after the layers are made, or anywhere else before training.
-    Tensors that the module has as a shape only are not read. Values are cast to the module's
-    dtypes.
+    Call it in ``configure_model`` after the layers are made, or anywhere else before training. A
+    rank reads what it owns, one tensor at a time. Values are cast to the module's dtypes. What is
+    on the meta device gets memory on the default device; a 4-bit layer of bitsandbytes gets a
+    weight that is quantized as it is read, or is packed in the files already.
 
     Args:
         module: The module that the weights belong to; ``self.model``, say, for the weights of the
@@ -60,17 +71,45 @@ def load_weights(
         for name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-    fit = _Fit(module, own, weights, str(path))
+    take_entries(own)
+    entries = take_entries(weights)
+    fit = _Fit(module, own, weights, entries, str(path))
     fit.refuse_other_model()
+    fit.refuse_packed()
     fit.refuse_shapes()
     if strict:
         fit.refuse_missing()
         fit.refuse_unexpected()
     fit.refuse_apart()
+    device, freed = torch.get_default_device(), FreedMemory()
+    slots: dict[int, list[Slot]] = {}
+    for slot in find_slots(module):
+        slots.setdefault(id(slot.tensor), []).append(slot)
     with torch.no_grad():
-        for name in fit.names:
-            if own[name].device.type != "meta":
-                own[name].copy_(weights[name])  # reads nothing for a shape
+        for tensor, name in {id(own[name]): name for name in fit.names}.items():
+            if is_4bit(own[name]):
+                load_4bit(slots[tensor], weights[name], entries.get(name, {}), device)
+                freed.give_back()  # bitsandbytes takes some times a weight to quantize it on a CPU
+            else:
+                filled = _with_memory(slots.get(tensor, []), own[name], device)
+                if not filled.is_meta:
+                    filled.copy_(weights[name])  # reads nothing for a shape
+
+
+def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor; one that is on the meta device is replaced by one with memory."""
+    if not tensor.is_meta or device.type == "meta":
+        return tensor
+    if isinstance(tensor, RemoteTensor):
+        made: Tensor = tensor.on_device(device)
+    else:
+        made = torch.empty_like(tensor, device=device)
+        made = (
+            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        )
+    for slot in slots:
+        slot.put(made)
+    return made
 
 
 def _rename(
@@ -99,6 +138,7 @@ class _Fit:
         module: The module.
         own: Its tensors by name.
         weights: The weights, renamed as in the module.
+        entries: The quantization states of those that are packed.
         path: The path of the weights.
     """
 
@@ -107,12 +147,14 @@ class _Fit:
         module: nn.Module,
         own: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
+        entries: Mapping[str, Entries],
         path: str,
     ) -> None:
         self._module = module
         self._kind = type(module).__name__
         self._own = own
         self._weights = weights
+        self._entries = entries
         self._path = path
         self.names = [name for name in own if name in weights]
 
@@ -125,8 +167,25 @@ class _Fit:
                 f"or key_mapping=..."
             )
 
+    def refuse_packed(self) -> None:
+        """Refuse 4-bit weights for layers that are none of bitsandbytes."""
+        for name in self._entries:
+            if name in self._own and not is_4bit(self._own[name]):
+                raise ValueError(
+                    f"{name} is a packed 4-bit weight of bitsandbytes in {self._path} and none in "
+                    f"{self._kind}; replace its layer by a Linear4bit first "
+                    f"(transformers.integrations.replace_with_bnb_linear)"
+                )
+
     def refuse_shapes(self) -> None:
+        slots = {slot.name: slot for slot in find_slots(self._module)}
         for name in self.names:
+            if is_4bit(self._own[name]):
+                entries = self._entries.get(name, {})
+                misfit = explain_misfit(slots[name], self._weights[name], entries)
+                if misfit:
+                    raise ValueError(f"the 4-bit weight {name} is {misfit}: {self._path}")
+                continue
             there, here = tuple(self._weights[name].shape), tuple(self._own[name].shape)
             if there != here:
                 raise ValueError(

@@ -30,6 +30,7 @@ from lightning_pipeoffload.runtime.cut.remote_values import (
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.quantized_weight import take_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -183,5 +184,8 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
         source = min(rank for rank, names in places if name not in names)
         tensor = make_real(absent[name], made) if name in absent else present[name]
         with blaming_peers("lost a rank while bringing the module together"):
-            tensor.detach().copy_(group.bring_to_all(tensor, source))
+            value = group.bring_to_all(tensor, source)
+        tensor.detach().copy_(value)
+        if name in absent:
+            take_state(absent[name], value)
     settle(module)

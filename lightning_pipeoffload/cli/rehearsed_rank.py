@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
+from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
@@ -134,7 +135,11 @@ class RehearsedModel(ModelProbe):
 def _fill(slot: Slot, made: dict[int, Tensor]) -> None:
     """Fill a parameter with harmless values: matrices small, scales 1, the rest 0."""
     tensor = make_real(slot, made)
-    if tensor.dim() > 1:
+    for scale in scales_of(tensor):
+        scale.zero_()
+    if not tensor.is_floating_point():
+        tensor.zero_()
+    elif tensor.dim() > 1:
         nn.init.normal_(tensor, std=_DEVIATION)
     else:
         nn.init.constant_(tensor, float(slot.attribute == "weight"))

@@ -17,6 +17,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import staging_bytes
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import share_out
+from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import (
@@ -240,7 +241,7 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
     for slot in find_slots(pipeline.module):
         tensor = slot.tensor
         gradient = tensor.nbytes if tensor.requires_grad else 0
-        sizes = tensor.nbytes, gradient, states.get(id(tensor), 0)
+        sizes = bytes_on_device(slot), gradient, states.get(id(tensor), 0)
         for stage in pipeline.ownership.owners[slot.name]:
             owned[stage][pipeline.tensors.identity[slot.name]] = sizes
     return owned

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.shapes.quantized_weight import describe_4bit, is_4bit
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
@@ -117,6 +118,8 @@ def describe_module(module: nn.Module) -> Described:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         trains = "trained" if tensor.requires_grad else "not trained"
         described[f"{name} of the module"] = f"{tuple(tensor.shape)} {tensor.dtype}, {trains}"
+        if is_4bit(tensor):
+            described[f"{name} of the module"] += f", {describe_4bit(tensor)}"
     return described
 
 

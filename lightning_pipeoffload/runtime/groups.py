@@ -20,6 +20,7 @@ from lightning_pipeoffload.runtime.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.mesh import RankMesh, abort_abandoned_groups
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import Replicas
+from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
@@ -111,8 +112,12 @@ class PipelineGroup(RankMesh, HostGroup):
     def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
-        The other ranks pass a tensor of the same shape and dtype.
+        The other ranks pass a tensor of the same shape and dtype. A packed 4-bit weight's has its
+        ``quant_state``.
         """
+        return with_state(tensor, partial(self._bring_to_all, source))
+
+    def _bring_to_all(self, source: int, tensor: Tensor) -> Tensor:
         found = torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.global_rank == source:
             found.copy_(tensor.detach())
@@ -123,11 +128,15 @@ class PipelineGroup(RankMesh, HostGroup):
     def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
         """Return, on this rank's device, the tensor of a pipeline rank; None: of the root.
 
-        The other ranks pass a tensor of the same shape and dtype.
+        The other ranks pass a tensor of the same shape and dtype. A packed 4-bit weight's has its
+        ``quant_state``.
         """
         if self.num_ranks == 1:
             return tensor.to(self.device)
         source = self.root if rank is None else self.global_ranks[rank]
+        return with_state(tensor, partial(self._send_to_all, source))
+
+    def _send_to_all(self, source: int, tensor: Tensor) -> Tensor:
         is_source = source == self.global_rank
         found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if is_source:

@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
     install_draws,
@@ -248,6 +249,7 @@ class Pipeline:
         def fetch(slot: Slot) -> Tensor:
             if self.is_split and self.tensors.is_everywhere(slot.name):
                 return slot.tensor
+            quantize(slot.tensor, slot.tensor.device)
             source = self.tensors.owner_of_slot(slot.name) if self.is_split else None
             return send(slot.tensor, source)
 

@@ -177,8 +177,9 @@ def test_names_are_mapped_and_values_cast(tmp_path):
         assert_has(module, state)
 
 
-def test_only_what_the_module_has_is_read(tmp_path, monkeypatch):
-    torch.save(drawn(), tmp_path / "file.pt")
+def test_only_what_the_module_has_is_read_and_gets_memory(tmp_path, monkeypatch):
+    state = drawn()
+    torch.save(state, tmp_path / "file.pt")
     module = make()
     module[0].to("meta")
     module[2].__dict__["_parameters"]["bias"] = ShapeOnly.like(module[2].bias, "2.bias")
@@ -188,7 +189,8 @@ def test_only_what_the_module_has_is_read(tmp_path, monkeypatch):
         StoredTensor, "value", lambda stored: found.append(tuple(stored.shape)) or value(stored)
     )
     load_weights(module, tmp_path / "file.pt")
-    assert found == [(4,), (4,), (4,), (4,), (), (2, 4)]  # of the norm and the last weight
+    assert found == [(4, 3), (4,), (4,), (4,), (4,), (4,), (), (2, 4)]  # all but the last bias
+    assert torch.equal(module[0].weight, state["0.weight"])
 
 
 def refuse(path, text, module=None, **options):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state, move_weight
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -103,7 +104,7 @@ class Ownership:
         """Move what this rank owns to its device, and the shapes' device with it."""
         for slot in self.slots:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
-                slot.tensor.data = slot.tensor.data.to(self._device)
+                move_weight(slot, self._device)
 
     def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
         """Replace what other ranks own by shapes; a tied weight under all its names."""
@@ -113,6 +114,7 @@ class Ownership:
             slot.put(found)
             _put(self._home, slot, found)
             if isinstance(found, RemoteTensor):
+                forget_state(slot)
                 found.age = age
                 for view in (self._hidden, *self._views.values()):
                     _put(view, slot, found)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.shapes.quantized_weight import num_values
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.schedule import Costs
@@ -104,11 +105,11 @@ def costs_by_size(
 def _sum_sizes(
     slots: Iterable[Slot], segments: Mapping[str, set[int]], chain: BlockChain
 ) -> list[int]:
-    """Return the number of elements of the parameters of each segment."""
+    """Return the number of values of the parameters of each segment."""
     sizes = [0] * (len(chain) + 1)
     for slot in slots:
         if slot.kind == "_parameters":
-            sizes[min(segments[slot.name])] += slot.tensor.numel()
+            sizes[min(segments[slot.name])] += num_values(slot.tensor)
     return sizes
 
 

@@ -23,6 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+    entries_of,
+    forget_state,
+    is_4bit,
+    make_room,
+    map_state,
+    options_of,
+)
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -56,12 +64,16 @@ class AbsentValues:
         self, holder: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
     ) -> None:
         for slot in [s for s in absent_in(self._module) if s.module is holder]:
-            loaded = state.get(prefix + slot.attribute)
+            loaded: Any = state.get(prefix + slot.attribute)
             if slot.name in self._unsaved:
                 slot.put(self._unsaved[slot.name].clone())
             # A tensor of another shape is refused by load_state_dict itself.
             elif getattr(loaded, "shape", None) == slot.tensor.shape:
-                make_real(slot, self._made)
+                entries = entries_of(prefix + slot.attribute, state)
+                if entries or not is_4bit(slot.tensor):
+                    make_real(slot, self._made)
+                if entries:
+                    make_room(slot, loaded, entries)
         self.settle()
 
     def settle(self) -> None:
@@ -98,12 +110,52 @@ def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
     if id(shape) not in made:
         with torch.inference_mode(False):
             tensor = torch.empty(shape.shape, dtype=shape.dtype)
-            is_parameter = slot.kind == "_parameters"
-            made[id(shape)] = nn.Parameter(tensor, shape.requires_grad) if is_parameter else tensor
+            if is_4bit(shape):
+                kind: Any = type(shape)
+                made[id(shape)] = kind.parameter_kind(tensor, **_real_options(shape))
+            elif slot.kind == "_parameters":
+                made[id(shape)] = nn.Parameter(tensor, shape.requires_grad)
+            else:
+                made[id(shape)] = tensor
         if isinstance(shape, RemoteTensor):
             shape.became = made[id(shape)]
     slot.put(made[id(shape)])
+    forget_state(slot)
     return made[id(shape)]
+
+
+def _real_options(shape: Tensor) -> dict[str, Any]:
+    options = options_of(shape)
+    if options["quant_state"] is not None:
+        options["quant_state"] = map_state(
+            options["quant_state"], lambda scale: torch.empty(scale.shape, dtype=scale.dtype)
+        )
+    return options
+
+
+def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: bool) -> list[str]:
+    """Give the 4-bit weights of a module the states that a state dict has beside them.
+
+    bitsandbytes saves these entries; ``Module.load_state_dict`` does not know them.
+
+    Args:
+        module: The module, which loads the rest of the state dict afterwards.
+        state: The state dict.
+        is_split: Whether the module has shapes for what other ranks own, which stay.
+
+    Returns:
+        The keys of the entries.
+    """
+    keys: list[str] = []
+    made: dict[int, Tensor] = {}
+    for slot in find_slots(module):
+        entries = entries_of(slot.name, state) if is_4bit(slot.tensor) else {}
+        keys += entries
+        if entries and isinstance(slot.tensor, RemoteTensor) and not is_split:
+            make_real(slot, made)
+        if entries and not isinstance(slot.tensor, RemoteTensor):
+            make_room(slot, state[slot.name], entries)
+    return keys
 
 
 def explain_absent(module: nn.Module) -> str:

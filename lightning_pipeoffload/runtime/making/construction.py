@@ -9,7 +9,7 @@ and dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,8 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     tied_names,
 )
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape
+from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape, written_arguments
+from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
@@ -49,6 +50,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 )
 
 log = logging.getLogger(__name__)
+aten = torch.ops.aten
 
 Stages = frozenset[int]
 
@@ -123,7 +125,9 @@ class _Draft(RegisteredParameters):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._module = module
-        self.rules = StepRules(observe=_refuse_unknown_draws)
+        self.rules = StepRules(observe=self._observe)
+        self._read: set[str] = set()
+        self._sources: dict[int, frozenset[str]] = {}
         for slot in parameters_in(module):
             index = self.index_of(slot.tensor)
             if index is not None:
@@ -140,7 +144,20 @@ class _Draft(RegisteredParameters):
     def label(self, index: int) -> str:
         return f"{super().label(index)} ({index})"
 
-    def indices(self, origins: frozenset[str]) -> set[int]:
+    @override
+    def note_sources(self, index: int, origins: frozenset[str]) -> None:
+        self._sources[index] = origins
+
+    def _observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
+        """Note what an operation reads other than what it writes; a detached tensor is followed."""
+        _refuse_unknown_draws(func, args)
+        if func is not aten.detach.default:
+            written = [*shape_only_leaves([*written_arguments(func, args)])]
+            own = frozenset[str]().union(*(leaf.origins for leaf in written))
+            for leaf in shape_only_leaves(args):
+                self._read |= leaf.origins - own
+
+    def indices(self, origins: Set[str]) -> set[int]:
         """Return the indices of the parameters that origins name."""
         return {index for index, shape in self._shapes.items() if shape.origins & origins}
 
@@ -188,23 +205,26 @@ class _Draft(RegisteredParameters):
     def _find_needed(
         self, indices: Mapping[str, int], owners: Mapping[str, Stages], num_stages: int
     ) -> list[Stages]:
-        """Return the stages that need each parameter.
+        """Return the stages that need each parameter: those of what is made from it, too.
 
-        All need what is dropped again, for others may be copies of it, and what buffers are
-        computed from.
+        All need what is read and dropped again, for others may be computed from it, and what
+        buffers are computed from.
         """
         everywhere = frozenset(range(num_stages))
-        of_all = set(range(len(self.appeared))) - {*indices.values()}
+        of_all = self.indices(self._read) - {*indices.values()}
         for slot in find_slots(self._module):
             if slot.kind == "_buffers" and isinstance(slot.tensor, ShapeOnly):
                 of_all |= self.indices(slot.tensor.origins)
         needed = [everywhere if i in of_all else frozenset() for i in range(len(self.appeared))]
         for name, index in indices.items():
             needed[index] |= owners[name]
+        for index in reversed(self._sources):
+            for source in self.indices(self._sources[index]):
+                needed[source] |= needed[index]
         return needed
 
 
-def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
+def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     """Raise where the number of random numbers that an operation draws depends on values."""
     if not draws_by_shape(func):
         origins = (leaf.origins for leaf in shape_only_leaves(args))
@@ -293,6 +313,7 @@ def _leave_remote(
             origin = f"{slot.name} (of {place})"
             found[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
         slot.put(found[key])
+        forget_state(slot)
 
 
 def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:

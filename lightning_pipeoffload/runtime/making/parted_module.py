@@ -15,6 +15,7 @@ from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
+from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of, take_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -62,9 +63,7 @@ class PartedModule:
         if self._is_filled:
             return
         own = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
-        left = [
-            s.name for s in own if not isinstance(s.tensor, ShapeOnly) and begins_with_nan(s.tensor)
-        ]
+        left = [s.name for s in own if _is_unfilled(s.tensor)]
         if left:
             raise RuntimeError(_explain_unfilled(left))
         self._is_filled = True
@@ -87,6 +86,12 @@ class PartedModule:
         return {self._stage_ranks[stage] for name in names for stage in owners[name]}
 
 
+def _is_unfilled(tensor: Tensor) -> bool:
+    """Whether a parameter of this rank, or what it was quantized from, is as it was in memory."""
+    own = () if isinstance(tensor, ShapeOnly) else (tensor, *scales_of(tensor))
+    return any(begins_with_nan(each) for each in own)
+
+
 def _explain_unfilled(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
@@ -101,3 +106,4 @@ def _fill(slots: Sequence[Slot], value: Tensor) -> None:
     made: dict[int, Tensor] = {}
     for slot in slots:
         make_real(slot, made).copy_(value)
+        take_state(slot, value)

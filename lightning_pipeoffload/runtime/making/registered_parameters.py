@@ -24,8 +24,10 @@ from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     RemoteTensor,
     install_draws,
+    remote_kind,
     remove_draws,
 )
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -45,7 +47,7 @@ class ParameterShape(RemoteTensor):
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
-        made = cls(meta, parameter.device, frozenset((origin,)), parameter.requires_grad)
+        made = cls.like_weight(parameter, meta, parameter.device, origin)
         made._is_param = True  # private: see RemoteTensor
         return made
 
@@ -97,7 +99,7 @@ class RegisteredParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self.appeared: list[Appearance] = []
-        self._freed = _FreedMemory()
+        self._freed = FreedMemory()
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._shapes: dict[int, ParameterShape] = {}
         for slot in parameters_in(module):
@@ -108,6 +110,9 @@ class RegisteredParameters:
     def is_real(self, index: int, parameter: Tensor) -> bool:
         """Whether a parameter that has appeared, or a copy of one, keeps its value."""
         return False
+
+    def note_sources(self, index: int, origins: frozenset[str]) -> None:
+        """Note what the first value of a parameter that has appeared is made from."""
 
     def label(self, index: int) -> str:
         """Name a parameter, for messages."""
@@ -122,12 +127,16 @@ class RegisteredParameters:
         for kind, copy in plain:
             kind.__deepcopy__ = self._copying(copy)  # type: ignore[method-assign]
         install_draws()
+        # Private: a class of parameters makes its instances by it, and asks no tensor subclass.
+        make_subclass = Tensor._make_subclass
+        Tensor._make_subclass = _making_subclass(make_subclass)  # type: ignore[method-assign]
         try:
             with IN_FORCE.during(self.rules), _MarkingEmptyMemory():
                 yield
         finally:
             self._freed.give_back()
             remove_draws()
+            Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
             for kind, copy in plain:
                 kind.__deepcopy__ = copy  # type: ignore[method-assign]
             handle.remove()
@@ -149,6 +158,8 @@ class RegisteredParameters:
         index = self.index_of(parameter)
         if index is None:
             index = self._count(name, type(module).__qualname__, parameter)
+            if isinstance(parameter, ShapeOnly):
+                self.note_sources(index, parameter.origins)
             self._know(parameter, index)
         return self.replace(index, parameter)
 
@@ -158,6 +169,8 @@ class RegisteredParameters:
                 original = self.index_of(parameter)
                 name = "parameter" if original is None else self.appeared[original].name
                 index = self._count(name, "copy", parameter)
+                if isinstance(parameter, ShapeOnly):
+                    self.note_sources(index, parameter.origins)
                 is_real = self.is_real(index, parameter)
                 made = plain(parameter, memo) if is_real else self._shape(index, parameter)
                 memo[id(parameter)] = made
@@ -179,6 +192,21 @@ class RegisteredParameters:
 
     def _know(self, parameter: Tensor, index: int) -> None:
         self._known[id(parameter)] = weakref.ref(parameter), index
+
+
+def _making_subclass(plain: Callable[..., Any]) -> Any:
+    def make(
+        kind: type[Tensor], data: Tensor, requires_grad: bool = False, *rest: Any, **options: Any
+    ) -> Tensor:
+        if not isinstance(data, ShapeOnly):
+            made: Tensor = plain(kind, data, requires_grad, *rest, **options)
+            return made
+        shape = remote_kind(ParameterShape, kind)
+        found: Tensor = shape(data.meta, data.device, data.origins, requires_grad)
+        found._is_param = True  # private: see RemoteTensor
+        return found
+
+    return staticmethod(make)
 
 
 @contextmanager
@@ -204,7 +232,7 @@ def parameters_in(module: nn.Module) -> list[Slot]:
 _MOST_FREED = 32 << 20  # bytes
 
 
-class _FreedMemory:
+class FreedMemory:
     """Counts the bytes of dropped parameters, and returns freed memory to the system.
 
     glibc keeps freed memory between blocks in use, and takes new memory for tensors that do not fit

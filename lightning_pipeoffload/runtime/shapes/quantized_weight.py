@@ -1,71 +1,241 @@
-"""The quantization state of a 4-bit weight whose values are on another rank.
+"""4-bit weights of bitsandbytes, with values or without.
 
-bitsandbytes packs two values of a weight into a byte, and keeps in ``quant_state`` the scale of
-each block of values (``absmax``) and how to decode both. A stand-in for such a weight needs the
-same state, with a shape in place of the scales.
+bitsandbytes packs two values of a weight into a byte, and keeps in ``quant_state``, an attribute of
+the weight and of its layer, the scale of each block of values (``absmax``), itself quantized maybe,
+and how to decode both. A layer's weight is in full until ``layer.to(device)`` quantizes it. What
+stands for a weight of another rank has its packed shape and such a state, of shapes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
+from lightning_pipeoffload.runtime.stored_tensor import value_of
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+
+# What Params4bit keeps beside the weight, and takes as arguments.
+_OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+
+
+def is_4bit(tensor: Tensor) -> bool:
+    """Whether a tensor is the weight of a 4-bit layer, quantized or still in full."""
+    return hasattr(tensor, "bnb_quantized")
+
+
+def state_of(slot: Slot) -> Any:
+    """Return the quantization state of the weight in a slot; None if it has none."""
+    found = getattr(slot.tensor, "quant_state", None)
+    if found is None and slot.attribute == "weight":
+        return getattr(slot.module, "quant_state", None)  # as the layer looks for it
+    return found
+
+
+def options_of(weight: Any) -> dict[str, Any]:
+    """Return the arguments with which ``Params4bit`` makes a weight like this one."""
+    names = (*_OPTIONS, "quant_state", "module")
+    return {name: getattr(weight, name) for name in names if hasattr(weight, name)}
+
+
+def carry_options(made: Any, weight: Any) -> None:
+    """Give a shape that is like a 4-bit weight the attributes of the weight."""
+    for name, value in options_of(weight).items():
+        setattr(made, name, value)
+    state = getattr(weight, "quant_state", None)
+    made.quant_state = None if state is None else state_of_shapes(state, made)
 
 
 def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
-    """Give the stand-in of a quantized weight the state of the weight, without its scales.
+    """Make a shape of the weight in a slot packed, with a quantization state of shapes.
+
+    A weight in full gets those that it will have on a device.
 
     Raises:
-        ValueError: The weight was never quantized, or to 8 bits.
+        ValueError: The weight is packed and has no state, or 8 bits.
     """
-    state = getattr(slot.tensor, "quant_state", None) or getattr(slot.module, "quant_state", None)
-    if slot.attribute == "weight" and state is not None:
-        stand_in.quant_state = _without_scales(state, stand_in)  # type: ignore[attr-defined]
-    elif hasattr(slot.tensor, "bnb_quantized"):
-        raise ValueError(
-            f"{slot.name} is a 4-bit weight of bitsandbytes without a quant_state, so it was never "
-            f"quantized; load its values and then move its layer to a device, layer.to(device)"
-        )
-    elif hasattr(slot.tensor, "SCB"):
+    weight, state = slot.tensor, state_of(slot)
+    if state is not None:
+        stand_in.quant_state = state_of_shapes(state, stand_in)  # type: ignore[attr-defined]
+    elif is_4bit(weight):
+        _refuse_packed(slot)
+        quantize_shape(stand_in, weight)
+    elif hasattr(weight, "SCB"):
         raise ValueError(
             f"{slot.name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
             f"by the values of its input; use 4 bits (Linear4bit, load_in_4bit=True)"
         )
 
 
-def _without_scales(state: Any, stand_in: ShapeOnly) -> Any:
-    made = copy.copy(state)
-    (origin,) = stand_in.origins
-    made.absmax = ShapeOnly.like(state.absmax, origin, device=stand_in.device)
-    if getattr(state, "state2", None) is not None:  # the scales are quantized too
-        made.state2 = _without_scales(state.state2, stand_in)
+def full_shape(weight: Any) -> torch.Size:
+    """Return the shape of a 4-bit weight in full."""
+    shape: torch.Size = weight.shape if weight.quant_state is None else weight.quant_state.shape
+    return shape
+
+
+def _refuse_packed(slot: Slot) -> None:
+    weight: Any = slot.tensor
+    if weight.bnb_quantized or not weight.is_floating_point():
+        raise ValueError(
+            f"{slot.name} is a packed 4-bit weight of bitsandbytes ({weight.dtype}) without a "
+            f"quant_state, so that nothing can decode it; load it with its state (load_weights) or "
+            f"make its layer without pre_quantized=True"
+        )
+
+
+def quantize_shape(shape: Any, weight: Any) -> None:
+    """Give a shape the packed shape and the state that a 4-bit weight in full gets on a device."""
+    bitsandbytes: Any = sys.modules["bitsandbytes"]
+    with IN_FORCE.during(StepRules()):  # outside of a step a mean, of scales, is refused
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            ShapeOnly(shape.meta.contiguous(), shape.device, shape.origins),
+            blocksize=weight.blocksize,
+            compress_statistics=weight.compress_statistics,
+            quant_type=weight.quant_type,
+            quant_storage=weight.quant_storage,
+        )
+    shape.data = packed
+    shape.quant_state, shape.bnb_quantized = state_of_shapes(state, shape), True
+
+
+def state_of_shapes(state: Any, shape: ShapeOnly) -> Any:
+    """Return a quantization state for a packed weight that has no value."""
+
+    def shape_of(tensor: Tensor) -> ShapeOnly:
+        return ShapeOnly(ShapeOnly.like(tensor, "").meta, shape.device, shape.origins)
+
+    made = map_state(state, shape_of)
+    made.as_dict = partial(_saved_shapes, made, shape)  # it would ask for the value of offset
     return made
 
 
-def quantization_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a state dict has beside each quantized weight of a module, by the weight's name.
-
-    bitsandbytes saves these entries; ``Module.load_state_dict`` does not know them.
-    """
-    quantized = [slot.name for slot in find_slots(module) if hasattr(slot.tensor, "quant_state")]
-    entries = {
-        name: {key: value for key, value in state.items() if key.startswith(f"{name}.")}
-        for name in quantized
+def _saved_shapes(state: Any, shape: ShapeOnly, packed: bool = False) -> dict[str, Any]:
+    zero = torch.zeros(())
+    entries = map_state(state, lambda scale: scale if scale.dim() else zero).as_dict(packed)
+    return {
+        name: ShapeOnly(ShapeOnly.like(value, "").meta, shape.device, shape.origins)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in entries.items()
     }
-    return {name: found for name, found in entries.items() if found}
 
 
-def load_quantization(module: nn.Module, entries: Mapping[str, dict[str, Any]]) -> None:
-    """Load the entries of :func:`quantization_in` for the weights whose values are here."""
-    for slot in find_slots(module):
-        weight: Any = slot.tensor
-        if slot.name in entries and not isinstance(weight, ShapeOnly):
-            weight.quant_state = type(weight.quant_state).from_dict(
-                {**entries[slot.name]}, weight.device
-            )
-            slot.module.quant_state = weight.quant_state
+def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a quantization state with other scales: all but the table of codes.
+
+    ``change`` gets the tensors that depend on the weight's values, always in the same order.
+    """
+    made = copy.copy(state)
+    vars(made).pop("as_dict", None)
+    made.absmax = change(state.absmax)
+    if state.offset is not None:
+        made.offset = change(state.offset)
+    if state.state2 is not None:  # the scales are quantized too
+        made.state2 = map_state(state.state2, change)
+    return made
+
+
+def scales_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of a weight's quantization state; none if it has no state."""
+    found: list[Tensor] = []
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        map_state(state, lambda scale: found.append(scale) or scale)  # type: ignore[func-returns-value]
+    return found
+
+
+def num_values(tensor: Tensor) -> int:
+    """Return the number of values of a weight, of which a packed one has several per element."""
+    state = getattr(tensor, "quant_state", None)
+    return tensor.numel() if state is None else state.shape.numel()
+
+
+def bytes_on_device(slot: Slot) -> int:
+    """Return the bytes that a tensor of a module takes on a device, with a weight's scales."""
+    tensor: Any = slot.tensor
+    if is_4bit(tensor) and not tensor.bnb_quantized:
+        tensor = ShapeOnly.like(tensor, slot.name)
+        quantize_shape(tensor, slot.tensor)
+    return sum(each.nbytes for each in (tensor, *scales_of(tensor)))
+
+
+def describe_4bit(weight: Any) -> str:
+    """Say how a 4-bit weight is quantized."""
+    scales = "8" if weight.compress_statistics else "32"
+    return f"{weight.quant_type} in blocks of {weight.blocksize}, scales of {scales} bits"
+
+
+def move_weight(slot: Slot, device: torch.device) -> None:
+    """Move a parameter or buffer; a 4-bit weight in full is quantized, as by ``layer.to``."""
+    weight: Any = slot.tensor
+    quantize(weight, device)
+    weight.data = weight.data.to(device)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        state.to(device)
+
+
+def quantize(weight: Any, device: torch.device) -> None:
+    """Quantize a 4-bit weight that is in full on a device, where it stays."""
+    if is_4bit(weight) and not weight.bnb_quantized:
+        weight.to(device)
+
+
+def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what ``send`` does of a tensor, with the state of a quantized one sent as well."""
+    found, state = send(tensor), getattr(tensor, "quant_state", None)
+    if state is not None:
+        made = map_state(state, send)
+        if found is not tensor:
+            found.quant_state = made  # type: ignore[attr-defined]
+    return found
+
+
+def take_state(slot: Slot, value: Tensor) -> None:
+    """Give the weight in a slot, and its layer, the quantization state of its value, if any."""
+    state = getattr(value, "quant_state", None)
+    if state is not None:
+        _set_state(slot, state)
+
+
+def _set_state(slot: Slot, state: Any) -> None:
+    weight: Any = slot.tensor
+    weight.quant_state = slot.module.quant_state = state
+    weight.bnb_quantized = True
+
+
+def forget_state(slot: Slot) -> None:
+    """Let the layer of a weight have the state of the weight in its slot, and no other."""
+    state = getattr(slot.tensor, "quant_state", None)
+    if state is not None:
+        slot.module.quant_state = state
+
+
+def entries_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the entries that bitsandbytes saves in a state dict beside a weight."""
+    return {key: value for key, value in state.items() if key.startswith(f"{name}.")}
+
+
+def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
+    """Return the quantization state of such entries."""
+    bitsandbytes: Any = sys.modules["bitsandbytes"]
+    return bitsandbytes.functional.QuantState.from_dict(
+        {key: value_of(value) for key, value in entries.items()}, device
+    )
+
+
+@torch.no_grad()
+def make_room(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
+    """Give a weight the state of saved entries, and the shape of the packed weight."""
+    weight = slot.tensor
+    if weight.shape != packed.shape or weight.dtype != packed.dtype:  # it is still in full
+        weight.data = torch.empty(packed.shape, dtype=packed.dtype, device=weight.device)
+    _set_state(slot, read_state(entries, weight.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.runtime.shapes.quantized_weight import carry_quantization
+from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+    carry_options,
+    carry_quantization,
+    is_4bit,
+    quantize_shape,
+)
 from lightning_pipeoffload.runtime.shapes.remote_gradient import (
     GRADIENT_OF,
     KnownSize,
@@ -66,10 +72,27 @@ class RemoteTensor(ShapeOnly):
             device: The device on which the rank computes; the module may still be on the host.
         """
         meta = cls.like(slot.tensor, origin).meta
-        made = cls(meta, device, frozenset((origin,)), slot.tensor.requires_grad)
+        made = cls.like_weight(slot.tensor, meta, device, origin)
         # Private: isinstance(_, nn.Parameter) reads it.
         made._is_param = slot.kind == "_parameters"
         carry_quantization(made, slot)
+        return made
+
+    @classmethod
+    def like_weight(cls, tensor: Tensor, meta: Tensor, device: torch.device, origin: str) -> Self:
+        """Return one of this class, and of ``Params4bit`` where the tensor is a 4-bit weight."""
+        kind = remote_kind(cls, type(tensor)) if is_4bit(tensor) else cls
+        made = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
+        if is_4bit(tensor):
+            carry_options(made, tensor)
+        return made
+
+    def on_device(self, device: torch.device) -> RemoteTensor:
+        """Return the same shape on another device."""
+        (origin,) = self.origins
+        kind = getattr(self, "pickled_kind", type(self))
+        made: RemoteTensor = kind.like_weight(self, self.meta, device, origin)
+        made._is_param = self._is_param
         return made
 
     @override
@@ -96,8 +119,37 @@ class RemoteTensor(ShapeOnly):
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         made = type(self)(self.meta, self.device, self.origins, self.requires_grad)
         made._is_param = self._is_param
+        if is_4bit(self):
+            carry_options(made, self)
         memo[id(self)] = made
         return made
+
+
+@cache
+def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
+    """Return a class of remote tensors that are instances of a class of parameters too.
+
+    peft and transformers look for ``Params4bit`` by class and by name.
+    """
+    if issubclass(parameter, RemoteTensor):
+        parameter = parameter.parameter_kind  # type: ignore[attr-defined]
+
+    class Remote(kind, parameter):  # type: ignore[valid-type,misc]
+        parameter_kind = parameter
+        pickled_kind = kind
+
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            """Move it; quantize the shape where a weight in full would be."""
+            device: Any = kwargs.get("device", args[0] if args else None)
+            moves = isinstance(device, str | int | torch.device)
+            if self.bnb_quantized or not moves or torch.device(device).type == "meta":
+                return Tensor.to(self, *args, **kwargs)
+            quantize_shape(self, self)
+            self.module.quant_state = self.quant_state
+            return self
+
+    Remote.__name__ = parameter.__name__
+    return Remote
 
 
 def explain_remote(error: ValueNeededError) -> str:

@@ -117,7 +117,8 @@ class ShapeOnly(Tensor):
         """Pickle the shape and the origins."""
         _warn_of_saving()
         made = self.meta, self.device, self.origins, self.requires_grad
-        return _rebuild, (type(self), made, self.__dict__.get("_is_param", False))
+        kind = getattr(self, "pickled_kind", type(self))  # one that is made as needed has no name
+        return _rebuild, (kind, made, self.__dict__.get("_is_param", False))
 
     @property
     def data(self) -> Tensor:
@@ -128,7 +129,7 @@ class ShapeOnly(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Take the dtype, device and shape of ``value``."""
-        _tell_of_write(self)
+        _tell_of_write(self, value if isinstance(value, ShapeOnly) else self)
         if not isinstance(value, ShapeOnly):
             value = ShapeOnly(_to_meta(value), self.device, self.origins)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -229,7 +230,7 @@ class ShapeOnly(Tensor):
         _refuse_reduction(func, shape_only, result)
         tell_observers(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
-            _tell_of_write(written)
+            _tell_of_write(written, written)
         return result
 
 
@@ -250,9 +251,9 @@ def _known_result(
     return result
 
 
-def _tell_of_write(tensor: ShapeOnly) -> None:
+def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
     """Report a write that is in no operation's arguments."""
-    tell_observers(aten.set_.source_Tensor, (tensor, tensor), None)
+    tell_observers(aten.set_.source_Tensor, (tensor, value), None)
 
 
 def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:

@@ -1,0 +1,107 @@
+"""Loads 4-bit weights of bitsandbytes: quantized as they are read, or packed as they are stored.
+
+A tensor is read, quantized and dropped before the next one. A folder that was saved quantized has
+beside each packed weight the entries of its quantization state (``q_proj.weight.absmax``, ...).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+    full_shape,
+    options_of,
+    read_state,
+    state_of_shapes,
+)
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.stored_tensor import value_of
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+
+_ENTRY = re.compile(
+    r"(.+)\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__(?:nf4|fp4))"
+)
+Entries = dict[str, Tensor]
+
+
+def take_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
+    """Take what bitsandbytes saves beside 4-bit weights from a dict; return it by the weight."""
+    found: dict[str, Entries] = {}
+    for key in list(weights):
+        entry = _ENTRY.fullmatch(key)
+        if entry and entry[1] in weights:
+            found.setdefault(entry[1], {})[key] = weights.pop(key)
+    return found
+
+
+def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
+    """Return what differs between a 4-bit weight's shape and a stored one's; "" if nothing."""
+    there = read_state(entries, "cpu").shape if entries else _as_layer(slot, stored).shape
+    here = full_shape(slot.tensor)
+    return "" if there == here else f"of shape {(*there,)} in the files and of {(*here,)} here"
+
+
+def load_4bit(
+    slots: Sequence[Slot], stored: Tensor, entries: Entries, device: torch.device
+) -> None:
+    """Fill a 4-bit weight under all its names; where it has no value, only shapes are made.
+
+    Args:
+        slots: Where the weight is.
+        stored: What the files have: values to quantize, or packed ones.
+        entries: The quantization state of packed ones.
+        device: Where a weight that is on the meta device gets memory.
+    """
+    weight: Any = slots[0].tensor
+    if weight.is_meta:
+        if device.type == "meta":
+            return
+        weight = _given_memory(weight, device)
+    state = None
+    if entries:
+        state = read_state(entries, weight.device)
+        value = _value(weight, stored, stored.dtype)
+        weight.blocksize, weight.compress_statistics = state.blocksize, state.nested
+        weight.quant_type, weight.quant_storage = state.quant_type, stored.dtype
+        if isinstance(weight, ShapeOnly):
+            state = state_of_shapes(state, weight)
+    else:
+        value = _value(weight, _as_layer(slots[0], stored), _dtype_in_full(weight, stored))
+    weight.data, weight.quant_state, weight.bnb_quantized = value, state, bool(entries)
+    if not entries:
+        weight.to(weight.device)  # quantizes, in place
+    for slot in slots:
+        slot.put(weight)
+        slot.module.quant_state = weight.quant_state
+
+
+def _given_memory(weight: Any, device: torch.device) -> Any:
+    if isinstance(weight, ShapeOnly):
+        return weight.on_device(device)  # type: ignore[attr-defined]
+    empty = torch.empty(0, dtype=weight.dtype, device=device)
+    return type(weight)(empty, requires_grad=False, **options_of(weight))
+
+
+def _dtype_in_full(weight: Any, stored: Tensor) -> torch.dtype:
+    if weight.bnb_quantized:
+        dtype: torch.dtype = weight.quant_state.dtype
+        return dtype
+    return weight.dtype if weight.is_floating_point() else stored.dtype
+
+
+def _as_layer(slot: Slot, stored: Tensor) -> Tensor:
+    """Return a weight as its layer has it; transformers replaces layers that have it transposed."""
+    source = getattr(slot.module, "source_cls", None)
+    return stored.T if getattr(source, "__name__", "") == "Conv1D" else stored
+
+
+def _value(weight: Tensor, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, ShapeOnly):
+        meta = torch.empty(stored.shape, dtype=dtype, device="meta")
+        return ShapeOnly(meta, weight.device, weight.origins)
+    return value_of(stored).to(weight.device, dtype)
