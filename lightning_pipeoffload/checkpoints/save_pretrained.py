@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_pipeoffload.checkpoints.adapters import (
+    adapter_entries,
+    is_peft_model,
+    save_adapters,
+    write_adapters,
+)
 from lightning_pipeoffload.checkpoints.file import replacing
 from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.checkpoints.load_weights import (
@@ -23,42 +30,49 @@ from lightning_pipeoffload.runtime.stored_tensor import value_of
 
 
 def save_pretrained(
-    checkpoint: str | Path,
+    source: str | Path | LightningModule,
     folder: str | Path,
     config: Any | None = None,
     *,
     prefix: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write the weights of a checkpoint as ``PreTrainedModel.save_pretrained`` does.
+    """Write the weights of a checkpoint as ``PreTrainedModel.save_pretrained`` does, or adapters.
 
-    They are read and written one shard at a time. Other files in the folder, a tokenizer's say,
-    stay.
+    Weights are read and written one shard at a time. Other files in the folder, a tokenizer's say,
+    stay. Adapters are written alone, as ``PeftModel.save_pretrained`` does.
 
     Args:
-        checkpoint: A Lightning checkpoint, as a file or a folder.
+        source: A Lightning checkpoint, as a file or a folder. Or the LightningModule, in a hook and
+            on all ranks: writes the adapters of its peft model.
         folder: A folder that ``from_pretrained`` is to read.
         config: The model's configuration, which names its class (``config.architectures``, else the
-            class that ``AutoModelForCausalLM`` takes). None: the keys are written as they are.
+            class that ``AutoModelForCausalLM`` takes). None: the keys are written as they are. Or a
+            peft model, maybe on the meta device: writes the checkpoint's adapters.
         prefix: The prefix of the model's keys in the checkpoint, "model." say, if the
             LightningModule has the model as ``self.model``. None: found.
         max_shard_size: Bytes of a file, or "5GB".
 
     Raises:
-        ValueError: The checkpoint has no such model's weights.
+        ValueError: The checkpoint has no such model's weights, or the module no peft model.
     """
-    weights = open_weights(checkpoint)
     folder = Path(folder)
+    if isinstance(source, LightningModule):
+        return save_adapters(source, folder)
+    weights = open_weights(source)
     folder.mkdir(parents=True, exist_ok=True)
+    if is_peft_model(config):
+        own = adapter_entries(config)
+        return write_adapters(config, _of_model(config, own, weights, prefix, source), folder)
     if config is None:
         weights = {k.removeprefix(prefix or ""): v for k, v in weights.items()}
     else:
         model = _make_shapes(config)
-        weights = _of_model(model, weights, prefix, str(checkpoint))
+        weights = _of_model(model, model.state_dict(), weights, prefix, source)
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         weights = to_hub(model, weights)
         _write_configs(model, dtype, folder)
-    _write_shards(weights, folder, parse_bytes(max_shard_size, "max_shard_size"))
+    return _write_shards(weights, folder, parse_bytes(max_shard_size, "max_shard_size"))
 
 
 def _make_shapes(config: Any) -> Any:
@@ -75,9 +89,12 @@ def _make_shapes(config: Any) -> Any:
 
 
 def _of_model(
-    model: Any, weights: Mapping[str, Tensor], prefix: str | None, path: str
+    model: Any,
+    own: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    prefix: str | None,
+    path: str | Path,
 ) -> dict[str, Tensor]:
-    own = model.state_dict()
     if prefix is None:
         prefix = _find_prefix(own, weights)
     lost = [name for name in own if prefix + name not in weights]
@@ -85,10 +102,13 @@ def _of_model(
     if lost or shapes:
         name = prefix + (lost or shapes)[0]
         what = "lacks" if lost else "has in another shape"
-        raise ValueError(
-            f"{path} {what} {name} of {type(model).__name__}; give the config and the prefix of "
-            f"the model that was trained"
-        )
+        advice = "give the config and the prefix of the model that was trained"
+        if any(".base_layer." in key for key in weights) and not is_peft_model(model):
+            advice = (
+                "it has adapters of peft: give the peft model in place of the config to write "
+                "these alone, which PeftModel.from_pretrained reads and merge_and_unload() merges"
+            )
+        raise ValueError(f"{path} {what} {name} of {type(model).__name__}; {advice}")
     return {name: weights[prefix + name] for name in own}
 
 

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipeOffloadStrategy, save_pretrained
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
+from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from tests.support.fits import SILENT
 from tests.support.pairs import first
 
@@ -92,21 +94,37 @@ def config(name):
     return kinds[name](**SIZES, **LAYERS)
 
 
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def load_base(folder):
+    quantization = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.float32, device_map="cpu"
+    )
+
+
 class WithPeft(Language):
     """transformers' 4-bit loading and peft's LoRA, as their documentation writes it."""
 
     def __init__(self, folder, targets):
         super().__init__()
-        quantization = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-        )
-        base = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=quantization, dtype=torch.float32, device_map="cpu"
-        )
-        base = peft.prepare_model_for_kbit_training(base)
+        base = peft.prepare_model_for_kbit_training(load_base(folder))
         lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
         self.model = peft.get_peft_model(base, lora)
         keep_trainable(self)
+        self.adapters_to = None
+
+    def on_train_epoch_end(self):
+        if self.adapters_to is None:
+            return
+        with pytest.raises(ValueNeededError) as error:
+            self.model.save_pretrained(self.adapters_to)
+        assert "lightning_pipeoffload.save_pretrained(module" in explain_remote(error.value)
+        save_pretrained(self, self.adapters_to)
+        assert {path.name for path in self.adapters_to.iterdir()} >= ADAPTER_FILES
 
     def loss(self, batch):
         return self.model(input_ids=batch, labels=batch).loss
@@ -124,9 +142,25 @@ def make(name, folder):
     return WithPeft(folder, ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"])
 
 
-def fit(name, folder, num_devices, epochs=1, seed=7, ckpt_path=None, save_to=None, **options):
+def make_batches():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(torch.randint(WORDS, (16, 12), generator=generator), batch_size=8)
+
+
+def fit(
+    name,
+    folder,
+    num_devices,
+    epochs=1,
+    seed=7,
+    ckpt_path=None,
+    save_to=None,
+    adapters_to=None,
+    **options,
+):
     L.seed_everything(seed, verbose=False)
     module = make(name, folder)
+    module.adapters_to = adapters_to
     frozen = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
     options = {"num_microbatches": 4, "schedule": "zb_h1", **options}
     trainer = L.Trainer(
@@ -136,8 +170,7 @@ def fit(name, folder, num_devices, epochs=1, seed=7, ckpt_path=None, save_to=Non
         max_epochs=epochs,
         enable_checkpointing=False,
     )
-    generator = torch.Generator().manual_seed(3)
-    batches = DataLoader(torch.randint(WORDS, (16, 12), generator=generator), batch_size=8)
+    batches = make_batches()
     trainer.fit(module, batches, batches, ckpt_path=ckpt_path)
     if save_to:
         trainer.save_checkpoint(save_to)
@@ -180,6 +213,27 @@ def test_a_checkpoint_resumes_on_another_base_with_another_schedule(ranks, tmp_p
     options = {"epochs": 2, "seed": 11, "ckpt_path": path, "schedule": "zb_v"}
     for found in ranks(2).run(partial(fit, "by hand", "", 2, **options)):
         assert found == pytest.approx(expected, rel=2e-6)
+
+
+def test_adapters_are_saved_alone_in_a_hook_and_from_a_checkpoint(ranks, tmp_path):
+    folder, path = saved_base("llama", tmp_path / "base"), tmp_path / "4bit.ckpt"
+    in_hook, from_checkpoint = tmp_path / "in_hook", tmp_path / "from_checkpoint"
+    options = {"adapters_to": in_hook, "save_to": str(path)}
+    found = ranks(2).run(partial(fit, "llama", folder, 2, **options))[0]
+    read = peft.PeftModel.from_pretrained(load_base(folder), in_hook)
+    keep_trainable(read)
+    with torch.no_grad():
+        losses = [read(input_ids=batch, labels=batch).loss.item() for batch in make_batches()]
+    assert sum(losses) / len(losses) == pytest.approx(found["val_loss"], rel=2e-6)
+
+    with pytest.raises(ValueError, match="has adapters of peft: give the peft model in place of"):
+        save_pretrained(path, from_checkpoint, config("llama"))
+    with torch.device("meta"):
+        shapes = transformers.AutoModelForCausalLM.from_config(config("llama"))
+        shapes = peft.get_peft_model(shapes, peft.PeftConfig.from_pretrained(in_hook))
+    save_pretrained(path, from_checkpoint, shapes)
+    weights = [path / "adapter_model.safetensors" for path in (in_hook, from_checkpoint)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_operations_of_packed_weights_are_counted():

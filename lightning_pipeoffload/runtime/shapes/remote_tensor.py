@@ -160,7 +160,8 @@ def explain_remote(error: ValueNeededError) -> str:
         "overrides one of these, and stay so until it is clipped or written: compute it there; or "
         "call trainer.strategy.gather(parameter.grad) on all ranks to have its value"
         if any(origin.startswith(GRADIENT_OF) for origin in error.origins)
-        else "call trainer.strategy.gather(parameter) on all ranks to have its value; an average "
+        else "call trainer.strategy.gather(parameter) on all ranks to have its value, or "
+        "lightning_pipeoffload.save_pretrained(module, folder) to save adapters; an average "
         "of the weights starts from copy.deepcopy(module) before training, of which each rank "
         "averages its part"
     )

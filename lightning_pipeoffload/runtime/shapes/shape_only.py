@@ -160,6 +160,10 @@ class ShapeOnly(Tensor):
             self.origins,
         )
 
+    def storage(self) -> Any:
+        """Raise ``ValueNeededError``: safetensors asks for it before it writes the value."""
+        raise ValueNeededError("a file of safetensors", self.origins)
+
     def tolist(self) -> Any:
         """Return placeholder values where the step rules allow it; else raise ValueNeededError."""
         return self._imagined("tolist()").tolist()
