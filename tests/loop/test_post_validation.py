@@ -21,13 +21,8 @@ NUM_STEPS, CLIPPED_EACH = 12, 3
 SYNCS = "barrier", "post_validation"
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "adamw, one by one": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adam, maximal": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
@@ -153,13 +148,6 @@ F32 = {"dtype": torch.float32}
         (4, partial(Net, tie=True), SHARDED, {}),
         slow((2, ClippingTwice, {}, {})),
         slow((2, partial(Net, tie=True), {}, {})),
-        slow((3, partial(Net, "adagrad"), {"schedule": "zb_2p"}, {})),
-        slow((2, partial(Net, "adamw, fused", normed=True), {"schedule": "interleaved_1f1b"}, {})),
-        slow((4, partial(Net, "rprop", normed=True), {"schedule": "zb_v"}, {})),
-        slow((4, partial(Net, "adamw, one by one", **F32), {}, {})),
-        slow((4, partial(Net, "sgd", tie=True), {"schedule": "zb_2p"}, {})),
-        slow((2, partial(Net, "adam, maximal", **F32), {"schedule": "gpipe"}, {})),
-        slow((2, partial(Net, "sgd", normed=True), {"schedule": "uniform"}, {})),
         slow((2, Net, {"offload": "half", "schedule": "zb_2p"}, {"accumulate_grad_batches": 2})),
         slow((2, partial(Net, **F32), {"offload": "full"}, {"precision": "bf16-mixed"})),
         slow((2, Net, {"compile": {"backend": "aot_eager"}}, {"accumulate_grad_batches": 2})),

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapsho
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
+    "one by one": partial(torch.optim.AdamW, foreach=False),
+    "fused": partial(torch.optim.Adam, amsgrad=True, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
     "adamax": torch.optim.Adamax,
     "nadam": torch.optim.NAdam,
     "asgd": torch.optim.ASGD,

@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build, offload_activations
 from tests.support.offloaded import memory_of_all
+from tests.support.pairs import by_shape, first
 from tests.support.small_modules import linear_blocks, run_pipeline
 
 NAMES = [name for name in SCHEDULES if name != "optpipe"]
-WITH_CHUNKS = [name for name in NAMES if build(name, 2, 4).num_stages > 2]
 COSTS = Costs(1, 1, 1, weight_residue=0.5, offload=0.5, reload=0.5)
 
 
@@ -65,14 +65,8 @@ def test_a_stage_runs_its_backwards_and_weights_in_the_order_of_microbatches(num
                     assert order == sorted(order), schedule.name
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [
-        pytest.param(n, p, marks=() if p == 2 or n in WITH_CHUNKS else pytest.mark.slow)
-        for p in (2, 3, 4)
-        for n in NAMES
-    ],
-)
+@pytest.mark.parametrize("num_ranks", first(2, [2, 3, 4]))
+@pytest.mark.parametrize("name", by_shape(NAMES))
 def test_every_schedule_has_the_same_bits(name, num_ranks):
     assert_same_bits(run(build(name, num_ranks, 12)), one_stage_a_rank())
 
