@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter  # private: torch's own containers, HF outputs too
 
+_PLAIN = {type(None), bool, int, float, str}
+
 
 def leaves_of(tree: Any) -> Iterator[Any]:
     """Yield what ``tree_iter`` yields, in its order. On the path of every block's arguments."""
@@ -15,7 +17,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
     while left:
         part = left.pop()
         kind = type(part)
-        if isinstance(part, Tensor):
+        if isinstance(part, Tensor) or kind in _PLAIN:
             yield part
         elif kind is tuple or kind is list:
             left.extend(reversed(part))

@@ -53,6 +53,7 @@ _SAVED = (
     "trainer.save_checkpoint(path), called on all ranks, writes all values, and "
     "trainer.strategy.gather(parameter) returns the value of one"
 )
+_NUM_OWN = 2  # attributes of a ShapeOnly: its meta tensor and its origins
 _ASKS_FOR_ADDRESSES = {nn.modules.rnn.__name__, "torch.cuda._sanitizer"}
 
 aten = torch.ops.aten
@@ -109,6 +110,11 @@ class ShapeOnly(Tensor):
         """Return the shape-only counterpart of ``tensor``, which may be on another device."""
         device = tensor.device if device is None else device
         return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
+
+    def is_as_made(self, meta: Tensor) -> bool:
+        """Whether nothing has written it, or its attributes, since it was made of ``meta``."""
+        is_written = self._version or self.requires_grad or self.meta is not meta
+        return not is_written and len(self.__dict__) == _NUM_OWN
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeOnly:
         return self

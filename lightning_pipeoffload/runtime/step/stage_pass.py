@@ -87,6 +87,7 @@ class StageContext:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
         self._shapes_only: tuple[StepRecord | None, frozenset[int]] = None, frozenset()
+        self._outputs: dict[int, ShapeOnly] = {}
 
     @cached_property
     def call(self) -> StepCall:
@@ -101,7 +102,23 @@ class StageContext:
             before = range(self.stage.blocks.start - 1)
             found = frozenset(i for i in before if record.shapes_suffice(i))
             self._shapes_only = record, found
+            self._outputs.clear()
         return found
+
+    def output_of(self, index: int, record: StepRecord, device: torch.device) -> Any:
+        """Return the output of a block before the stage, by its shapes.
+
+        A tensor is the same one in each F: making one takes as long as all else for such a block,
+        of which the last stages of a deep model have many.
+        """
+        output, known = record.outputs[index], self._outputs.get(index)
+        if known is not None and known.is_as_made(output.metas[0]):
+            return known
+        origins = self.chain.output_origins(index)
+        made = output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
+        if isinstance(made, ShapeOnly):
+            self._outputs[index] = made
+        return made
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
@@ -176,7 +193,7 @@ class StagePass:
         if index >= self._start:
             output = self._run_own(index, arguments)
         elif self._carried is None and index in self._shapes_only:
-            output = self._shapes_of(index, self._record.outputs[index])
+            output = self._context.output_of(index, self._record, self._microbatch.device)
         else:
             output = self._pass_remote(index, call)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also

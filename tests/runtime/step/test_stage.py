@@ -119,6 +119,24 @@ def test_blocks_that_write_into_their_input():
     assert_exact(module, torch.randn(4, 4).double())
 
 
+class WritingBetween(Regression):
+    """Writes what blocks return, also where that is of another stage: each run finds it new."""
+
+    def step(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+            assert not hasattr(x, "is_seen")
+            x.is_seen = True
+            x = x.add_(1).unsqueeze_(0).squeeze(0)
+        return self.head(x).pow(2).mean()
+
+
+def test_a_step_that_writes_what_blocks_return():
+    module = WritingBetween(linear_blocks(4)).double()
+    assert_exact(module, torch.randn(4, 4).double(), size=1, num_ranks=4)
+
+
 class Scaled(nn.Linear):
     def forward(self, x, scale):
         return super().forward(x) * scale, scale + 1
