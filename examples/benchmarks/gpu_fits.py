@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from lightning.pytorch.plugins import BitsandbytesPrecision, Precision
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from examples.benchmarks.gpu_parts import forbidding_waits
@@ -156,6 +158,34 @@ def _row_of(said: list[str]) -> str:
     if not rows:
         raise RuntimeError("a process has found nothing")
     return rows[0]
+
+
+class _OnAnyDevice(Precision):
+    """Lightning's 4-bit plugin where a Trainer does not take it."""
+
+    def __init__(self, plugin: BitsandbytesPrecision) -> None:
+        self._plugin = plugin
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Replace linear layers by some that train after an evaluation on a CPU, too."""
+        for layer in self._plugin.convert_module(module).modules():
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        return module
+
+
+def quantized(device: torch.device) -> Iterator[str]:
+    """Lightning's 4-bit plugin, with a frozen base that moves to the device, comes to its loss."""
+    if find_spec("bitsandbytes") is None:
+        yield "bitsandbytes is not installed"
+        return
+    losses = []
+    for strategy in ("auto", "pipeoffload_zb_v"):
+        plugin: Any = BitsandbytesPrecision("nf4", torch.float32, {"head"})
+        plugin = plugin if is_accelerated(device) else _OnAnyDevice(plugin)
+        quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False}
+        losses.append(_loss(train(device, strategy=strategy, plugins=plugin, **quiet)))
+    yield f"validation losses on one device {losses[0]}, of the pipeline {losses[1]}"
+    assert abs(float(losses[0]) - float(losses[1])) < 1e-3
 
 
 class Shards(IterableDataset[Minibatch]):

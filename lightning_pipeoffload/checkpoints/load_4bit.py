@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     full_shape,
     options_of,
+    read_shapes,
     read_state,
-    state_of_shapes,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import value_of
@@ -39,11 +39,19 @@ def take_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
     return found
 
 
+def _shape_in(entries: Entries) -> tuple[int, ...]:
+    """Return the shape in full that the entries of a packed weight tell."""
+    from bitsandbytes.utils import unpack_tensor_to_dict  # noqa: PLC0415 - the module has 4 bits
+
+    packed = next((value for key, value in entries.items() if ".quant_state." in key), None)
+    return () if packed is None else (*unpack_tensor_to_dict(value_of(packed))["shape"],)
+
+
 def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
     """Return what differs between a 4-bit weight's shape and a stored one's; "" if nothing."""
-    there = read_state(entries, "cpu").shape if entries else _as_layer(slot, stored).shape
-    here = full_shape(slot.tensor)
-    return "" if there == here else f"of shape {(*there,)} in the files and of {(*here,)} here"
+    there = _shape_in(entries) if entries else (*_as_layer(slot, stored).shape,)
+    here = (*full_shape(slot.tensor),)
+    return "" if there == here else f"of shape {there} in the files and of {here} here"
 
 
 def load_4bit(
@@ -64,12 +72,13 @@ def load_4bit(
         weight = _given_memory(weight, device)
     state = None
     if entries:
-        state = read_state(entries, weight.device)
+        if isinstance(weight, ShapeOnly):
+            state = read_shapes(entries, weight)
+        else:
+            state = read_state(entries, weight.device)
         value = _value(weight, stored, stored.dtype)
         weight.blocksize, weight.compress_statistics = state.blocksize, state.nested
         weight.quant_type, weight.quant_storage = state.quant_type, stored.dtype
-        if isinstance(weight, ShapeOnly):
-            state = state_of_shapes(state, weight)
     else:
         value = _value(weight, _as_layer(slots[0], stored), _dtype_in_full(weight, stored))
     weight.data, weight.quant_state, weight.bnb_quantized = value, state, bool(entries)

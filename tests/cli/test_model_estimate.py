@@ -2,10 +2,12 @@
 
 import json
 import re
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from lightning_pipeoffload.plan import plan
@@ -31,12 +33,13 @@ class LateGPT(L.LightningModule):
         super().__init__()
         self.width = width
         self.blocks = None
+        self.layer = nn.Linear
 
     def configure_model(self):
         if self.blocks is None:
             width = self.width
             self.embed = nn.Embedding(256, width)
-            self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+            self.blocks = nn.Sequential(*(self.layer(width, width) for _ in range(4)))
             self.head = nn.Linear(width, 256)
 
     def training_step(self, batch, batch_idx):
@@ -49,6 +52,14 @@ class LateGPT(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class FourBits(LateGPT):
+    """Has blocks of 4 bits, which nothing has quantized yet."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.layer = partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4")
 
 
 @pytest.mark.parametrize("words", ["schedule=auto", "costs_file=costs.json"])
@@ -138,13 +149,22 @@ def test_what_no_change_makes_fit_is_refused(capsys):
     assert estimate(capsys, f"device_memory={needs}")["schedule"] == "zb_h1"
 
 
-def test_layers_of_configure_model_are_made_of_shapes(capsys):
-    late = f"+model._target_={__name__}.LateGPT", "+model.width=4096", "num_ranks=4"
+SCALES = 4096 * 4096 // 64  # of 8 bits, whose own 256 share one of 32 bits, and a mean
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [("LateGPT", 4 * 4096**2), ("FourBits", 4096**2 // 2 + SCALES + 4 * SCALES // 256 + 4)],
+)
+def test_layers_of_configure_model_are_made_of_shapes(capsys, kind, weight):
+    late = f"+model._target_={__name__}.{kind}", "+model.width=4096", "num_ranks=4"
     plan(composed("plan", *late, "data.batch_size=8", "data.context=32", "format=json"))
     memory = json.loads(capsys.readouterr().out)["memory"]
-    block = 4 * (4096 * 4096 + 4096)
+    block = weight + 4 * 4096
     assert memory["parameters"][1:3] == [block, block]
-    assert memory["optimizer"] == memory["parameters"]
+    trained = memory["parameters"] if kind == "LateGPT" else memory["gradients"]
+    assert memory["optimizer"] == trained
+    assert memory["gradients"][1:3] == [block if kind == "LateGPT" else 4 * 4096] * 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     entries_of,
     forget_state,
     is_4bit,
-    make_room,
+    load_packed,
     map_state,
     options_of,
 )
@@ -73,7 +73,7 @@ class AbsentValues:
                 if entries or not is_4bit(slot.tensor):
                     make_real(slot, self._made)
                 if entries:
-                    make_room(slot, loaded, entries)
+                    load_packed(slot, loaded, entries)
         self.settle()
 
     def settle(self) -> None:
@@ -134,9 +134,10 @@ def _real_options(shape: Tensor) -> dict[str, Any]:
 
 
 def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: bool) -> list[str]:
-    """Give the 4-bit weights of a module the states that a state dict has beside them.
+    """Load 4-bit weights of a state dict, with the states that bitsandbytes saves beside them.
 
-    bitsandbytes saves these entries; ``Module.load_state_dict`` does not know them.
+    ``Module.load_state_dict`` does not know these entries, and Lightning's 4-bit layers leave
+    packed weights out.
 
     Args:
         module: The module, which loads the rest of the state dict afterwards.
@@ -154,7 +155,7 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
         if entries and isinstance(slot.tensor, RemoteTensor) and not is_split:
             make_real(slot, made)
         if entries and not isinstance(slot.tensor, RemoteTensor):
-            make_room(slot, state[slot.name], entries)
+            load_packed(slot, state[slot.name], entries)
     return keys
 
 

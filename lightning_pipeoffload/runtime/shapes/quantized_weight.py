@@ -225,17 +225,23 @@ def entries_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
-    """Return the quantization state of such entries."""
+    """Return the quantization state of such entries, on a device."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     return bitsandbytes.functional.QuantState.from_dict(
         {key: value_of(value) for key, value in entries.items()}, device
     )
 
 
-@torch.no_grad()
-def make_room(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
-    """Give a weight the state of saved entries, and the shape of the packed weight."""
+def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
+    """Return the state of entries for a weight without a value; their scales are not read."""
+    scales = {
+        key: ShapeOnly.like(value, key) for key, value in entries.items() if key.endswith("absmax")
+    }
+    return state_of_shapes(read_state({**entries, **scales}, weight.device), weight)
+
+
+def load_packed(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
+    """Give a weight, which may still be in full, a packed value and the state of saved entries."""
     weight = slot.tensor
-    if weight.shape != packed.shape or weight.dtype != packed.dtype:  # it is still in full
-        weight.data = torch.empty(packed.shape, dtype=packed.dtype, device=weight.device)
+    weight.data = value_of(packed).to(weight.device)
     _set_state(slot, read_state(entries, weight.device))
