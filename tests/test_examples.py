@@ -20,10 +20,11 @@ SMALL = {
     "own_gpt": "--steps 2 --width 16 --context 8 --batch-size 8",
     "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
+    "qlora": "--steps 2 --width 64 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
-SLOW = {"hf_llama", "vision", "on_demand"}  # strategy and models have tests of their own
+SLOW = {"hf_llama", "qlora", "vision", "on_demand"}  # strategy and models have tests of their own
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main

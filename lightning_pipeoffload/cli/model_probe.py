@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lightning_pipeoffload.cli.configuration import build
 from lightning_pipeoffload.loop.step_calls import StepCalls
@@ -30,7 +31,9 @@ from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -139,6 +142,7 @@ class ModelProbe:
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
         split = self._make_layers(placement, settings)
+        _leave_meta(self._module)
         self._module = self._precision.convert_module(self._module)
         cut_settings = CutSettings(placement, settings.blocks, split, settings.recompute)
         pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
@@ -201,6 +205,15 @@ class ModelProbe:
         except ValueError as error:
             return False, str(error)
         return all(map(may_step_by_bucket, optimizers)), ""
+
+
+def _leave_meta(module: LightningModule) -> None:
+    """Let shapes that nothing has loaded, on the meta device, be on the host as the others are."""
+    made: dict[int, Tensor] = {}
+    for slot in find_slots(module):
+        shape = slot.tensor
+        if isinstance(shape, RemoteTensor) and shape.is_meta:
+            slot.put(made.setdefault(id(shape), shape.on_device(_CPU)))
 
 
 @contextmanager

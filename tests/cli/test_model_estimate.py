@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
@@ -60,6 +61,18 @@ class FourBits(LateGPT):
     def __init__(self, width):
         super().__init__(width)
         self.layer = partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4")
+
+
+def test_a_4_bit_base_is_planned_alike_with_its_weights_or_without(capsys, tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, **sizes)
+    found = []
+    for save in (config.save_pretrained, LlamaForCausalLM(config).bfloat16().save_pretrained):
+        save(tmp_path)
+        model = ["+model._target_=examples.qlora.QLoRA", f"+model.folder={tmp_path}"]
+        plan(composed("plan", *model, *SMALL[4:]))
+        found.append(json.loads(capsys.readouterr().out)["memory"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("words", ["schedule=auto", "costs_file=costs.json"])
