@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.weight_grad.queue import add_product_to_grad, add_to_grad
 
 aten = torch.ops.aten
+
+# torch's own bindings, which take 4 us less than aten's operators. Private: _grouped_mm.
+PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
+    "linear": nn.functional.linear,
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "addmm": torch.addmm,
+    "convolution": torch.convolution,
+    "_grouped_mm": torch._grouped_mm,
+}
 
 
 class DeferredCall:
@@ -72,7 +83,7 @@ class Linear(DeferredCall):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return aten.linear.default(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -95,8 +106,8 @@ class MatrixProduct(DeferredCall):
     @override
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return aten.mm.default(x, self.weight)
-        return aten.addmm.default(self.bias, x, self.weight)
+            return torch.mm(x, self.weight)
+        return torch.addmm(self.bias, x, self.weight)
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -115,7 +126,7 @@ class BatchedProduct(DeferredCall):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return aten.bmm.default(x, self.weight)
+        return torch.bmm(x, self.weight)
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -131,7 +142,7 @@ class GroupedProduct(DeferredCall):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return aten._grouped_mm.default(x, self.weight, *self.options)
+        return torch._grouped_mm(x, self.weight, *self.options)
 
     @override
     def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -149,7 +160,7 @@ class Convolution(DeferredCall):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return aten.convolution.default(x, self.weight, self.bias, *self.options)
+        return torch.convolution(x, self.weight, self.bias, *self.options)
 
     def _gradients(self, x: Tensor, grad: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
         sizes = None if self.bias is None else list(self.bias.shape)

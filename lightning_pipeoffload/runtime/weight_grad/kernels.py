@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.weight_grad.calls import (
+    PLAIN_CALLS,
     BatchedProduct,
     Convolution,
     GroupedProduct,
@@ -168,21 +169,25 @@ def _original(name: str, key: str) -> _Original:
 
     A kernel that is called directly holds the interpreter's lock for as long as it runs: for ever
     where an accelerator's queue is full and another rank is dead. Where the key has torch's common
-    kernel, the dispatcher runs the same one at a key that is never replaced.
+    kernel, the dispatcher runs the same one at a key that is never replaced, and for what it calls
+    inside too.
     """
     kernel = torch.library.get_kernel(f"aten::{name}", key)
     if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
         return kernel.call_boxed
-    call = getattr(torch.ops.aten, name).default
-    # Private: nothing public names dispatch keys to go on at.
+    call = PLAIN_CALLS[name]
+    # Private: nothing public names dispatch keys to go on at. An operator's redispatch() takes 4 us
+    # more.
     keys = torch._C.DispatchKey.__members__
-    replaced, common = map(torch._C.DispatchKeySet, (keys[key], keys["AutogradOther"]))
+    common, replaced = keys["AutogradOther"], torch._C.DispatchKeySet(keys[key])
     compiling = keys["PythonDispatcher"]  # which finds the key by itself, and would call this again
+    included, excluded = torch._C._IncludeDispatchKeyGuard, torch._C._ExcludeDispatchKeyGuard
 
     def run(found: Any, *args: Any, **kwargs: Any) -> Tensor:
         if found.has(compiling):
             return kernel.call_boxed(found, *args, **kwargs)
-        return call.redispatch((found - replaced) | common, *args, **kwargs)
+        with included(common), excluded(replaced), torch._C.DisableTorchFunction():
+            return call(*args, **kwargs)
 
     return run
 

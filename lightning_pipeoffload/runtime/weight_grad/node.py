@@ -172,7 +172,7 @@ class _Deferred(DirectFunction):
             ctx.save_for_backward(x)
         ctx.saver, ctx.saved = saver, saved
         ctx.call = call
-        with _below_autograd():
+        with _below_autograd(), torch._C.DisableTorchFunction():
             return call.forward(x)
 
     @staticmethod
