@@ -2,9 +2,9 @@
 
 Shuffling samplers, datasets and the seeds of workers draw from the global generators; ranks whose
 generators differ (a hook has drawn one number more on one of them) would read different batches,
-silently. So each pass through a loader has random numbers of its own, which depend on the run's
-seed, the epoch and the loader's position among the others. As an epoch's batches are known then, a
-fit that resumes within one can skip those that it has seen.
+silently. So each batch of a pass through a loader has random numbers of its own, which depend on
+the run's seed, the epoch, the loader's position among the others and the batch's number. As an
+epoch's batches are known then, a fit that resumes within one can skip those that it has seen.
 
 Replicas read different batches. Lightning's sampler shares out what has an index. A stream, or data
 with a sampler of the user's own, is read by each replica as it is, and all might read the same,
