@@ -47,11 +47,12 @@ from lightning_pipeoffload.loop.lightning_patches import join_loops, join_metric
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
-from lightning_pipeoffload.loop.step_boundary import StepBoundary
+from lightning_pipeoffload.loop.step_boundary import StepBoundary, may_step_early
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
 from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
+from lightning_pipeoffload.optimizers.early_step import EarlyStep
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.planning.training_plan import Accumulation
@@ -97,7 +98,9 @@ class FitRun:
     _stop: JointStop | None = None
     _arrivals: Arrivals | None = None
     _loaders: PipelineLoaders
+    _early_step: EarlyStep | None = None
     _num_steps = 0
+    _steps_early = False
 
     def __init__(self, strategy: CheckpointHooks) -> None:
         self._strategy, self._group, self._settings = strategy, strategy.group, strategy.settings
@@ -270,6 +273,8 @@ class FitRun:
         """Decide what ranks wait for between two steps."""
         self._strategy._parameters.start_training()
         self.boundary.start_training(self._settings.optimizer_sync != "barrier")
+        may = may_step_early(self._trainer, self.boundary.gradient_hooks)
+        self._steps_early = may and self._settings.optimizer_offload
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
         """Run a training batch, and its backwards.
@@ -287,12 +292,16 @@ class FitRun:
             accumulation = self._accumulation(steps_later)
             if not run.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
+            if self._early_step is None and self._steps_early:
+                self._early_step = self._strategy._parameters.early_step()
             if self._stop is not None:
                 self._stop.start_batch(len(slices))
             muted, settle = self.boundary.start_ahead()
             with muted, sharing_casts(self._strategy.root_device), self._counted():
                 self._first_batches.start_step()
-                done = run.train(inputs, slices, accumulation, self.backward, settle)
+                done = run.train(
+                    inputs, slices, accumulation, self.backward, settle, self._early_step
+                )
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last:
             run.finish_reduction()

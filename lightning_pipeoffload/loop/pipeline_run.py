@@ -17,6 +17,7 @@ from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.loop.step_exchange import StepExchange
+from lightning_pipeoffload.optimizers.early_step import EarlyStep
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Accumulation
@@ -156,6 +157,7 @@ class PipelineRun:
         accumulation: Accumulation,
         backward: BatchBackward,
         settle: Settle | None,
+        early_step: EarlyStep | None = None,
     ) -> StepOutput:
         """Run a batch that was cut.
 
@@ -165,6 +167,8 @@ class PipelineRun:
             accumulation: The batches whose gradients its own are added to.
             backward: Starts the backwards.
             settle: Waits for final weights; None: they are final.
+            early_step: Steps parameters on the host as their gradients become final; not where
+                replicas average them first.
         """
         self._training.expect(self.pipeline.is_new)
         self.plans.before_plan(accumulation.is_first)
@@ -175,7 +179,7 @@ class PipelineRun:
             make_microbatches(slices, weights, backward.differentiate),
             backward.start,
             settle,
-            self.reduction if accumulation.is_last else None,
+            (self.reduction or early_step) if accumulation.is_last else None,
         )
         return _step_output(results, sizes, shares)
 

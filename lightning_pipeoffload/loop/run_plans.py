@@ -86,7 +86,7 @@ class RunPlans:
             group.num_ranks,
             executor,
             self._on_accelerator,
-            group.num_replicas > 1,
+            group.num_replicas > 1 or settings.optimizer_offload,
             self._has_barrier,
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.loop.backward import scaler_of
@@ -34,6 +35,8 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 log = logging.getLogger(__name__)
 
 _WAITS = 'optimizer_sync="post_validation": ranks wait for each other at each step, because %s'
+# From the first gradient that is final to the optimizer's computation.
+_BEFORE_STEP = "on_after_backward", "on_before_optimizer_step", "on_exception"
 # From the step of one batch to the first F of the next.
 _HOOKS_BETWEEN = (
     "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start",
@@ -160,6 +163,18 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
     itself. A hook of the user's own that clips is taken to clip by norm.
     """
     return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_others(trainer)
+
+
+def may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
+    """Whether a parameter may step on the host before the gradients of others are final.
+
+    Nothing clips, no hook runs between gradients and step, and nothing saves after an error, which
+    may come while some parameters have stepped and others have not.
+    """
+    saves = any(isinstance(c, OnExceptionCheckpoint) for c in trainer.callbacks)  # type: ignore[attr-defined] # set at run time
+    hooks = users_hooks(trainer, _BEFORE_STEP)
+    is_clipped = bool(trainer.gradient_clip_val)
+    return not (saves or hooks or is_clipped or has_step_barrier(trainer, gradient_hooks))
 
 
 def _needs_others(trainer: Trainer) -> bool:

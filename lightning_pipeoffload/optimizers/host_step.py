@@ -7,6 +7,9 @@ does. Gradients and weights pass through two staging buffers, a bucket of parame
     STEP                        [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
     to the device                           [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
 
+Where nothing has to see all gradients first, a thread steps buckets whose gradients are final while
+others are computed; see :class:`~lightning_pipeoffload.optimizers.early_step.EarlyStep`.
+
 An optimizer that has to see all its parameters at once has one bucket. The optimizer's own call of
 ``step`` computes the last one, so hooks, schedulers and counters count one step.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -65,6 +69,13 @@ class _Buffer:
         return staged
 
 
+class _Coming(NamedTuple):
+    """A bucket that is copied to the host, and its buffer."""
+
+    staged: list[_Staged]
+    buffer: _Buffer
+
+
 class HostStep:
     """Steps an optimizer on the host.
 
@@ -74,7 +85,12 @@ class HostStep:
         by_bucket: Whether it may step some of the parameters at a time.
         masters: The masters of its parameters in half precision; None: those are stepped as they
             are.
+
+    Attributes:
+        num_early: How many parameters were stepped before all gradients were final, in all steps.
     """
+
+    num_early = 0
 
     def __init__(
         self,
@@ -89,35 +105,89 @@ class HostStep:
         self._lanes = make_lanes(device)
         self._buffers: list[_Buffer] = []
         self._standing: dict[Tensor, Tensor] = {}
-        self._staged: list[_Staged] = []
         self._state: Any = None
+        self._coming: _Coming | None = None
+        self._num_brought = 0
+        self._is_early = False
+        self._members: set[Tensor] = set()
+        self._taken: dict[Tensor, None] = {}
+        self._waiting: list[Tensor] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def begin(self) -> None:
+        """Begin a step: from now on :meth:`take` may step parameters."""
+        self._coming, self._last = None, None
+        self._taken, self._waiting = {}, []
+        self._own = [group["params"] for group in self._optimizer.param_groups]
+        self._members = {p for own in self._own for p in own}
+        # The first step has shown that several buckets are needed, and how large one is.
+        self._is_early = self._by_bucket and len(self._buffers) > 1
+
+    def take(self, parameter: Tensor) -> None:
+        """Step a parameter whose gradient is final, with others, in a thread.
+
+        Outside of the optimizer's step, of which :meth:`begin` is part, it does nothing.
+        """
+        if not self._is_early or parameter.grad is None or parameter not in self._members:
+            return
+        if _bytes_of([parameter]) > self._buffers[0].num_bytes:  # it has not stepped before
+            return
+        self._members.remove(parameter)  # it may be final twice: with its stage, and by itself
+        if self._waiting and _bytes_of([*self._waiting, parameter]) > STAGING_BYTES:
+            bucket, self._waiting = self._waiting, []
+            self._taken.update(dict.fromkeys(bucket))
+            self.num_early += len(bucket)
+            self._lanes.d2h.wait_for_compute()
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "optimizer on the host")
+            self._last = self._thread.submit(self._advance, bucket, self._last)
+        self._waiting.append(parameter)
 
     @torch.no_grad()
     def start(self) -> None:
         """Step all buckets but the last, which is in the optimizer's groups then."""
+        self._is_early = False
+        if self._last is not None:
+            self._last.result()
         self._own = [group["params"] for group in self._optimizer.param_groups]
         stepping = [p for own in self._own for p in own if p.grad is not None]
-        buckets = [*_in_buckets(stepping, self._by_bucket)]
-        if not buckets:
-            return
-        self._make_buffers(max(map(_bytes_of, buckets)), min(len(buckets), 2))
+        rest = [p for p in stepping if p not in self._taken]
+        buckets = [*_in_buckets(rest, self._by_bucket)]
+        if buckets:
+            number = min(len(buckets), 2)
+            self._make_buffers(max(map(_bytes_of, buckets)), number)
         self._lanes.d2h.wait_for_compute()
-        coming = self._bring(buckets, 0)
-        for number in range(1, len(buckets)):
-            staged, coming = coming, self._bring(buckets, number)
-            self._stand_in(staged, number - 1, is_last=False)
-            _plain_step(self._optimizer)
-            self._write_back()
-        self._stand_in(coming, len(buckets) - 1, is_last=True)
+        for bucket in buckets:
+            self._advance(bucket)
+        if self._coming is not None:
+            self._stand_in(self._coming, is_last=True)
 
     def finish(self) -> None:
         """Send the last bucket's weights to the device, after the optimizer has stepped them."""
         if self._standing:
             self._write_back()
             self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
+        self._coming, self._taken = None, {}
 
     def put_back(self) -> None:
         """Leave the optimizer with its own parameters, after an error in its step too."""
+        if self._last is not None:
+            wait([self._last])
+        self._restore()
+
+    @torch.no_grad()
+    def _advance(self, bucket: list[Tensor], before: Future[None] | None = None) -> None:
+        """Start to copy a bucket to the host, and step the one before it."""
+        if before is not None:
+            before.result()  # an error in it is that of this one
+        coming, self._coming = self._coming, self._bring(bucket)
+        if coming is not None:
+            self._stand_in(coming, is_last=False)
+            _plain_step(self._optimizer)
+            self._write_back()
+
+    def _restore(self) -> None:
         if not self._standing:
             return
         of_host, own = self._optimizer.state, {h: p for p, h in self._standing.items()}
@@ -131,31 +201,32 @@ class HostStep:
     def _make_buffers(self, num_bytes: int, number: int) -> None:
         if len(self._buffers) < number or self._buffers[0].num_bytes < num_bytes:
             self._buffers = []  # freed before new ones are made
+            num_bytes = num_bytes if number == 1 else max(num_bytes, STAGING_BYTES)
             self._buffers = [_Buffer(num_bytes, self._is_pinned) for _ in range(number)]
 
-    def _bring(self, buckets: Sequence[list[Tensor]], number: int) -> list[_Staged]:
+    def _bring(self, bucket: list[Tensor]) -> _Coming:
         """Start to copy a bucket to the host."""
-        lane, buffer = self._lanes.d2h, self._buffers[number % 2]
+        lane, buffer = self._lanes.d2h, self._buffers[self._num_brought % len(self._buffers)]
+        self._num_brought += 1
         if buffer.left is not None:
             lane.wait_for(buffer.left)
-        staged = buffer.stage(buckets[number])
+        staged = buffer.stage(bucket)
         for parameter, weight, gradient in staged:
             lane.copy(gradient, _gradient_of(parameter), "a gradient to the host")
             masters = self._masters_for(parameter)
             if masters is None or not masters.has(parameter):
                 lane.copy(weight, parameter.detach(), "a weight to the host")
         buffer.filled = lane.mark()
-        return staged
+        return _Coming(staged, buffer)
 
     def _masters_for(self, parameter: Tensor) -> MasterWeights | None:
         return self._masters if is_half(parameter) else None
 
-    def _stand_in(self, staged: list[_Staged], number: int, is_last: bool) -> None:
+    def _stand_in(self, coming: _Coming, is_last: bool) -> None:
         """Put the host's tensors of a bucket into the optimizer's groups and state."""
-        self._buffer = self._buffers[number % 2]
-        self._lanes.d2h.finish(self._buffer.filled)
-        self._staged = staged
-        standing = self._standing = {s.parameter: self._on_host(s) for s in staged}
+        self._lanes.d2h.finish(coming.buffer.filled)
+        self._stepping = coming
+        standing = self._standing = {s.parameter: self._on_host(s) for s in coming.staged}
         optimizer, self._state = self._optimizer, self._optimizer.state
         state = {h: self._state[p] for p, h in standing.items() if p in self._state}
         if is_last:  # an optimizer may look at all that it keeps
@@ -180,7 +251,7 @@ class HostStep:
     @torch.no_grad()
     def _write_back(self) -> None:
         """Start to copy stepped weights to the device; the optimizer has its own parameters."""
-        for parameter, weight, _ in self._staged:
+        for parameter, weight, _ in self._stepping.staged:
             stepped = self._standing[parameter].detach()
             if stepped.data_ptr() != weight.data_ptr():
                 weight.copy_(stepped)
@@ -188,8 +259,8 @@ class HostStep:
             masters = self._masters_for(parameter)
             if masters is not None:
                 masters.put(parameter, stepped)
-        self._buffer.left = self._lanes.h2d.mark()
-        self.put_back()
+        self._stepping.buffer.left = self._lanes.h2d.mark()
+        self._restore()
 
 
 @contextmanager

@@ -278,6 +278,8 @@ class NarrowedOptimizer:
             if self.host is not None:  # the optimizer may call its closure again
                 self.host.finish()
             self._widen()
+            if self.host is not None:
+                self.host.begin()
             result = closure()
             self._narrow(self.shares)
             if self.host is not None:

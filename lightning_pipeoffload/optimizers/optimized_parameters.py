@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.optimizers.early_step import EarlyStep
 from lightning_pipeoffload.optimizers.host_step import HostStep, state_on_host
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import (
@@ -141,6 +142,20 @@ class OptimizedParameters:
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 with self.loading_state(optimizer):
                     follow_parameters(optimizer)
+
+    def early_step(self) -> EarlyStep:
+        """Return what steps parameters as their gradients become final."""
+        tensors = self._pipeline.tensors
+        shared = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
+        own = tensors.with_local_stages().values()
+        alone = {p: min(s) for p, s in own if len(s) == 1 and id(p) not in shared}
+        steps = [n.host for n in self._narrowed if n.host is not None]
+
+        def take(parameter: Tensor) -> None:
+            for step in steps:
+                step.take(parameter)
+
+        return EarlyStep(alone, take)
 
     def is_of_another(self, parameter: Tensor) -> bool:
         """Whether another replica steps a parameter of this rank."""

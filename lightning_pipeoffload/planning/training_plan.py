@@ -55,7 +55,8 @@ class TrainingPlan:
         num_ranks: The number of ranks of the pipeline.
         executor: The executor of this rank.
         on_accelerator: Whether the ranks' devices have a memory of their own.
-        reduces: Whether gradients are those of several replicas.
+        reduces: Whether something waits for the final gradients of each stage: other replicas, or
+            an optimizer on the host.
         has_barrier: Whether no rank begins a step before all have ended the one before; known once
             the module is cut.
 

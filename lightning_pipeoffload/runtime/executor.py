@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
@@ -25,6 +24,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
+from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES
 from lightning_pipeoffload.schedule.ahead import actions_ahead
@@ -82,7 +82,7 @@ class Executor:
         self.memory = memory
         self.current: Action | None = None
         self._pending = pending
-        self._reduction: GradientReduction | None = None
+        self._reduction: FinalGradients | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -121,7 +121,7 @@ class Executor:
         microbatches: Sequence[Microbatch],
         before_backward: BeforeBackward | None = None,
         settle: Settle | None = None,
-        reduction: GradientReduction | None = None,
+        reduction: FinalGradients | None = None,
     ) -> list[Any]:
         """Execute the rank's actions.
 
@@ -131,7 +131,7 @@ class Executor:
             before_backward: Called once, before the first backward, with the results so far.
             settle: Called when the actions that need no final weights have run; None: the weights
                 are final.
-            reduction: Averages gradients over replicas; None where there is one replica.
+            reduction: Averages gradients over replicas, or steps them; None: nobody waits for them.
 
         Returns:
             What the user's step returned for each microbatch; empty without the last stage.
@@ -154,7 +154,7 @@ class Executor:
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        reduction: GradientReduction | None = None,
+        reduction: FinalGradients | None = None,
     ) -> None:
         """Begin a step whose actions :meth:`execute` runs one by one."""
         # By identity: every step passes the same object, and comparing all actions takes time.

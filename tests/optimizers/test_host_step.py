@@ -117,7 +117,7 @@ class Saving(fits.Record):
             trainer.save_checkpoint(self.path)
 
 
-def fit(size, path, on_host, net, strategy=(), start=None, steps=6, **options):
+def fit(size, path, on_host, net, strategy=(), start=None, steps=6, is_early=False, **options):
     L.seed_everything(7, verbose=False)
     module, record = net(), Saving(path)
     given = {"num_microbatches": 4, "schedule": "zb_h1", **dict(strategy)}
@@ -135,6 +135,9 @@ def fit(size, path, on_host, net, strategy=(), start=None, steps=6, **options):
             **options,
         )
         trainer.fit(module, fits.loader(), ckpt_path=start)
+        hosts = [narrowed.host for narrowed in trainer.strategy._parameters._narrowed]
+        early = sum(host.num_early for host in hosts if host is not None)
+        assert early or not (on_host and is_early)
     return record.losses, len(module.seen)
 
 
@@ -149,6 +152,7 @@ def assert_same(found, expected):
 
 REPLICAS = {"data_parallel_size": 2}
 SHARDED = {**REPLICAS, "sharding": "optimizer"}
+EARLY = {"is_early": True, "accumulate_grad_batches": 2}
 CLIPS = {"gradient_clip_val": 6.0}
 LATE = {"optimizer_sync": "post_validation"}
 
@@ -160,6 +164,7 @@ LATE = {"optimizer_sync": "post_validation"}
         (2, partial(Net, "sgd", tie=True, watches=False), {"schedule": "zb_v", **LATE}, CLIPS),
         (4, partial(Net, watches=False), {"schedule": "zb_v", **SHARDED, **LATE}, CLIPS),
         (2, partial(Net, Counted), {"per_parameter_optimizer": True}, {}),
+        (2, partial(Net, "adafactor", tie=True, watches=False), {"schedule": "zb_v"}, EARLY),
     ],
 )
 def test_weights_state_and_losses_are_those_of_the_device(
