@@ -24,7 +24,8 @@ SMALL = {
     "vision": "--images 128 --width 4",
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
-SLOW = {"hf_llama", "qlora", "vision", "on_demand"}  # strategy and models have tests of their own
+# Strategy and models have tests of their own.
+SLOW = {"own_gpt", "hf_llama", "qlora", "vision", "on_demand"}
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main

@@ -16,6 +16,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
     refuse_optimizer,
 )
 from tests.support import fits
+from tests.support.pairs import slow
 
 OF_TORCH = {
     name: kind
@@ -252,7 +253,7 @@ def _fit_twice(num_devices, momentum, schedule):
     return record.losses
 
 
-@pytest.mark.parametrize(("momentum", "schedule"), [(0.9, "zb_h1"), (0.0, "zb_v")])
+@pytest.mark.parametrize(("momentum", "schedule"), [(0.9, "zb_h1"), slow((0.0, "zb_v"))])
 def test_an_optimizer_of_the_users_own_steps_with_its_rank_s_part_in_every_fit(
     ranks, momentum, schedule
 ):

@@ -34,11 +34,11 @@ def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
     calls = [int(Path(f"{whole}.calls{rank}").read_text()) for rank in range(2)]
     before, after = load(f"{whole}.first"), load(whole)
     draw = random.Random(0)
-    for point in range(4):
+    for point, victims in enumerate(VICTIMS):
         path = str(tmp_path / f"{point}.ckpt")
         last = [
             draw.randrange(count) if dies else NEVER
-            for count, dies in zip(calls, VICTIMS[point % 3], strict=True)
+            for count, dies in zip(calls, victims, strict=True)
         ]
         ended, _ = run(
             log, form == "folder", tuple([Impatient(), SaveAndDie(path, call)] for call in last)
