@@ -138,6 +138,16 @@ def _give_back(loader: Any) -> None:
         loader.__class__ = own_class(loader)
 
 
+def epoch_to_read(trainer: Trainer) -> int:
+    """Return the epoch of the training batches that are read next."""
+    loop: Any = trainer.fit_loop  # its counters have no declared types
+    epochs = loop.epoch_progress.current
+    # A fit that was saved in an epoch's last batch goes on with the next epoch, but Lightning
+    # begins to read before it counts that one.
+    is_over = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
+    return trainer.current_epoch + int(is_over and epochs.processed < epochs.ready)
+
+
 def count_seen(trainer: Trainer) -> int:
     """Return how many batches of its epoch a fit that resumes has done."""
     loop: Any = trainer.fit_loop  # its counters have no declared types

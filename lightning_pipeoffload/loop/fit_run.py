@@ -31,6 +31,7 @@ from lightning_pipeoffload.loop.data import (
     FirstBatches,
     PipelineLoaders,
     count_seen,
+    epoch_to_read,
     leave_out_seen,
 )
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
@@ -124,7 +125,7 @@ class FitRun:
         self.seed = strategy._seed = self._choose_seed()
         self._first_batches = FirstBatches(group.replicas)
         self._loaders = PipelineLoaders(
-            self.seed, lambda: self._trainer.current_epoch, group.replica, self._first_batches
+            self.seed, lambda: epoch_to_read(self._trainer), group.replica, self._first_batches
         )
         self._at_end.callback(self._loaders.release)
         if before is not None and not self.making.is_made:

@@ -73,10 +73,10 @@ class Saves(L.Callback):
 
 
 def fit_from(size, folder, path, options, shuffled=True):
-    """Fit for two epochs of five batches, from the start or a checkpoint; save every third."""
+    """Fit for two epochs of five batches, from the start or a checkpoint; save each."""
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
-    checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
     trainer = L.Trainer(
         **fits.SILENT,
         devices=size or 1,
