@@ -103,6 +103,8 @@ USED = {
     "_InferenceMode": torch._C,
     "_set_throw_on_mutable_data_ptr": torch._C,
     "_AutoDispatchBelowADInplaceOrView": torch._C,
+    "_ExcludeDispatchKeyGuard": torch._C,
+    "_IncludeDispatchKeyGuard": torch._C,
     "_are_functorch_transforms_active": torch._C,
     "_will_engine_execute_node": torch._C,
     "_unsafe_set_version_counter": torch._C._autograd,
