@@ -291,6 +291,12 @@ class Packed(LoadedByHand):
         self.blocks = nn.ModuleList(blocks)
 
 
+class EightBits(LoadedByHand):
+    def configure_model(self):
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(bnb.nn.Linear8bitLt(WIDTH, WIDTH) for _ in range(4))
+
+
 def refusal_of(kind):
     trainer = trainer_of(2)
     outlive_failures(trainer)
@@ -303,6 +309,7 @@ def refusal_of(kind):
     ("kind", "message"),
     [
         (NeverLoaded, "nothing has filled blocks."),
+        (EightBits, "of Linear8bitLt (5) is an 8-bit weight of bitsandbytes"),
         (Packed, "is a packed 4-bit weight of bitsandbytes (torch.uint8) without a quant_state"),
     ],
 )

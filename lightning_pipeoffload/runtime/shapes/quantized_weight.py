@@ -68,9 +68,15 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
     elif is_4bit(weight):
         _refuse_packed(slot)
         quantize_shape(stand_in, weight)
-    elif hasattr(weight, "SCB"):
+    else:
+        refuse_8_bits(slot.name, weight)
+
+
+def refuse_8_bits(name: str, weight: Tensor) -> None:
+    """Raise ``ValueError`` for an 8-bit weight."""
+    if hasattr(weight, "SCB"):
         raise ValueError(
-            f"{slot.name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
+            f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
             f"by the values of its input; use 4 bits (Linear4bit, load_in_4bit=True)"
         )
 

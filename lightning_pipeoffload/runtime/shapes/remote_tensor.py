@@ -141,12 +141,13 @@ def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
             """Move it; quantize the shape where a weight in full would be."""
             device: Any = kwargs.get("device", args[0] if args else None)
+            is_full = not getattr(self, "bnb_quantized", True)
             moves = isinstance(device, str | int | torch.device)
-            if self.bnb_quantized or not moves or torch.device(device).type == "meta":
-                return Tensor.to(self, *args, **kwargs)
-            quantize_shape(self, self)
-            self.module.quant_state = self.quant_state
-            return self
+            if is_full and moves and torch.device(device).type != "meta":
+                quantize_shape(self, self)
+                self.module.quant_state = self.quant_state
+                return self
+            return Tensor.to(self, *args, **kwargs)
 
     Remote.__name__ = parameter.__name__
     return Remote
