@@ -342,7 +342,7 @@ def _explain_other(name: str) -> str:
 
 _FILL = (
     "make it without torch.device('meta'), since each rank has only its own part anyway, or give "
-    "it memory and values there (to_empty, then the model's own initialization)"
+    "it memory and values there (load_weights, or to_empty and the model's own initialization)"
 )
 _ADVICE = (
     "so that no rank can make it alone in configure_model: make that part in __init__, or give it "
