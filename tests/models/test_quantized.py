@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy, save_pretrained
@@ -253,8 +254,24 @@ class EightBits(ByHand):
         self.blocks[1].base = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
 
 
-def test_8_bits_are_refused_by_name():
+class OfTwoTensors(ByHand):
+    def __init__(self):
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        pair = TwoTensor(layer.weight.detach(), torch.ones(WIDTH, WIDTH))
+        layer.weight = nn.Parameter(pair, requires_grad=False)
+        self.blocks[1].base = layer
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (EightBits, "blocks.1.base.weight is an 8-bit weight .* use 4 bits"),
+        (OfTwoTensors, "blocks.1.base.weight is a TwoTensor, .* use bitsandbytes' 4 bits"),
+    ],
+)
+def test_other_quantized_weights_are_refused_by_name(kind, message):
     strategy = PipeOffloadStrategy(num_microbatches=2)
     trainer = L.Trainer(**SILENT, strategy=strategy, max_epochs=1, enable_checkpointing=False)
-    with pytest.raises(ValueError, match="blocks.1.base.weight is an 8-bit weight .* use 4 bits"):
-        trainer.fit(EightBits(), DataLoader(torch.zeros(4, 12, dtype=torch.long), batch_size=4))
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(kind(), DataLoader(torch.zeros(4, 12, dtype=torch.long), batch_size=4))

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_8_bits
+from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_other_quantized
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     RemoteTensor,
     install_draws,
@@ -48,7 +48,7 @@ class ParameterShape(RemoteTensor):
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
-        refuse_8_bits(origin, parameter)
+        refuse_other_quantized(origin, parameter)
         made = cls.like_weight(parameter, meta, parameter.device, origin)
         made._is_param = True  # private: see RemoteTensor
         return made

@@ -60,7 +60,7 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
     A weight in full gets those that it will have on a device.
 
     Raises:
-        ValueError: The weight is packed and has no state, or 8 bits.
+        ValueError: The weight is packed and has no state, has 8 bits, or is of several tensors.
     """
     weight, state = slot.tensor, state_of(slot)
     if state is not None:
@@ -69,15 +69,21 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
         _refuse_packed(slot)
         quantize_shape(stand_in, weight)
     else:
-        refuse_8_bits(slot.name, weight)
+        refuse_other_quantized(slot.name, weight)
 
 
-def refuse_8_bits(name: str, weight: Tensor) -> None:
-    """Raise ``ValueError`` for an 8-bit weight."""
+def refuse_other_quantized(name: str, weight: Tensor) -> None:
+    """Raise ``ValueError`` for an 8-bit weight, and for one that is made of several tensors."""
     if hasattr(weight, "SCB"):
         raise ValueError(
             f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
             f"by the values of its input; use 4 bits (Linear4bit, load_in_4bit=True)"
+        )
+    if hasattr(weight, "__tensor_flatten__") and not isinstance(weight, ShapeOnly):  # torchao's
+        raise ValueError(
+            f"{name} is a {type(weight).__name__}, a tensor made of several, which cannot be on "
+            f"some ranks and without values on others; use bitsandbytes' 4 bits (Linear4bit, "
+            f"load_in_4bit=True)"
         )
 
 
