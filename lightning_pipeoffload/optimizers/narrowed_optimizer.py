@@ -231,12 +231,16 @@ class NarrowedOptimizer:
 
     def _start_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         step, *given = args
+        closures = [value for value in (*given, *kwargs.values()) if callable(value)]
+        is_narrow = bool(self._whole) if not closures else any(map(_narrows_again, closures))
+        if is_narrow:  # in a subclass's step that calls its base's, which has hooks as well
+            return None
         if self.shares is not None:
             self.shares.start_step()
         self._narrow(self.shares)
-        if self.host is not None and not any(map(callable, (*given, *kwargs.values()))):
+        if self.host is not None and not closures:
             self.host.start()
         return (
             (step, *map(self._among_whole, given)),
@@ -286,7 +290,12 @@ class NarrowedOptimizer:
                 self.host.start()
             return result
 
+        call.narrows_again = True  # type: ignore[attr-defined]
         return call
+
+
+def _narrows_again(closure: Any) -> bool:
+    return getattr(closure, "narrows_again", False)
 
 
 def own_members(group: dict[str, Any]) -> list[Tensor]:

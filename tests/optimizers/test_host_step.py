@@ -28,6 +28,9 @@ OPTIMIZERS = {
 SMALL = 3000  # bytes of a bucket: several on each rank
 
 
+torch.optim.AdamW([torch.ones(1)])  # from its first on its step has hooks, and a subclass's too
+
+
 class Counted(torch.optim.AdamW):
     """Counts its steps, and says nothing of how it steps."""
 
@@ -36,6 +39,15 @@ class Counted(torch.optim.AdamW):
     def step(self, closure=None):
         self.num_steps += 1
         return super().step(closure)
+
+
+class CallsItself(torch.optim.AdamW):
+    """Calls its closure before its base does."""
+
+    def step(self, closure=None):
+        loss = closure()
+        super().step()
+        return loss
 
 
 class ByHand(torch.optim.Optimizer):
@@ -164,6 +176,7 @@ LATE = {"optimizer_sync": "post_validation"}
         (2, partial(Net, "sgd", tie=True, watches=False), {"schedule": "zb_v", **LATE}, CLIPS),
         (4, partial(Net, watches=False), {"schedule": "zb_v", **SHARDED, **LATE}, CLIPS),
         (2, partial(Net, Counted), {"per_parameter_optimizer": True}, {}),
+        (1, partial(Net, CallsItself, watches=False), {}, {}),
         (2, partial(Net, "adafactor", tie=True, watches=False), {"schedule": "zb_v"}, EARLY),
     ],
 )
