@@ -11,7 +11,7 @@ fits is planned from the folder's ``config.json`` alone:
 
     cd examples
     pipeoffload-plan +model._target_=qlora.QLoRA +model.folder=FOLDER data.context=2048
-        num_microbatches=16 schedule=zb_v device_memory=24GB
+        num_microbatches=16 schedule=zb_v strategy.recompute=full device_memory=22GiB
 """
 
 from argparse import ArgumentParser, Namespace

@@ -137,7 +137,7 @@ class Pipeline:
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.trained = b""
-        self.mixed: set[str] = set()
+        self.left_to_b: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
@@ -315,21 +315,27 @@ class Pipeline:
         if not self.committed:
             self._learn(record)
         self._writes.expect(record, self.partition)
-        self._mark_mixed(record)
+        self._leave_to_b(record)
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))
         if len(self.partition) > 1:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 
-    def _mark_mixed(self, record: StepRecord) -> None:
-        """Compute a weight's gradient in B as a whole if a part of it is: it has one order."""
+    def _leave_to_b(self, record: StepRecord) -> None:
+        """Compute a weight's gradient in B if W is short, or if a part is: it has one order.
+
+        What waits for W keeps inputs and output gradients: for adapters, those of the frozen base.
+        """
+        for name, segments in record.segments.items():
+            if all(map(record.has_short_weight, segments)):
+                self.left_to_b.update(self.tensors.aliases(name))
         for stage in (self.partition[index] for index in self.local_stages):
             for name, uses in record.weight_uses.items():
                 found = {could_wait for segment, could_wait in uses if segment in stage.segments}
                 if len(found) > 1:
-                    self.mixed.update(self.tensors.aliases(name))
+                    self.left_to_b.update(self.tensors.aliases(name))
         for name, tensor in self.ownership.local_tensors().items():
-            if name in self.mixed:
+            if name in self.left_to_b:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
     @torch.inference_mode(False)  # a validation may run before training

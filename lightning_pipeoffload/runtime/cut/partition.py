@@ -73,11 +73,14 @@ def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> 
     """Estimate each segment's work from its floating-point operations.
 
     A product has one gradient for each operand; the weight's is W's work, the others are B's. A
-    frozen weight has none.
+    frozen weight has none, and B computes what is short.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
-    counted = record.forward_flops, record.input_flops, record.weight_flops
-    forward, for_input, for_weight = (tuple(n / unit for n in kind) for kind in counted)
+    weight = record.weight_flops
+    in_b = [w if record.has_short_weight(segment) else 0 for segment, w in enumerate(weight)]
+    forward = tuple(n / unit for n in record.forward_flops)
+    for_input = tuple((n + w) / unit for n, w in zip(record.input_flops, in_b, strict=True))
+    for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
     parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
     return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit)
 

@@ -59,6 +59,9 @@ class HookedSpan(NamedTuple):
     last: int
 
 
+_SHORT = 0.1  # of F's operations
+
+
 class LoggedValue(NamedTuple):
     """One call of a torch function between the blocks."""
 
@@ -145,6 +148,10 @@ class StepRecord:
     def leaves_trace(self) -> bool:
         """Whether the step changes what no snapshot restores: it cannot run again."""
         return bool(self.weight_writes or self.changes_batch)
+
+    def has_short_weight(self, segment: int) -> bool:
+        """Whether a segment's W would take so little that nothing is worth keeping for it."""
+        return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 
     def shapes_suffice(self, block: int) -> bool:
         """Whether the stages behind a block need nothing of it but the shapes of its output."""

@@ -103,7 +103,7 @@ class _MeasuringPass(StepTrace):
         super().__init__(pipeline.module, pipeline.chain, part.device, observes=False)
         stages = pipeline.partition
         self._part = part
-        self._mixed = pipeline.mixed
+        self._left_to_b = pipeline.left_to_b
         self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
@@ -137,7 +137,7 @@ class _MeasuringPass(StepTrace):
         for slot in find_slots(self._module):
             tensor: Any = slot.tensor
             if slot.kind == "_parameters":
-                weight_grad_kernels.mark(tensor, slot.name not in self._mixed)
+                weight_grad_kernels.mark(tensor, slot.name not in self._left_to_b)
                 tensor._is_param = True
             found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
         return {*map(address_of, found)}

@@ -43,8 +43,23 @@ class Crossing(nn.Module):
         return (x * start.exp()).sum(-1, keepdim=True)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter, whose W is short."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 1, bias=False), nn.Linear(1, 64, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
 def make(name):
     torch.manual_seed(0)
+    if name == "adapted":
+        blocks = nn.Sequential(*(Adapted() for _ in range(4)))
+        return Task(blocks, lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 64)
     if name.startswith("gpt_"):
         return gpt(dropout=0.1 * ("dropout" in name), tie_weights="tied" in name), (
             tokens(),
@@ -84,6 +99,14 @@ def test_shapes_tell_what_the_ledger_counts_of_an_offload():
     hosts = [executor.memory.ledger.peak_host_bytes for executor in pipeline.executors]
     assert hosts == [*peak_host_memory(pipeline.plan, costs)]
     assert max(hosts)
+
+
+def test_what_adapters_would_keep_of_a_frozen_base_waits_for_no_w():
+    module, batch = make("adapted")
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, NUM_MICROBATCHES), call_step)
+    costs = assert_as_counted(pipeline, batch)
+    assert not any(costs.weight_residue)
+    assert not any(costs.backward_weight)
 
 
 def test_nothing_of_the_module_is_changed():
