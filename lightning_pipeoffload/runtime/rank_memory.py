@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, m
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.schedule import Action, Kind
+from lightning_pipeoffload.schedule import Action
 from lightning_pipeoffload.schedule.actions import (
     ACTIVATION,
     KINDS,
@@ -40,22 +40,8 @@ from lightning_pipeoffload.schedule.actions import (
 _OFFLOADS = {kind for kind, row in KINDS.items() if row.host_puts}
 
 
-def _after(*kinds: Kind) -> Part:
-    """Return the parts on the device after some actions of a stage and microbatch."""
-    there = NOTHING
-    for kind in kinds:
-        there = (there | KINDS[kind].puts) & ~KINDS[kind].drops
-    return there
-
-
+# The measured bytes of the parts on the device, where nothing is copied.
 _BYTES = {ACTIVATION: "activation_bytes", WAITING: "residue_bytes"}
-# The measured bytes that are on the device after an action where nothing is copied.
-_MEASURED = {
-    Kind.F: _BYTES.get(_after(Kind.F)),
-    Kind.B: _BYTES.get(_after(Kind.F, Kind.B)),
-    Kind.W: _BYTES.get(_after(Kind.F, Kind.B, Kind.W)),
-    Kind.BW: _BYTES.get(_after(Kind.F, Kind.BW)),
-}
 
 _Key = tuple[int, int]  # stage and microbatch
 
@@ -91,11 +77,13 @@ class ActivationMemory:
 
     def forget_peaks(self) -> None:
         """Begin a new account of the bytes."""
+        self._there: dict[_Key, Part] = {}
         self.ledger = Ledger(self._measured_after)
 
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
         """Begin a step with the rank's actions and stages."""
         self.ledger.start_step()  # counts the last step, with its stages
+        self._there.clear()
         self._stages = stages
         self._stores.clear()
         self._measured: set[_Key] = set()
@@ -123,6 +111,7 @@ class ActivationMemory:
             store.drop()
         self._stores.clear()
         self.ledger.start_step()
+        self._there.clear()
 
     def open(self, action: Action, microbatch: Microbatch) -> ActivationStore | None:
         """Return a store for the tensors that an F saves, if it needs one."""
@@ -168,7 +157,9 @@ class ActivationMemory:
         self.ledger.record(action, None if store is None else store.held)
 
     def _measured_after(self, action: Action) -> Held:
-        measured = _MEASURED.get(action.kind)
+        key, row = (action.stage, action.microbatch), KINDS[action.kind]
+        there = self._there[key] = (self._there.get(key, NOTHING) | row.puts) & ~row.drops
+        measured = _BYTES.get(there)
         memory = self._stages[action.stage].memory
         return Held(getattr(memory, measured) or 0 if measured else 0)
 

@@ -150,7 +150,10 @@ def assert_alike(found, expected):
         if scales:
             assert all(map(torch.equal, values[name], [value, *scales])), name
         else:
-            assert torch.dist(values[name][0], value) <= 2e-6 * value.norm(), name
+            # One device differs so from itself where it accumulates the batch in parts: a lora_A's
+            # gradients begin at 0, and Adam enlarges what rounds in small ones.
+            rounding = 1e-5 if "lora_" in name else 2e-6
+            assert torch.dist(values[name][0], value) <= rounding * value.norm(), name
 
 
 def assert_quantized_as_by_transformers(values, folder):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from ..actions import COPIES, Kind, MemoryLimitError, ScheduleError
+from ..actions import COPIES, TRANSFERS, Kind, MemoryLimitError, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
@@ -103,8 +103,8 @@ def offload_activations(
         The schedule with its copies, and a report.
 
     Raises:
-        ScheduleError: The amount is none of these, or the schedule has copies, transfers or REDUCE
-            already.
+        ScheduleError: The amount is none of these, or the schedule has other actions than F, B, W
+            and BW already.
         MemoryLimitError: The limit cannot be met.
     """
     if schedule.has_copies:
@@ -112,10 +112,11 @@ def offload_activations(
             f"schedule {schedule.name} says itself what it offloads; ask for no offload, or use a "
             f"schedule without copies, such as uniform"
         )
-    if schedule.has_transfers or schedule.has_reductions:
-        there = "transfers" if schedule.has_transfers else "REDUCE"
+    if others := schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW}:
+        there = "transfers" if others & TRANSFERS else ", ".join(sorted(others))
         raise ScheduleError(
-            f"schedule {schedule.name} has {there} already; offload before it is lowered"
+            f"schedule {schedule.name} has {there} already; offload before it is lowered, and "
+            f"before other passes add to it"
         )
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit

@@ -58,7 +58,8 @@ class _Paging:
     def run(self) -> Iterator[Action]:
         """Yield the rank's actions and its copies."""
         for index, action in enumerate(self._order):
-            self._make_room(index, action)
+            if action.kind in MEMORY_EFFECTS:
+                self._make_room(index, action)
         for index, action in enumerate(self._order):
             copied = self._copied[action[1:]]
             yield from self._frees[index]
