@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
@@ -41,6 +42,7 @@ _IDLE, _WAIT, _MEMORY, _OUTLINE = "#f0f0f0", "#f2b8b0", "#d8dce6", "#5c6784"
 _LIGHTEST = 0.7
 # Pixels.
 _LEFT, _RIGHT, _TITLE, _AXIS, _LEGEND_LINE = 70.0, 80.0, 26.0, 34.0, 20.0
+_TITLE_LINE, _CHARACTER = 15.0, 7.4  # of titles
 _ROW = 22.0
 _CELL, _NARROWEST, _WIDEST, _LEGEND_COLUMN = 18.0, 560.0, 4000.0, 215.0
 _DIGIT, _LEAST_DIGIT = 7.0, 4.0
@@ -136,19 +138,23 @@ def draw_timelines(
     columns = max(1, int((width + _LEFT) // _LEGEND_COLUMN))
     entries = _legend_entries(panels)
     legend = _LEGEND_LINE * (-(-len(entries) // columns)) + 12
-    tops = [panel.height + _TITLE + _AXIS for panel in panels]
+    in_line = int((width + _RIGHT) / _CHARACTER)
+    titles = [wrap(panel.title, in_line) or [""] for panel in panels]
+    heads = [_TITLE + _TITLE_LINE * (len(title) - 1) for title in titles]
+    tops = [panel.height + head + _AXIS for panel, head in zip(panels, heads, strict=True)]
     height = sum(tops) + legend
     figure = new_figure(_LEFT + width + _RIGHT, height)
     highest = max((m for p in panels for curve in p.curves for _, m in curve), default=0.0) or 1.0
     top = height
-    for panel, used in zip(panels, tops, strict=True):
+    for panel, title, head, used in zip(panels, titles, heads, tops, strict=True):
         box = (
             _LEFT / (_LEFT + width + _RIGHT),
-            (top - _TITLE - panel.height) / height,
+            (top - head - panel.height) / height,
             width / (_LEFT + width + _RIGHT),
             panel.height / height,
         )
         axes = figure.add_axes(box)
+        axes.set_title("\n".join(title), loc="left", fontsize=1.2 * SMALL)
         _Panel(axes, panel, window, width / window.length, highest).draw(unit)
         top -= used
     _draw_legend(figure, entries, columns)
@@ -190,7 +196,6 @@ class _Panel:
         num_ranks, end = panel.timeline.num_ranks, panel.timeline.makespan
         axes.set(xlim=(window.start, window.start + window.length))
         axes.set(ylim=(panel.rank_height * num_ranks, 0))
-        axes.set_title(panel.title, loc="left", fontsize=1.2 * SMALL)
         for rank in range(num_ranks):
             axes.broken_barh([(0, end)], (self._top(rank), 0.95), facecolor=_IDLE)
         self._draw_events()
