@@ -123,7 +123,7 @@ class StrippedModule:
             for name in vars(part).keys() - REGISTRIES:
                 tensors = tensors_in(vars(part)[name])
                 if any(memory_of(tensor) in self._saved for tensor in tensors):
-                    self.saved_attributes.add((part, name))
+                    self.saved_attributes.add(Attribute(part, name))
 
     def find_written(self) -> None:
         """Record which buffers the step has written, and from what."""
@@ -138,9 +138,9 @@ class StrippedModule:
                 record.segments[slot.name].add(slot.tensor.source.segment)
         common = [slot for slot in written if not record.segments.get(slot.name)]
         record.written = {slot.name for slot in common}
-        record.written_in_place = {(slot.module, slot.attribute) for slot in common}
+        record.written_in_place = {Attribute(slot.module, slot.attribute) for slot in common}
         record.saved_and_written = {
-            (slot.module, slot.attribute)
+            Attribute(slot.module, slot.attribute)
             for slot, tensor, value in self._buffers
             if memory_of(tensor) in self._saved
             and (record.segments.get(slot.name) or is_written(tensor, value))

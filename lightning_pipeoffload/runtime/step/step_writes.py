@@ -276,7 +276,7 @@ class StepWrites:
             return
         for name in (before.keys() | space.keys()) - REGISTRIES:
             value, old = space.get(name, GONE), before.get(name, GONE)
-            if value is old or (is_buffers and (child, name) not in self._in_place):
+            if value is old or (is_buffers and Attribute(child, name) not in self._in_place):
                 continue
             if name in before or not _is_made_once(value):
                 yield (child, is_buffers), name, value, old

@@ -46,11 +46,11 @@ class Variable:
 
     @property
     def attribute(self) -> Attribute:
-        return self.part, self.name
+        return Attribute(self.part, self.name)
 
     @property
     def key(self) -> tuple[int, str]:
-        """Equal for the same attribute, always: the hash of a metric changes with its state."""
+        """Equal for the same attribute of the same object."""
         return id(self.part), self.name
 
     @property
@@ -104,7 +104,7 @@ class WriteWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._paths = {part: path for path, part in module.named_modules()}
+        self._paths = {id(part): path for path, part in module.named_modules()}
         self._point = StepPoint(0, is_in_block=False)
         self._seen: dict[tuple[int, str], tuple[Variable, Fingerprint]] = {}
         self._held: dict[tuple[int, str], None] = {}  # whose values can be changed in place
@@ -120,8 +120,8 @@ class WriteWatch:
         def note(part: nn.Module, name: str, value: Any) -> None:
             is_same = vars(part).get(name, GONE) is value and not _can_change(value)
             plain(part, name, value)
-            if part in self._paths and name in vars(part) and not is_same:
-                variable = Variable(self._paths[part], part, name)
+            if id(part) in self._paths and name in vars(part) and not is_same:
+                variable = Variable(self._paths[id(part)], part, name)
                 is_users_file = not is_librarys_file(sys._getframe(1).f_code.co_filename)
                 self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
                 self._see(variable)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,25 @@ _WRITTEN = (Tensor, np.ndarray)
 _PLAIN = {int, float, bool, str, type(None), FunctionType, MethodType}
 _CONSTANTS = (int, float, complex, str, torch.Size)
 
-Attribute = tuple[nn.Module, str]
-"""A module of the tree, and the name of one of its attributes."""
+
+class Attribute(NamedTuple):
+    """A module of the tree, and the name of one of its attributes.
+
+    By the module's identity: the hash of a torchmetrics object changes with its state.
+    """
+
+    part: nn.Module
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attribute) and self.part is other.part and self.name == other.name
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((id(self.part), self.name))
+
 
 Fingerprint = list[tuple[Any, Any]]
 """Objects, and for each a state that changes when it is written. It keeps the objects alive."""
@@ -319,7 +336,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
         The attributes that were changed in place; filled at the end.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
-    snapshot = Snapshot((part, name) for part, known in names for name in known)
+    snapshot = Snapshot(Attribute(part, name) for part, known in names for name in known)
     insides = [(part, name, _inside(value)) for part, name, value in snapshot.values]
     objects = {key: value for *_, inside in insides for key, value in inside.items()}
     tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
@@ -338,7 +355,9 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
             if array.tobytes() != copied.tobytes():
                 changed.add(id(array))
                 array[...] = copied
-        written.update((part, name) for part, name, inside in insides if changed & inside.keys())
+        written.update(
+            Attribute(part, name) for part, name, inside in insides if changed & inside.keys()
+        )
         snapshot.put_back()
         for part, known in names:
             for name in vars(part).keys() - known:

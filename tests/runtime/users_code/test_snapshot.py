@@ -3,7 +3,9 @@
 from collections import OrderedDict, deque
 
 import pytest
+import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import containers_in, unchanged
@@ -60,3 +62,16 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
         watch.finish()
     assert [write.variable.label for write in watch.writes] == ["self.total", "self.values"]
     assert len([*containers_in(OrderedDict(a=[1]))]) == 2
+
+
+def test_a_metric_whose_hash_goes_by_its_state_is_one_object():
+    module = Module()
+    module.mean = MeanMetric()
+    watch = WriteWatch(module)
+    with unchanged(module) as written, watch.watching():
+        module.mean(torch.ones(2))
+        module.mean.mean_value.add_(1)
+        watch.compare(StepPoint(0, is_in_block=False))
+    found = [write.variable.name for write in watch.writes]
+    assert found.count("_computed") == 2  # compute() keeps the value, and forward() drops it
+    assert {write.variable.attribute for write in watch.writes} >= written
