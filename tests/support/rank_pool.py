@@ -5,6 +5,7 @@ import os
 import traceback
 from multiprocessing.connection import wait
 
+import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.processes import failure_board
@@ -89,6 +90,7 @@ def _serve(pipe, rank, size):
             return
         if call is None:
             _end_groups()
+            torch.use_deterministic_algorithms(False)  # a Trainer has set it for good
             continue
         port, function, args = call
         os.environ["MASTER_PORT"] = str(port)
