@@ -114,11 +114,15 @@ class StageContext:
         output, known = record.outputs[index], self._outputs.get(index)
         if known is not None and known.is_as_made(output.metas[0]):
             return known
-        origins = self.chain.output_origins(index)
-        made = output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
+        made = self.shapes_of(index, output, device)
         if isinstance(made, ShapeOnly):
             self._outputs[index] = made
         return made
+
+    def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
+        """Return a block's output with tensors that have no value."""
+        origins = self.chain.output_origins(index)
+        return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
@@ -208,7 +212,8 @@ class StagePass:
             output = self._output_of(index, call)
             if index == self._start - 1:
                 return self._hand_over(index, output)
-            return self._leave_block(index, self._shapes_of(index, output))
+            shapes = self._context.shapes_of(index, output, self._microbatch.device)
+            return self._leave_block(index, shapes)
 
     def _run_own(self, index: int, arguments: Any) -> Any:
         context = self._context
@@ -255,10 +260,6 @@ class StagePass:
 
     def _leave_block(self, index: int, output: Any) -> Any:
         return self._carried.leave_block(index, output) if self._carried else output
-
-    def _shapes_of(self, index: int, output: BlockOutput) -> Any:
-        origins, device = self._context.chain.output_origins(index), self._microbatch.device
-        return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
     def _hand_over(self, index: int, output: BlockOutput) -> Any:
         # Here, not before the step: its beginning runs while the tensors are on their way.
