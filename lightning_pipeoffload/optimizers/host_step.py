@@ -112,13 +112,14 @@ class HostStep:
         self._members: set[Tensor] = set()
         self._taken: dict[Tensor, None] = {}
         self._waiting: list[Tensor] = []
+        self._waiting_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
 
     def begin(self) -> None:
         """Begin a step: from now on :meth:`take` may step parameters."""
         self._coming, self._last = None, None
-        self._taken, self._waiting = {}, []
+        self._taken, self._waiting, self._waiting_bytes = {}, [], 0
         self._own = [group["params"] for group in self._optimizer.param_groups]
         self._members = {p for own in self._own for p in own}
         # The first step has shown that several buckets are needed, and how large one is.
@@ -131,11 +132,12 @@ class HostStep:
         """
         if not self._is_early or parameter.grad is None or parameter not in self._members:
             return
-        if _bytes_of([parameter]) > self._buffers[0].num_bytes:  # it has not stepped before
+        num_bytes = _bytes_of([parameter])
+        if num_bytes > self._buffers[0].num_bytes:  # it has not stepped before
             return
         self._members.remove(parameter)  # it may be final twice: with its stage, and by itself
-        if self._waiting and _bytes_of([*self._waiting, parameter]) > STAGING_BYTES:
-            bucket, self._waiting = self._waiting, []
+        if self._waiting and self._waiting_bytes + num_bytes > STAGING_BYTES:
+            bucket, self._waiting, self._waiting_bytes = self._waiting, [], 0
             self._taken.update(dict.fromkeys(bucket))
             self.num_early += len(bucket)
             self._lanes.d2h.wait_for_compute()
@@ -143,6 +145,7 @@ class HostStep:
                 self._thread = ThreadPoolExecutor(1, "optimizer on the host")
             self._last = self._thread.submit(self._advance, bucket, self._last)
         self._waiting.append(parameter)
+        self._waiting_bytes += num_bytes
 
     @torch.no_grad()
     def start(self) -> None:
