@@ -140,21 +140,29 @@ def _give_back(loader: Any) -> None:
 
 def epoch_to_read(trainer: Trainer) -> int:
     """Return the epoch of the training batches that are read next."""
-    loop: Any = trainer.fit_loop  # its counters have no declared types
-    epochs = loop.epoch_progress.current
     # A fit that was saved in an epoch's last batch goes on with the next epoch, but Lightning
     # begins to read before it counts that one.
-    is_over = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
-    return trainer.current_epoch + int(is_over and epochs.processed < epochs.ready)
+    batches = _resumed_batches(trainer)
+    return trainer.current_epoch + int(batches is not None and batches.is_last_batch)
 
 
 def count_seen(trainer: Trainer) -> int:
     """Return how many batches of its epoch a fit that resumes has done."""
-    loop: Any = trainer.fit_loop  # its counters have no declared types
-    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
-    # An epoch that max_steps has cut short is over too: Lightning goes on with the next one.
-    is_within = loop.restarting and epochs.processed < epochs.ready and not batches.is_last_batch
+    batches = _resumed_batches(trainer)
+    is_within = batches is not None and not batches.is_last_batch
     return int(batches.current.processed) if is_within else 0
+
+
+def _resumed_batches(trainer: Trainer) -> Any:
+    """Return the progress in an epoch that was saved before it ended, of a fit that resumes.
+
+    None for other fits. An epoch that max_steps has cut short is over too: Lightning goes on with
+    the next one.
+    """
+    loop: Any = trainer.fit_loop  # its counters have no declared types
+    epochs = loop.epoch_progress.current
+    is_cut = loop.restarting and epochs.processed < epochs.ready
+    return loop.epoch_loop.batch_progress if is_cut else None
 
 
 def leave_out_seen(loader: object, num_seen: int) -> None:
