@@ -154,6 +154,8 @@ class BlockMeasurement:
         try:
             with leaving_no_trace(pipeline.module, self._written):
                 blocks = self._measure(self._cut, cut_batch, recompute, speed)
+                if self._cut.stage_ranks == self._first_cut.stage_ranks:  # a block in each stage
+                    return blocks, blocks
                 return blocks, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
             pipeline.cut_anew(pipeline.rank, self._first_cut)
