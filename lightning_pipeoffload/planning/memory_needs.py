@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -133,7 +132,7 @@ class MemoryNeeds:
         costs = costs_of_stages(self.costs, stages)
         ends = {Kind.SEND_F: -1, Kind.SEND_B: 0}
         sent = {k: [self.sent[k][s.blocks[end]] for s in stages] for k, end in ends.items()}
-        owned = [dict(ChainMap(*(dict(self.owned[b]) for b in s.blocks))) for s in stages]
+        owned = [self._tensors_of(stage.blocks) for stage in stages]
         return replace(self, owned=owned, costs=costs, sent=sent)
 
     def scaled(self, factor: float) -> MemoryNeeds:
@@ -190,14 +189,16 @@ class MemoryNeeds:
         """Return the bytes that the optimizer takes there."""
         if self.hosted is None:
             return 0
-        owned = dict(ChainMap(*(dict(self.owned[stage]) for stage in stages))).values()
+        owned = self._tensors_of(stages).values()
         pairs = [size + gradient for size, gradient, _ in owned if gradient]
         return self._owned_by(stages)[2] + staging_bytes(pairs, self.hosted.by_bucket)
 
+    def _tensors_of(self, parts: Iterable[int]) -> dict[int, tuple[int, int, int]]:
+        """Return the sizes of what some blocks or stages own, each tensor once."""
+        return {key: sizes for part in parts for key, sizes in self.owned[part].items()}
+
     def _owned_by(self, stages: Sequence[int]) -> list[int]:
-        owned: dict[int, tuple[int, int, int]] = {}
-        for stage in stages:
-            owned.update(self.owned[stage])
+        owned = self._tensors_of(stages)
         parameters, gradients, _ = (sum(s) for s in zip((0, 0, 0), *owned.values(), strict=True))
         return [parameters, gradients, self._largest_share([*owned.values()])]
 
