@@ -268,9 +268,9 @@ class HostStep:
 
 @contextmanager
 def state_on_host(optimizer: Optimizer, masters: MasterWeights | None) -> Iterator[None]:
-    """``load_state_dict`` leaves state on the host in here, in the type that the host steps in.
+    """Let ``load_state_dict`` leave state on the host inside, in the type that the host steps in.
 
-    It moves and casts each tensor to the device and type of its parameter.
+    Elsewhere it moves and casts each tensor to the device and type of its parameter.
     """
     found = []
     for group in optimizer.param_groups:

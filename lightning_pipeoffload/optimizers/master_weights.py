@@ -31,7 +31,7 @@ class MasterWeights:
         self._loaded: dict[str, Any] = {}
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Keep what a module is loaded from, which its parameters have rounded."""
+        """Keep the values that a module is loaded from; its parameters round them."""
         self._loaded = {k: v for k, v in state.items() if isinstance(v, Tensor)}
 
     def read(self) -> None:

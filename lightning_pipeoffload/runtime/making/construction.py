@@ -149,7 +149,7 @@ class _Draft(RegisteredParameters):
         self._sources[index] = origins
 
     def _observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
-        """Note what an operation reads other than what it writes; a detached tensor is followed."""
+        """Note what an operation reads beside what it writes; detach() reads nothing."""
         _refuse_unknown_draws(func, args)
         if func is not aten.detach.default:
             written = [*shape_only_leaves([*written_arguments(func, args)])]
